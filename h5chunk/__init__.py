@@ -1,0 +1,40 @@
+"""h5chunk: keep training data in plain HDF5 and feed the GPU from it as fast as the machine can move bytes.
+
+>>> import h5chunk
+>>> report = h5chunk.convert("photos/", "photos.h5")              # doctest: +SKIP
+>>> dataset = h5chunk.ChunkDataset("photos.h5")                   # doctest: +SKIP
+>>> sampler = h5chunk.ChunkSampler(dataset, batch_size=256)       # doctest: +SKIP
+>>> loader = DataLoader(dataset, batch_sampler=sampler)           # doctest: +SKIP
+
+Names are loaded when they are first used: importing h5chunk imports neither torch nor h5py.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CacheSettings": "h5chunk.plan.cache",
+    "ChunkDataset": "h5chunk.feed.dataset",
+    "ChunkSampler": "h5chunk.feed.sampler",
+    "ConvertReport": "h5chunk.tools.convert",
+    "H5ChunkError": "h5chunk.errors",
+    "collate": "h5chunk.feed.collate",
+    "convert": "h5chunk.tools.convert",
+    "info": "h5chunk.tools.info",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'h5chunk' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,169 @@
+"""The command line: arguments, progress bars and exit codes around the functions of `h5chunk.tools`.
+
+Exit codes: 0 done, 1 a named error (one line on standard error), 2 arguments that click refuses, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+import h5chunk
+from h5chunk.errors import H5ChunkError
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except H5ChunkError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("interrupted: nothing was changed", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(h5chunk.__version__, package_name="h5chunk")
+def main() -> None:
+    """Keep training data in plain HDF5, and feed the GPU from it as fast as the machine can move bytes."""
+    tqdm.monitor_interval = 0  # its thread would make forking workers unsafe
+
+
+class _ChunkSamples(click.ParamType):
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value in (None, "auto"):
+            return None
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither auto nor a number", param, ctx)
+
+
+@main.command()
+@click.argument("source", type=click.Path())
+@click.argument("output", type=click.Path())
+@click.option(
+    "--manifest",
+    type=click.Path(),
+    metavar="FILE.csv",
+    help="Table of paths below SOURCE; its further columns become fields.",
+)
+@click.option(
+    "--size", type=int, nargs=2, metavar="H W", help="Height and width of all images. Without it they must agree."
+)
+@click.option(
+    "--fit",
+    type=click.Choice(["error", "stretch", "crop", "pad"]),
+    default="error",
+    show_default=True,
+    help="What to do with images of another size.",
+)
+@click.option("--color", type=click.Choice(["rgb", "gray", "keep"]), default="rgb", show_default=True)
+@click.option(
+    "--layout",
+    type=click.Choice(["nchw", "nhwc"]),
+    default="nchw",
+    show_default=True,
+    help="Axes of the images in the file.",
+)
+@click.option(
+    "--chunk-samples", type=_ChunkSamples(), default="auto", show_default=True, help="Samples in one HDF5 chunk."
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 64) - 1),
+    default=0,
+    show_default=True,
+    help="Of the order that samples are written in.",
+)
+@click.option("--no-shuffle", is_flag=True, help="Keep the order of the source.")
+@click.option("--workers", type=click.IntRange(0), help="Processes that decode. [default: one per core]")
+@click.option(
+    "--on-error",
+    type=click.Choice(["fail", "skip"]),
+    default="fail",
+    show_default=True,
+    help="skip leaves out images that cannot be used, and lists them in OUTPUT.skipped.csv.",
+)
+@click.option(
+    "--animated",
+    type=click.Choice(["error", "first"]),
+    default="error",
+    show_default=True,
+    help="For images of several frames: refuse, or take the first.",
+)
+@click.option(
+    "--max-pixels", type=click.IntRange(1), default=89_478_485, show_default=True, help="Refuse images of more pixels."
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--quiet", is_flag=True, help="No progress bar, no report.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
+def convert(
+    source: str, output: str, no_shuffle: bool, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Pack the images of SOURCE into the HDF5 file OUTPUT.
+
+    SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar.
+    """
+    from h5chunk.tools.convert import convert as run
+    from h5chunk.tools.convert import plan_convert
+
+    options["shuffle"] = not no_shuffle
+    with _progress(quiet) as progress:
+        result = (plan_convert if dry_run else run)(source, output, progress=progress, **options)
+    if as_json:
+        click.echo(result.to_json())
+    elif not quiet:
+        click.echo(str(result))
+
+
+@main.command()
+@click.argument("file", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def info(file: str, as_json: bool) -> None:
+    """Say what is in any HDF5 FILE, and whether samples lie well in it for training."""
+    from h5chunk.tools.info import info as run
+
+    result = run(file)
+    click.echo(result.to_json() if as_json else str(result))
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | None]:
+    """A bar for each stage; none with --quiet or where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    words = {"list": ("listing", " images"), "convert": ("converting", " images")}
+    bar: tqdm[Any] | None = None
+    current = ""
+
+    def show(stage: str, done: int, total: int | None) -> None:
+        nonlocal bar, current
+        if stage != current or bar is None:
+            if bar is not None:
+                bar.close()
+            description, unit = words[stage]
+            bar = tqdm(desc=description, unit=unit, total=total, leave=False, mininterval=0.1, dynamic_ncols=True)
+            current = stage
+        bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A map-style torch Dataset over any HDF5 file in which samples lie along the first axis."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from h5chunk.errors import FieldError
+from h5chunk.feed.collate import Batch, Sample, empty
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.order import INTERLEAVE
+from h5chunk.store.format import Header
+from h5chunk.store.reader import H5Reader, model_cache
+
+Fields = Mapping[str, str] | Sequence[str]
+
+
+class ChunkDataset(Dataset[Any]):
+    """Samples of an HDF5 file, converted by h5chunk or not, read through HDF5's chunk cache.
+
+    ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these
+    samples, with a first axis of 3. Numbers are tensors of the file's dtype; fixed-length strings are ``str``.
+
+    The file is opened in each process when it is first read there, with any start method of multiprocessing.
+
+    Parameters
+    ----------
+    path : path
+    fields : sequence or mapping of str, optional
+        Datasets to read, in this order; a mapping gives them names. Default: ``images``, and ``labels`` if there are
+        any.
+    transform : callable, optional
+        Applied to the first field of each sample, as torchvision's ``transform`` is to the image.
+    cache : CacheSettings or (nslots, nbytes, w0), optional
+        Chunk cache of the largest field in each process; others get room for the same samples. Default: the file's
+        recommendation, or what the model in `h5chunk.plan` says the sampler's windows need; a DataLoader's workers
+        share it out.
+
+    Raises
+    ------
+    FileError
+        The file is missing, not HDF5 or cut short; when it is read: it was replaced since.
+    FieldError
+        A dataset is missing, or cannot be a field.
+    OptionError
+        The cache cannot be, such as ``w0=1.0``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fields: Fields | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        cache: CacheSettings | Sequence[float] | None = None,
+    ) -> None:
+        if isinstance(fields, str):
+            fields = (fields,)
+        if fields is not None and not isinstance(fields, Mapping):
+            fields = {name: name for name in fields}
+        self._reader = H5Reader(path, fields)
+        self._dtypes = {name: _torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
+        self.transform = transform
+        self._given_cache = None if cache is None else CacheSettings.of(cache)
+        self._open_chunks: int | None = None  # what a sampler said
+
+    def __len__(self) -> int:
+        return self._reader.num_samples
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return str(self._reader.path)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields, in the order of a sample's tuple."""
+        return tuple(self._reader.fields)
+
+    @property
+    def header(self) -> Header | None:
+        """What a file of ours says about itself; None for others."""
+        return self._reader.header
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes: ``classes[label]``; empty if the file has none."""
+        return self._reader.header.class_names if self._reader.header else ()
+
+    @property
+    def chunk_samples(self) -> int:
+        """Samples that are read together: the chunk of the largest field along the first axis."""
+        return self._reader.chunk_samples
+
+    @property
+    def window_chunks(self) -> int:
+        """Recommended number of chunks to shuffle together."""
+        if self._reader.header is not None:
+            return self._reader.header.window_chunks
+        grid = self._reader.main.grid
+        band_samples = self.chunk_samples
+        band_bytes = grid.band_bytes if grid.chunks else band_samples * grid.sample_bytes
+        sample_bytes = max(1, band_bytes // band_samples)
+        return plan_layout(max(1, len(self)), sample_bytes, band_samples).window_chunks
+
+    @property
+    def cache(self) -> CacheSettings:
+        """The chunk cache of the largest field in this process, as it will be set."""
+        if self._given_cache is not None:
+            return self._given_cache
+        worker = get_worker_info()
+        share = worker.num_workers if worker is not None else 1
+        if self._open_chunks is None and self._reader.header is not None:
+            whole = self._reader.header.cache
+            return CacheSettings(whole.nslots, -(-whole.nbytes // share), whole.w0)
+        open_chunks = self._open_chunks or INTERLEAVE * self.window_chunks
+        return model_cache(self._reader, -(-open_chunks // share))
+
+    def caches_in_force(self) -> dict[str, CacheSettings]:
+        """The chunk cache of each field in this process, as HDF5 has it."""
+        self._reader.set_caches(self.cache)
+        return self._reader.caches_in_force()
+
+    def expect_open_chunks(self, open_chunks: int) -> None:
+        """Make room for this many partly read chunks, over all workers; a sampler says it. A given cache stays."""
+        self._open_chunks = open_chunks
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self._reader.close()
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            index = range(*index.indices(len(self)))
+        if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
+            batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
+            return self._transformed(batch[0])
+        batch = self._read(np.asarray(index, np.int64), shared=get_worker_info() is not None)
+        return batch.fields if self.transform is None else tuple(default_collate(self._each_transformed(batch)))
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
+        """A whole batch, each chunk read once; torch's DataLoader calls this."""
+        batch = self._read(np.asarray(indices, np.int64), shared=get_worker_info() is not None)
+        return batch if self.transform is None else self._each_transformed(batch)
+
+    def _each_transformed(self, batch: Batch) -> list[Sample]:
+        return [self._transformed(sample) for sample in batch]
+
+    def _transformed(self, sample: Sample) -> Sample:
+        return sample if self.transform is None else Sample((self.transform(sample[0]), *sample[1:]))
+
+    def _read(self, rows: np.ndarray, shared: bool) -> Batch:
+        if rows.ndim != 1:
+            raise IndexError(f"indices have {rows.ndim} axes: give one number or a list of them")
+        if rows.size and not (-len(self) <= rows.min() and rows.max() < len(self)):
+            wrong = rows[(rows < -len(self)) | (rows >= len(self))][0]
+            raise IndexError(f"sample {wrong} of {len(self)}: {self.path} has samples 0 to {len(self) - 1}")
+        rows = np.where(rows < 0, rows + len(self), rows)
+        self._reader.set_caches(self.cache)
+        return Batch(tuple(self._read_field(name, rows, shared) for name in self.fields))
+
+    def _read_field(self, name: str, rows: np.ndarray, shared: bool) -> torch.Tensor | list[str]:
+        field, dtype = self._reader.fields[name], self._dtypes[name]
+        shape = (len(rows), *field.sample_shape)
+        if dtype is None:
+            text = np.empty(shape, field.dtype)
+            self._reader.read(name, rows, text)
+            return np.char.decode(text, "utf-8", "backslashreplace").tolist()
+        out = empty(shape, dtype, shared)
+        self._reader.read(name, rows, out.numpy())
+        return out
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{field.name} {field.dtype}{list(field.sample_shape)}" for field in self._reader.fields.values()
+        )
+        return (
+            f"ChunkDataset({self.path!r}: {len(self)} samples of {fields}; chunks of {self.chunk_samples} samples; "
+            f"{self.cache})"
+        )
+
+
+def _torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
+    """torch's dtype for a field's; None for strings."""
+    if dtype.kind == "S":
+        return None
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError:
+        raise FieldError(f"field {name!r} has the type {dtype}, which torch does not have: leave it out") from None

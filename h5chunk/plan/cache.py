@@ -1,0 +1,184 @@
+"""Settings of HDF5's chunk cache: what they must be for a given number of open chunks.
+
+The rules of the cache itself (HDF5 calls it rdcc) that matter here:
+
+- a chunk has one slot, ``scaled coordinate % nslots`` for whole-sample chunks, and a slot holds one chunk:
+  with ``nslots >= num_chunks`` no two chunks fight for a slot;
+- an entry costs the full, decoded size of a chunk, edge chunks too;
+- chunks that have been read in full are evicted first, in a share of the list given by ``w0``;
+- with ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits nothing.
+
+Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from h5chunk.errors import OptionError
+
+DEFAULT_W0 = 0.75
+MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: past 8 MiB, rare collisions are the better bargain
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The three numbers of an HDF5 chunk cache, as h5py names them without the ``rdcc_`` prefix.
+
+    Attributes
+    ----------
+    nslots : int
+        Length of the hash table, at least 1.
+    nbytes : int
+        Bytes of decoded chunks that one dataset may hold in one process; 0 switches the cache off.
+    w0 : float
+        Preemption, 0 <= w0 < 1.
+
+    Raises
+    ------
+    OptionError
+        A value is out of range; ``w0=1.0`` with the reason.
+    """
+
+    nslots: int
+    nbytes: int
+    w0: float = DEFAULT_W0
+
+    def __post_init__(self) -> None:
+        if self.nslots < 1:
+            raise OptionError(f"cache nslots is {self.nslots}: give at least 1; the number of chunks is ideal")
+        if self.nbytes < 0:
+            raise OptionError(f"cache nbytes is {self.nbytes}: give 0 (no cache) or more")
+        if self.w0 == 1.0:
+            raise OptionError(
+                "cache w0 is 1.0: HDF5 then never evicts partly read chunks and memory grows past nbytes "
+                f"without limit; use {DEFAULT_W0}, or 0.99 if fully read chunks must go first"
+            )
+        if not 0.0 <= self.w0 < 1.0:
+            raise OptionError(f"cache w0 is {self.w0}: give a number from 0 to below 1")
+
+    @classmethod
+    def of(cls, value: CacheSettings | Sequence[float]) -> CacheSettings:
+        """Settings from a ``(nslots, nbytes, w0)`` triple, or themselves."""
+        if isinstance(value, CacheSettings):
+            return value
+        try:
+            nslots, nbytes, w0 = value
+        except (TypeError, ValueError):
+            raise OptionError(f"cache is {value!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
+        return cls(int(nslots), int(nbytes), float(w0))
+
+    def room_chunks(self, chunk_bytes: int) -> int:
+        """How many whole chunks of ``chunk_bytes`` fit."""
+        return self.nbytes // chunk_bytes
+
+
+def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
+    """The smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
+
+    Parameters
+    ----------
+    open_chunks : int
+        Most chunks that are partly read at one time; the order knows (`Order.open_chunks`).
+    chunk_bytes : int
+        Decoded bytes of one chunk.
+    num_chunks : int
+        Chunks of the dataset.
+
+    Examples
+    --------
+    >>> cache_for(8, 1_048_576, 1500)
+    CacheSettings(nslots=1500, nbytes=8388608, w0=0.75)
+    """
+    room = max(1, min(open_chunks, num_chunks))
+    return CacheSettings(nslots=max(1, min(num_chunks, MAX_SLOTS)), nbytes=room * chunk_bytes)
+
+
+@dataclass(frozen=True)
+class ChunkGrid:
+    """How an HDF5 dataset is cut into chunks, and what drawing one sample of it costs.
+
+    A sample is one index of the first axis. A contiguous dataset has ``chunks=None`` and costs what it gives.
+
+    Attributes
+    ----------
+    shape, chunks : tuple of int
+        As h5py's ``Dataset.shape`` and ``Dataset.chunks``.
+    itemsize : int
+        Bytes of one element.
+    filtered : bool
+        Whether chunks pass a filter: then a chunk is always read whole.
+
+    Examples
+    --------
+    CIFAR-10 as h5py guesses its chunks:
+
+    >>> grid = ChunkGrid((50000, 32, 32, 3), (6250, 4, 4, 1), 1)
+    >>> grid.chunks_per_sample, grid.amplification(cached=True)
+    (192, 6250.0)
+    """
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...] | None
+    itemsize: int
+    filtered: bool = False
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        return math.prod(self.shape[1:]) * self.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Decoded bytes of one chunk; of one sample if there are none."""
+        return math.prod(self.chunks) * self.itemsize if self.chunks else self.sample_bytes
+
+    @property
+    def chunks_per_sample(self) -> int:
+        """Chunks that one sample touches; 1 for a contiguous dataset, too."""
+        if not self.chunks:
+            return 1
+        return math.prod(math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True))
+
+    @property
+    def band_samples(self) -> int | None:
+        """Samples that share their chunks: the first chunk dimension; None for a contiguous dataset."""
+        return self.chunks[0] if self.chunks else None
+
+    @property
+    def band_bytes(self) -> int:
+        """Decoded bytes of all chunks that one sample touches."""
+        return self.chunks_per_sample * self.chunk_bytes
+
+    @property
+    def num_bands(self) -> int:
+        """Bands of the dataset: the chunks along the first axis."""
+        return math.ceil(self.shape[0] / self.chunks[0]) if self.chunks else self.shape[0]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the dataset; 0 for a contiguous one."""
+        return self.num_bands * self.chunks_per_sample if self.chunks else 0
+
+    def amplification(self, cached: bool) -> float:
+        """Bytes read for one single random sample over the bytes of that sample.
+
+        ``cached`` says that a chunk fits the cache; HDF5 then reads it whole. A chunk that does not fit is read
+        whole if it is filtered, and by its wanted bytes alone if it is not.
+        """
+        if not self.chunks or not self.sample_bytes or not (cached or self.filtered):
+            return 1.0
+        return self.band_bytes / self.sample_bytes
+
+    def reads_per_sample(self, cached: bool) -> int:
+        """Separate byte ranges that HDF5 asks the file for, to give one single random sample."""
+        if not self.chunks or cached or self.filtered:
+            return self.chunks_per_sample
+        runs = 1  # elements of one chunk's part of a sample that lie side by side form one run
+        for axis in range(len(self.shape) - 1, 0, -1):
+            if self.chunks[axis] < self.shape[axis] or runs > 1:
+                runs *= math.prod(min(c, s) for c, s in zip(self.chunks[1:axis], self.shape[1:axis], strict=True))
+                break
+        return self.chunks_per_sample * runs

@@ -1,0 +1,133 @@
+"""How many samples go into one chunk, and what follows from it.
+
+>>> plan_layout(12_000, 3 * 224 * 224)
+Layout(num_samples=12000, sample_bytes=150528, chunk_samples=8, window_chunks=9)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.cache import CacheSettings, cache_for
+from h5chunk.plan.order import INTERLEAVE
+
+# scripts/sweep_chunks.py measures both: from 1 MiB on, larger chunks read no faster, and smaller ones mix better.
+TARGET_CHUNK_BYTES = 2 << 20
+MIN_CHUNK_BYTES = 64 << 10
+MIN_CHUNKS = 128  # a shuffle of fewer chunks than this is a poor one
+MAX_CHUNK_BYTES = (4 << 30) - 1  # HDF5 stores the size of a chunk in 32 bits
+OPEN_WINDOWS_BYTES = 256 << 20  # memory for the windows that are open at one time, over all workers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where samples lie in the file. All fields of a file share ``chunk_samples``.
+
+    Attributes
+    ----------
+    num_samples : int
+    sample_bytes : int
+        Of the largest field.
+    chunk_samples : int
+        Samples in one chunk.
+    window_chunks : int
+        Recommended number of chunks that are shuffled together.
+    reasons : tuple of str
+        Why, one sentence each.
+    """
+
+    num_samples: int
+    sample_bytes: int
+    chunk_samples: int
+    window_chunks: int
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk of the largest field."""
+        return self.chunk_samples * self.sample_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each field; the last one may hold fewer samples, but takes its full size in the file."""
+        return math.ceil(self.num_samples / self.chunk_samples)
+
+    @property
+    def cache(self) -> CacheSettings:
+        """Recommended chunk cache of one process that reads all windows; each of W workers needs a W-th."""
+        return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
+
+
+def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
+    """Choose the chunk size, or take the one given.
+
+    Parameters
+    ----------
+    num_samples, sample_bytes : int
+        Both at least 1.
+    chunk_samples : int, optional
+        Samples in one chunk; chosen if not given.
+
+    Raises
+    ------
+    OptionError
+        ``chunk_samples`` is below 1, or a chunk of that many passes HDF5's limit of 4 GiB.
+    """
+    if chunk_samples is None:
+        chunk_samples, reasons = _choose_chunk_samples(num_samples, sample_bytes)
+    elif chunk_samples < 1:
+        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or let it be chosen")
+    else:
+        reasons = [f"{chunk_samples} samples a chunk, as asked: {human_bytes(chunk_samples * sample_bytes)}"]
+        chunk_samples = min(chunk_samples, num_samples)
+    chunk_bytes = chunk_samples * sample_bytes
+    if chunk_bytes > MAX_CHUNK_BYTES:
+        raise OptionError(
+            f"a chunk of {chunk_samples} samples is {chunk_bytes} bytes but HDF5's limit is {MAX_CHUNK_BYTES}: "
+            f"use at most {MAX_CHUNK_BYTES // sample_bytes} samples a chunk"
+        )
+    num_chunks = math.ceil(num_samples / chunk_samples)
+    window_chunks = max(1, min(OPEN_WINDOWS_BYTES // (INTERLEAVE * chunk_bytes), num_chunks))
+    reasons.append(
+        f"windows of {window_chunks} chunks: {INTERLEAVE} of them, open side by side for the workers, take "
+        f"{human_bytes(INTERLEAVE * window_chunks * chunk_bytes)} of cache over all processes"
+    )
+    return Layout(num_samples, sample_bytes, chunk_samples, window_chunks, tuple(reasons))
+
+
+def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, list[str]]:
+    by_bytes = _power_of_two_below(TARGET_CHUNK_BYTES / sample_bytes)
+    by_count = max(_power_of_two_below(num_samples / MIN_CHUNKS), _power_of_two_below(MIN_CHUNK_BYTES / sample_bytes))
+    chosen = min(by_bytes, by_count)
+    if chosen >= num_samples:
+        return num_samples, [f"{num_samples} samples a chunk: all there are, {human_bytes(num_samples * sample_bytes)}"]
+    size = human_bytes(chosen * sample_bytes)
+    if chosen == 1 and sample_bytes > TARGET_CHUNK_BYTES:
+        why = f"one sample is already {size}, more than the {human_bytes(TARGET_CHUNK_BYTES)} aimed at"
+    elif by_bytes <= by_count:
+        why = f"{size}, the largest power of two of samples within {human_bytes(TARGET_CHUNK_BYTES)}"
+    else:
+        why = f"{size}, small enough to make {math.ceil(num_samples / chosen)} chunks to shuffle"
+    return chosen, [
+        f"{chosen} samples a chunk: {why}",
+        "a power of two, so that batches of 32, 64, 128, ... are made of whole chunks and no chunk is read twice",
+    ]
+
+
+def _power_of_two_below(value: float) -> int:
+    return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> human_bytes(1204224)
+    '1.1 MiB'
+    """
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

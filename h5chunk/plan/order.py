@@ -1,0 +1,214 @@
+"""The order of an epoch: which samples form which batch, a pure function of (seed, epoch).
+
+Chunks are permuted and laid end to end. This line of samples is cut into windows of whole batches; the samples of
+a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a window, and two windows
+share at most the one chunk that their border cuts (none where a window is a whole number of chunks). The file's
+last chunk may be short; the chunk that ends the line fills its gap, so that the borders behind it stay where they are.
+
+Batches of ``interleave`` windows alternate: batch ``t`` of a round belongs to window ``t % interleave``. torch's
+DataLoader hands batch ``t`` to worker ``t % num_workers``, so that every ``num_workers`` that divides ``interleave``
+gets whole windows, and no chunk is read by two workers. The order itself knows nothing of workers. A window of a
+single batch needs none of this and is not interleaved.
+
+Random numbers are raw Philox bits, sorted: NumPy promises the bits of a bit generator for good, but not those of
+``Generator.permutation``.
+
+>>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
+>>> [batch.tolist() for batch in order.batches()]
+[[0, 1, 5, 4], [9, 3, 2, 8], [7, 6]]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from h5chunk.errors import OptionError
+
+INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
+
+Indices = npt.NDArray[np.int64]
+
+_CHUNKS, _WINDOW, _FILL, _ONCE = range(4)  # what a stream of random bits is for
+
+
+def permutation(size: int, seed: int, *, stream: tuple[int, int, int] = (_ONCE, 0, 0)) -> Indices:
+    """A random permutation of ``range(size)``, the same on every machine and for every version of NumPy.
+
+    Parameters
+    ----------
+    size : int
+    seed : int
+        From 0 to 2**64 - 1.
+    stream : (int, int, int)
+        Names one of the independent streams of this seed.
+
+    Returns
+    -------
+    (size,) int64
+    """
+    if not 0 <= seed < 1 << 64:
+        raise OptionError(f"seed is {seed}: give a number from 0 to {(1 << 64) - 1}")
+    bits = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, *stream], np.uint64))
+    keys = np.asarray(bits.random_raw(size), np.uint64)
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+class Round(NamedTuple):
+    """Windows whose batches alternate: ``num_windows`` of them, of ``window_batches`` batches each."""
+
+    first_batch: int
+    num_windows: int
+    window_batches: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The batches of one epoch.
+
+    Attributes
+    ----------
+    num_samples, chunk_samples, batch_size : int
+        At least 1 each (``num_samples`` may be 0).
+    window_chunks : int
+        Chunks that are shuffled together, at least 1; a window is never less than a batch.
+    interleave : int
+        Windows whose batches alternate.
+    seed, epoch : int
+        What the order is drawn from.
+    shuffle : bool
+        False: file order.
+    drop_last : bool
+        Whether a last batch that is not full is left out.
+    """
+
+    num_samples: int
+    chunk_samples: int
+    batch_size: int
+    window_chunks: int
+    interleave: int = INTERLEAVE
+    seed: int = 0
+    epoch: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_samples", 0),
+            ("chunk_samples", 1),
+            ("batch_size", 1),
+            ("window_chunks", 1),
+            ("interleave", 1),
+            ("epoch", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+                raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the epoch."""
+        if self.drop_last:
+            return self.num_samples // self.batch_size
+        return math.ceil(self.num_samples / self.batch_size)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the data set."""
+        return math.ceil(self.num_samples / self.chunk_samples)
+
+    @property
+    def window_batches(self) -> int:
+        """Batches of a full window: as many as ``window_chunks`` hold, at least one; one if nothing is shuffled."""
+        if not self.shuffle:
+            return 1
+        return self._whole_chunks(max(1, self.window_chunks * self.chunk_samples // self.batch_size))
+
+    def _whole_chunks(self, num_batches: int) -> int:
+        """The largest number of batches, at most this, that is a whole number of chunks; else as it is."""
+        unit = math.lcm(self.batch_size, self.chunk_samples) // self.batch_size
+        return num_batches // unit * unit or num_batches
+
+    @property
+    def open_chunks(self) -> int:
+        """The most chunks that are partly read at one time; with a cache of this many each is read just once.
+
+        A batch is read chunk by chunk, so a window of one batch leaves open only the chunk at its border.
+        """
+        if self.window_batches == 1:
+            return min(2, max(1, self.num_chunks))
+        samples = self.window_batches * self.batch_size
+        whole = samples % self.chunk_samples == 0
+        chunks = samples // self.chunk_samples if whole else (samples - 2) // self.chunk_samples + 2
+        return max(1, min(self.interleave * chunks, self.num_chunks))
+
+    def rounds(self) -> Iterator[Round]:
+        """The windows, round by round.
+
+        What is left at the end of an epoch makes smaller windows, then fewer: still a number of them that many
+        numbers of workers divide.
+        """
+        unit = math.lcm(self.batch_size, self.chunk_samples) // self.batch_size
+        least = unit if self.window_batches % unit == 0 else 1
+        done = 0
+        while done < self.num_batches:
+            left = self.num_batches - done
+            num_windows = next((n for n in _divisors(self.interleave) if n * least <= left), 1)
+            window_batches = min(self.window_batches, max(least, left // num_windows // least * least), left)
+            yield Round(done, num_windows, window_batches)
+            done += num_windows * window_batches
+
+    def batches(self, start: int = 0) -> Iterator[Indices]:
+        """The samples of each batch from batch ``start`` on: (batch_size,) int64 each; the last may be shorter."""
+        if not self.shuffle:
+            for batch in range(start, self.num_batches):
+                first = batch * self.batch_size
+                yield np.arange(first, min(first + self.batch_size, self.num_samples), dtype=np.int64)
+            return
+        chunks = permutation(self.num_chunks, self.seed, stream=(_CHUNKS, self.epoch, 0))
+        for first_batch, num_windows, window_batches in self.rounds():
+            num_batches = num_windows * window_batches
+            if first_batch + num_batches <= start:
+                continue
+            windows = [
+                self._window(chunks, first_batch + window * window_batches, window_batches)
+                for window in range(num_windows)
+            ]
+            for turn in range(max(0, start - first_batch), num_batches):
+                batch, window = divmod(turn, num_windows)
+                yield windows[window][batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _window(self, chunks: Indices, first_batch: int, window_batches: int) -> Indices:
+        """The samples of the window that holds batches ``first_batch`` and on of the line, shuffled."""
+        start = first_batch * self.batch_size
+        stop = min(start + window_batches * self.batch_size, self.num_samples)
+        samples = self._line(chunks, start, stop)
+        return samples[permutation(stop - start, self.seed, stream=(_WINDOW, self.epoch, first_batch))]
+
+    def _line(self, chunks: Indices, start: int, stop: int) -> Indices:
+        """Samples ``start`` to ``stop`` of the line.
+
+        The place of sample ``o`` of the chunk in turn ``t`` is ``t * chunk_samples + o``. What the file's last chunk
+        lacks is filled with samples, drawn at random, of the chunk that ends the line.
+        """
+        size = self.chunk_samples
+        turn, offset = np.divmod(np.arange(start, stop, dtype=np.int64), size)
+        rest = self.num_samples % size
+        short_turn = int(np.flatnonzero(chunks == self.num_chunks - 1)[0])
+        last_turn = self.num_chunks - 1
+        if rest and short_turn != last_turn:
+            drawn = permutation(size, self.seed, stream=(_FILL, self.epoch, 0))
+            fills = (turn == short_turn) & (offset >= rest)
+            ends = turn == last_turn
+            offset[ends | fills] = drawn[offset[ends | fills]]
+            turn[fills] = last_turn
+        return chunks[turn] * size + offset
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(number, 0, -1) if number % n == 0]

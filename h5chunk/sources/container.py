@@ -1,0 +1,225 @@
+"""Where the bytes of an image come from: a folder, or an archive that is read in place.
+
+A container travels to worker processes: it holds paths and numbers, and opens files when it is asked for bytes.
+Archives are read with ``pread`` at the places that their index gives, so that workers share nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import SampleError, SourceError, printable
+
+MAX_FILE_BYTES = 1 << 30  # an encoded image larger than this is no image
+_ZIP_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+
+class Container(ABC):
+    """Gets the bytes of one sample."""
+
+    @abstractmethod
+    def select(self, members: np.ndarray) -> None:
+        """Say which member of an archive sample ``i`` is: (num_samples,) int64; empty for a folder."""
+
+    @abstractmethod
+    def read(self, index: int, name: bytes) -> bytes:
+        """The bytes of sample ``index``, called ``name``.
+
+        Raises
+        ------
+        SampleError
+            They cannot be had, or changed while they were read.
+        """
+
+
+class Folder(Container):
+    """Files below a folder."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.fsencode(root)
+
+    def select(self, members: np.ndarray) -> None:
+        pass  # names are all that a folder needs
+
+    def read(self, index: int, name: bytes) -> bytes:
+        try:
+            descriptor = os.open(os.path.join(self._root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise SampleError(f"cannot be opened: {error.strerror}") from None
+        try:
+            return _read_whole(descriptor)
+        except OSError as error:
+            raise SampleError(f"cannot be read: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+
+
+def _read_whole(descriptor: int) -> bytes:
+    before = os.fstat(descriptor)
+    if not stat.S_ISREG(before.st_mode):
+        raise SampleError("is not a regular file")
+    _check_size(before.st_size)
+    data = _read_at(descriptor, 0, before.st_size)
+    after = os.fstat(descriptor)
+    if len(data) != before.st_size or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise SampleError("changed while it was read")
+    return data
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes == 0:
+        raise SampleError("is empty (0 bytes)")
+    if num_bytes > MAX_FILE_BYTES:
+        raise SampleError(f"is {num_bytes} bytes, over the limit of {MAX_FILE_BYTES} for one encoded image")
+
+
+def _read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
+    """``num_bytes`` from ``offset`` on, or fewer at the end of the file."""
+    data = os.pread(descriptor, num_bytes, offset)
+    while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+class Archive(Container):
+    """One file that holds many; each process opens it once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: tuple[int, int] | None = None  # (process, descriptor)
+        self._stamp = self._state(os.stat(path))
+
+    @staticmethod
+    def _state(status: os.stat_result) -> tuple[int, ...]:
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None}
+
+    def _descriptor(self) -> int:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        if self._state(os.fstat(self._opened[1])) != self._stamp:
+            raise SampleError("its archive changed while it was read")
+        return self._opened[1]
+
+    def __del__(self) -> None:
+        if getattr(self, "_opened", None) is not None and self._opened[0] == os.getpid():  # type: ignore[index]
+            os.close(self._opened[1])  # type: ignore[index]
+
+
+class Tar(Archive):
+    """An uncompressed tar: each member is a run of bytes."""
+
+    def __init__(self, path: Path, offsets: np.ndarray, sizes: np.ndarray) -> None:
+        super().__init__(path)
+        self._offsets, self._sizes = offsets, sizes
+
+    def select(self, members: np.ndarray) -> None:
+        self._offsets, self._sizes = self._offsets[members], self._sizes[members]
+
+    def read(self, index: int, name: bytes) -> bytes:
+        size = int(self._sizes[index])
+        _check_size(size)
+        data = _read_at(self._descriptor(), int(self._offsets[index]), size)
+        if len(data) != size:
+            raise SampleError("is cut off by the end of its archive")
+        return data
+
+
+class Zip(Archive):
+    """A zip: each member is a local header and a run of bytes, stored or deflated."""
+
+    # columns of the index
+    HEADER, STORED, SIZE, METHOD, CRC = range(5)
+
+    def __init__(self, path: Path, index: np.ndarray) -> None:
+        super().__init__(path)
+        self._index = index
+
+    def select(self, members: np.ndarray) -> None:
+        self._index = self._index[members]
+
+    def read(self, index: int, name: bytes) -> bytes:
+        header, stored, size, method, crc = (int(value) for value in self._index[index])
+        _check_size(size)
+        descriptor = self._descriptor()
+        local = _read_at(descriptor, header, _ZIP_LOCAL_HEADER.size)
+        if len(local) != _ZIP_LOCAL_HEADER.size or not local.startswith(b"PK\x03\x04"):
+            raise SampleError("has no local header in its archive: the archive is damaged")
+        name_bytes, extra_bytes = _ZIP_LOCAL_HEADER.unpack(local)[-2:]
+        data = _read_at(descriptor, header + len(local) + name_bytes + extra_bytes, stored)
+        if method == zipfile.ZIP_DEFLATED:
+            try:
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
+            except zlib.error as error:
+                raise SampleError(f"cannot be inflated: {error}") from None
+        elif method != zipfile.ZIP_STORED:
+            raise SampleError(f"is packed with zip method {method}: only stored and deflated members are read")
+        if len(data) != size or zlib.crc32(data) != crc:
+            raise SampleError("does not match its length and checksum in the archive: the archive is damaged")
+        return data
+
+
+def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
+    """An archive, and the (name, number) of each regular file in it.
+
+    Raises
+    ------
+    SourceError
+        Neither zip nor tar, or one that cannot be read in place.
+    """
+    shown = printable(path)
+    if not path.is_file():
+        raise SourceError(f"{shown}: neither a folder nor a regular file")
+    try:
+        if zipfile.is_zipfile(path):
+            return _open_zip(path)
+        with path.open("rb") as file:
+            start = file.read(262)
+        if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+            raise SourceError(
+                f"{shown}: compressed as a whole, so that its files cannot be read one by one: decompress it first "
+                "(gunzip, bunzip2, unxz, unzstd)"
+            )
+        if start[257:262] == b"ustar":
+            return _open_tar(path)
+    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise SourceError(f"{shown}: cannot be read: {error}") from None
+    raise SourceError(f"{shown}: not a folder, .zip or .tar of images")
+
+
+def _open_zip(path: Path) -> tuple[Zip, list[tuple[bytes, int]]]:
+    with zipfile.ZipFile(path) as archive:
+        members = [info for info in archive.infolist() if not info.is_dir()]
+    if any(info.flag_bits & 1 for info in members):
+        raise SourceError(f"{printable(path)}: encrypted: decrypt it first")
+    index = np.array(
+        [(m.header_offset, m.compress_size, m.file_size, m.compress_type, m.CRC) for m in members], dtype=np.int64
+    ).reshape(-1, 5)
+    return Zip(path, index), [(os.fsencode(info.filename), i) for i, info in enumerate(members)]
+
+
+def _open_tar(path: Path) -> tuple[Tar, list[tuple[bytes, int]]]:
+    offsets: list[int] = []
+    sizes: list[int] = []
+    names: list[tuple[bytes, int]] = []
+    with tarfile.open(path, "r:", errors="surrogateescape") as archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # tarfile would keep a kilobyte a member
+            if not member.isreg() or member.issparse():
+                continue
+            names.append((os.fsencode(member.name), len(names)))
+            offsets.append(member.offset_data)
+            sizes.append(member.size)
+    return Tar(path, np.array(offsets, np.int64), np.array(sizes, np.int64)), names

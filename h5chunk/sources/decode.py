@@ -1,0 +1,236 @@
+"""From the bytes of an image to uint8 pixels, with one explicit policy for each kind of image.
+
+| kind | policy |
+| --- | --- |
+| EXIF orientation | applied, counted as ``rotated`` |
+| grey (L), 1-bit | to RGB by repeating; 1-bit becomes 0 and 255 |
+| alpha (RGBA, LA, PA) | alpha is dropped, as torchvision's loader does; ``color="keep"`` keeps it |
+| palette (P) | to RGB; refused by ``color="keep"``, as its numbers are no intensities |
+| CMYK, YCbCr | to RGB by Pillow's formula, without colour profiles |
+| 16 bits or more, float | refused: 8 bits cannot hold them, and which range matters is not ours to guess |
+| LAB, HSV, others | refused |
+| animated, several pages | refused, or the first with ``animated="first"``; of MPO (two JPEGs in one), the first |
+| truncated, broken, not an image | refused |
+| more pixels than ``max_pixels`` | refused before they are decoded |
+
+A refusal is a `SampleError`. Colour, size and frame policies are options; nothing is cut or clipped silently.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from h5chunk.errors import OptionError, SampleError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
+DRAFT_GAP = 2  # decode JPEGs at no less than this many times the wanted size
+
+_TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}
+_KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
+_DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")
+_FILTER = Image.Resampling.BICUBIC
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """What to make of each image.
+
+    Attributes
+    ----------
+    size : (height, width), optional
+        None: as they are; they must agree.
+    fit : {"error", "stretch", "crop", "pad"}
+        For an image of another size: refuse it, scale both sides, scale and cut the middle out, scale and fill
+        with black.
+    color : {"rgb", "gray", "keep"}
+    layout : {"nchw", "nhwc"}
+        Order of a sample's axes in the file.
+    animated : {"error", "first"}
+    max_pixels : int
+        Images of more pixels are refused.
+    """
+
+    size: tuple[int, int] | None = None
+    fit: str = "error"
+    color: str = "rgb"
+    layout: str = "nchw"
+    animated: str = "error"
+    max_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("fit", ("error", "stretch", "crop", "pad")),
+            ("color", ("rgb", "gray", "keep")),
+            ("layout", ("nchw", "nhwc")),
+            ("animated", ("error", "first")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise OptionError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(allowed)}")
+        if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
+            raise OptionError(f"size is {self.size!r}: give height and width, both at least 1")
+        if self.size is None and self.fit != "error":
+            raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
+        if self.max_pixels < 1:
+            raise OptionError(f"max_pixels is {self.max_pixels}: give at least 1")
+
+
+@contextmanager
+def pillow_limits(max_pixels: int) -> Iterator[None]:
+    """Make Pillow refuse images over ``max_pixels`` while they are opened; its limit is one for the process."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="PIL")  # odd EXIF and palettes: the policy above decides
+            warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
+    """One image, turned upright, in the wanted colours and, if a size is given, of that size.
+
+    Call it within `pillow_limits`.
+
+    Returns
+    -------
+    image : PIL.Image.Image
+        Mode L, LA, RGB or RGBA.
+    notes : tuple of str
+        What to count for the report: the mode it came in, and what was done to it.
+
+    Raises
+    ------
+    SampleError
+        The image is refused, with the reason.
+    """
+    try:
+        return _decode(data, options)
+    except SampleError:
+        raise
+    except UnidentifiedImageError:
+        raise SampleError(f"is no image of a known format ({', '.join(FORMATS)}); starts with {data[:16]!r}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise SampleError(
+            f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant"
+        ) from None
+    except MemoryError:
+        raise SampleError("needs more memory than there is") from None
+    except Exception as error:  # Pillow's plugins raise many kinds on broken data
+        raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
+
+
+def _decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
+    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    notes = [image.mode]
+    _refuse_deep(image)
+    num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if num_frames > 1:
+        if options.animated == "error":
+            raise SampleError(f"has {num_frames} frames: use animated='first' for the first one")
+        notes.append("first frame")
+    turn = image.getexif().get(0x0112, 1) if _may_be_turned(image) else 1
+    sideways = turn in (5, 6, 7, 8)
+    if options.size and options.fit != "error":
+        _draft(image, options, sideways)
+    image.load()
+    if turn in range(2, 9):
+        image = ImageOps.exif_transpose(image)
+        notes.append("rotated")
+    image = _convert(image, options.color)
+    if options.size and (image.height, image.width) != options.size:
+        image = _resize(image, options)
+        notes.append("resized")
+    return image, tuple(notes)
+
+
+def _refuse_deep(image: Image.Image) -> None:
+    """Refuse samples of more than 8 bits; Pillow opens some of them as 8-bit modes and drops the lower byte."""
+    args = [image.mode]
+    for tile in getattr(image, "tile", ()):
+        more = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
+        args += [arg for arg in more if isinstance(arg, str)]
+        if tile[0] in ("ppm", "ppm_plain") and isinstance(more[-1], int) and more[-1] > 255:
+            args.append("I")
+    deep = next((arg for arg in args if _DEEP.search(arg)), None)
+    if deep is not None:
+        raise SampleError(f"has more than 8 bits a channel ({deep}): scale it to 8 bits first; only you know its range")
+
+
+def _may_be_turned(image: Image.Image) -> bool:
+    return image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp"))
+
+
+def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
+    """Let the JPEG decoder scale by 1/2, 1/4 or 1/8 where the target is that much smaller; others ignore it."""
+    assert options.size is not None
+    height, width = reversed(options.size) if sideways else options.size
+    scales = width / image.width, height / image.height
+    if options.fit == "crop":
+        scales = (max(scales),) * 2
+    elif options.fit == "pad":
+        scales = (min(scales),) * 2
+    wanted = [max(1, round(DRAFT_GAP * s * n)) for s, n in zip(scales, image.size, strict=True)]
+    if wanted[0] <= image.width and wanted[1] <= image.height:
+        image.draft(None, (wanted[0], wanted[1]))
+
+
+def _convert(image: Image.Image, color: str) -> Image.Image:
+    if color == "keep":
+        if image.mode == "1":
+            return image.convert("L")
+        if image.mode not in _KEPT:
+            raise SampleError(f"is of mode {image.mode}, which cannot be kept as it is: use color 'rgb' or 'gray'")
+        return image
+    if image.mode not in _TO_RGB:
+        raise SampleError(f"is of mode {image.mode}, for which there is no policy: convert it to RGB first")
+    wanted = "RGB" if color == "rgb" else "L"
+    if image.mode == wanted:
+        return image
+    image.info.pop("transparency", None)
+    if image.mode == "PA":
+        image = image.convert("RGBA")
+    return image.convert(wanted)
+
+
+def _resize(image: Image.Image, options: ImageOptions) -> Image.Image:
+    assert options.size is not None
+    height, width = options.size
+    if options.fit == "error":
+        raise SampleError(
+            f"is {image.height} x {image.width} but {height} x {width} was asked for: use fit stretch, crop or pad"
+        )
+    if options.fit == "stretch":
+        return image.resize((width, height), _FILTER)
+    fit = ImageOps.fit if options.fit == "crop" else ImageOps.pad
+    return fit(image, (width, height), _FILTER)
+
+
+def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
+    """Copy the pixels of an image into ``out``: (C, H, W) uint8 for layout nchw, (H, W, C) for nhwc."""
+    if layout == "nhwc":
+        out[...] = np.frombuffer(image.tobytes(), np.uint8).reshape(out.shape)
+    elif image.mode in ("RGB", "RGBA"):
+        for channel, band in zip(out, image.mode, strict=True):
+            channel[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(channel.shape)
+    else:
+        for channel, plane in zip(out, image.split(), strict=True):
+            channel[...] = np.frombuffer(plane.tobytes(), np.uint8).reshape(channel.shape)
+
+
+def sample_shape(image: Image.Image, layout: str) -> tuple[int, int, int]:
+    """Shape of an image as a sample."""
+    channels = _KEPT[image.mode]
+    if layout == "nchw":
+        return channels, image.height, image.width
+    return image.height, image.width, channels

@@ -1,0 +1,207 @@
+"""Which images there are: the names in a folder or archive, in order, with their classes.
+
+Knows names only; opens no image. The order and the labels are those of torchvision's ImageFolder: classes sorted
+by name, within a class the folders sorted by path, within a folder the files sorted by name.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import SourceError, printable
+from h5chunk.sources.container import Container, Folder, open_archive
+
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
+
+Found = Callable[[int], None]  # told how many images were found so far
+
+
+class Names:
+    """Many byte strings in two blocks of memory, as a Python list would take five times as much.
+
+    >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
+    >>> len(names), names[1]
+    (2, b'b/2.jpg')
+    """
+
+    def __init__(self, names: Iterable[bytes]) -> None:
+        blob, ends = bytearray(), array("q", [0])
+        for name in names:
+            blob += name
+            ends.append(len(blob))
+        self.blob = bytes(blob)
+        self.offsets = np.frombuffer(ends, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.blob[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass
+class Listing:
+    """The samples of a source, without their pixels.
+
+    Attributes
+    ----------
+    container : Container
+        Gets the bytes of sample ``i``, called ``names[i]``.
+    names : Names
+        Paths below the source, with slashes, as bytes.
+    columns : dict of str to (num_samples,) array
+        ``labels`` int64 if there are classes; further columns of a manifest.
+    class_names : list of str
+        ``class_names[label]``; empty if there are no classes.
+    ignored : list of str
+        What lies in the source and is not packed, for people to read.
+    """
+
+    container: Container
+    names: Names
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    class_names: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Directory:
+    """Files of one folder: their names, and their numbers in the archive (empty for a folder on disk)."""
+
+    files: list[bytes] = field(default_factory=list)
+    members: array[int] = field(default_factory=lambda: array("q"))
+
+
+def list_images(source: str | os.PathLike[str], found: Found | None = None) -> Listing:
+    """The images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
+
+    Parameters
+    ----------
+    source : path
+    found : callable, optional
+        Called now and then with the number of images found so far.
+
+    Raises
+    ------
+    SourceError
+        The source is missing, unreadable or holds no images, or a class has none.
+    """
+    path = Path(source)
+    found = found or (lambda count: None)
+    if not path.exists():
+        raise SourceError(f"{printable(path)}: no such file or folder")
+    if path.is_dir():
+        container: Container = Folder(path)
+        directories = scan_folder(os.fsencode(path), found)
+    else:
+        container, members = open_archive(path)
+        directories = _group(members, found)
+    listing = _arrange(printable(path), directories, container)
+    found(len(listing.names))
+    return listing
+
+
+def is_hidden(name: bytes) -> bool:
+    """Whether a file or folder is one that systems leave behind (dot files, macOS's resource folder)."""
+    return name.startswith(b".") or name == b"__MACOSX"
+
+
+def scan_folder(root: bytes, found: Found) -> dict[bytes, Directory]:
+    """Image files below ``root`` by folder; links are followed, but no folder is entered twice."""
+    directories: dict[bytes, Directory] = {}
+    seen: set[tuple[int, int]] = set()
+    stack, count = [b""], 0
+    while stack:
+        relative = stack.pop()
+        path = os.path.join(root, relative) if relative else root
+        try:
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            directory = directories.setdefault(relative, Directory())
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if is_hidden(entry.name):
+                        continue
+                    if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
+                        directory.files.append(entry.name)
+                    elif entry.is_dir():
+                        stack.append(relative + b"/" + entry.name if relative else entry.name)
+        except OSError as error:
+            raise SourceError(f"{printable(path)}: cannot be listed: {error.strerror}") from None
+        count += len(directory.files)
+        found(count)
+    return directories
+
+
+def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Directory]:
+    """Image members of an archive by folder; a folder that wraps everything is taken off."""
+    directories: dict[bytes, Directory] = {}
+    count = 0
+    for name, member in members:
+        parts = [part for part in name.split(b"/") if part not in (b"", b".")]
+        if not parts or any(map(is_hidden, parts)) or not parts[-1].lower().endswith(EXTENSIONS):
+            continue
+        directory = directories.setdefault(b"/".join(parts[:-1]), Directory())
+        directory.files.append(parts[-1])
+        directory.members.append(member)
+        count += 1
+        if count % 4096 == 0:
+            found(count)
+    tops = {name.partition(b"/")[0] for name in directories}
+    if len(tops) == 1 and all(b"/" in name for name in directories):
+        return {name.partition(b"/")[2]: directory for name, directory in directories.items()}
+    return directories
+
+
+def _arrange(source: str, directories: dict[bytes, Directory], container: Container) -> Listing:
+    """Sort what was found as ImageFolder would, and label it."""
+    with_images = {name: directory for name, directory in directories.items() if directory.files}
+    if not with_images:
+        wanted = ", ".join(e.decode() for e in EXTENSIONS)
+        raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
+    classes = sorted({name.split(b"/")[0] for name in with_images if name})
+    ignored: list[str] = []
+    if classes:
+        empty = sorted({name.split(b"/")[0] for name in directories if name} - set(classes))
+        if empty:
+            raise SourceError(
+                f"{source}: class folder {printable(empty[0])!r} has no images ({len(empty)} such of "
+                f"{len(empty) + len(classes)}): remove it, or put images in it"
+            )
+        loose = with_images.pop(b"", None)
+        if loose:
+            count, example = len(loose.files), printable(min(loose.files))
+            ignored.append(f"{count} images beside the class folders, which have no class, such as {example}")
+    order = sorted(with_images, key=lambda name: (name.split(b"/")[0], name))
+    members = array("q")
+
+    def names() -> Iterator[bytes]:
+        for name in order:
+            directory = with_images[name]
+            prefix = name + b"/" if name else b""
+            if directory.members:  # of two members with one name, an archive means the later
+                last = dict(sorted(zip(directory.files, directory.members, strict=True)))
+                members.extend(last.values())
+                yield from (prefix + file for file in last)
+            else:
+                yield from (prefix + file for file in sorted(directory.files))
+
+    listing = Listing(container, Names(names()), ignored=ignored)
+    container.select(np.frombuffer(members, dtype=np.int64))
+    if classes:
+        index = {name: label for label, name in enumerate(classes)}
+        first = [index[name.partition(b"/")[0]] for name in listing.names]
+        listing.columns["labels"] = np.array(first, dtype=np.int64)
+        listing.class_names = [printable(name) for name in classes]
+    return listing

@@ -1,0 +1,236 @@
+"""A manifest: a table with the path of each image and further columns that become fields.
+
+Read twice: once to learn what each column holds, once to fill an array, so that memory is the arrays' own.
+
+| column | becomes |
+| --- | --- |
+| 0 and 1 only | uint8 |
+| -1 and 1 only (CelebA) | int8 |
+| whole numbers | int64 |
+| numbers | float64 |
+| anything else | UTF-8 strings of fixed length, at most 256 bytes |
+| the one called ``label`` or ``labels``, as words | ``labels``, int64, with the sorted words as class names |
+
+CelebA's own list (a line with the count, then a header that does not name the path column, then lines separated by
+blanks) is read as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import posixpath
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import SourceError, printable
+from h5chunk.sources.container import Folder, open_archive
+from h5chunk.sources.listing import Found, Listing, Names
+
+PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_id", "image_path")
+LABEL_COLUMNS = ("labels", "label")
+RESERVED = ("images", "h5chunk")
+MAX_STRING_BYTES = 256
+
+
+def list_manifest(
+    manifest: str | os.PathLike[str], source: str | os.PathLike[str], found: Found | None = None
+) -> Listing:
+    """The images that a manifest names, in its order, with its columns as fields.
+
+    Parameters
+    ----------
+    manifest : path
+        .csv, .tsv or CelebA's list; first line: names of the columns. The path column is the one with a usual
+        name (`PATH_COLUMNS`), else the first.
+    source : path
+        The folder, .zip or .tar that its paths are relative to.
+    found : callable, optional
+        Called now and then with the number of lines read.
+
+    Raises
+    ------
+    SourceError
+        A line or column cannot be used; names file, line and column.
+    """
+    table = _Table(Path(manifest))
+    found = found or (lambda count: None)
+    kinds = [_Kind() for _ in table.columns]
+    count = 0
+    for line, row in table.rows():
+        for position, (kind, text) in enumerate(zip(kinds, row, strict=True)):
+            if not text:
+                raise table.error(line, f"column {table.columns[position]!r} is empty: fill it or drop the column")
+            if position != table.path_column:
+                kind.add(text)
+        count += 1
+        if count % 4096 == 0:
+            found(count)
+    if not count:
+        raise SourceError(f"{printable(manifest)}: no images listed: there is no line below the header")
+    found(count)
+    listing = _open(table, Path(source), count)
+    _fill_columns(listing, table, kinds, count)
+    return listing
+
+
+class _Table:
+    """The lines of a manifest, cut into cells."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+                first, second = file.readline(), file.readline()
+        except OSError as error:
+            raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+        self._skip = 1
+        self._delimiter: str | None = "\t" if path.suffix.lower() == ".tsv" else ","
+        if first.strip().isdigit() and second.strip() and "," not in second:  # CelebA's own list
+            self.columns, self._delimiter, self._skip = ["path", *second.split()], None, 2
+        else:
+            self.columns = [name.strip() for name in next(csv.reader([first], delimiter=self._delimiter), [])]
+        self._check_columns()
+        usual = [i for i, name in enumerate(self.columns) if name.lower() in PATH_COLUMNS]
+        self.path_column = usual[0] if usual else 0
+
+    def _check_columns(self) -> None:
+        if not self.columns or not all(self.columns):
+            raise self.error(self._skip, "the header must name every column")
+        for name in self.columns:
+            if self.columns.count(name) > 1:
+                raise self.error(self._skip, f"two columns are called {name!r}")
+            if "/" in name or name == "." or not name.isprintable():
+                raise self.error(self._skip, f"column {name!r} cannot be the name of a field: rename it, without '/'")
+            if name in RESERVED:
+                raise self.error(self._skip, f"column {name!r} has the name of something else in the file: rename it")
+
+    def error(self, line: int, what: str) -> SourceError:
+        return SourceError(f"{printable(self._path)}, line {line}: {what}")
+
+    def rows(self) -> Iterator[tuple[int, list[str]]]:
+        """(line number, cells) of each line below the header that is not blank."""
+        with self._path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            for _ in range(self._skip):
+                file.readline()
+            if self._delimiter is None:
+                lines = ((number, line.split()) for number, line in enumerate(file, self._skip + 1))
+            else:
+                reader = csv.reader(file, delimiter=self._delimiter, strict=True)
+                lines = ((reader.line_num + self._skip, [cell.strip() for cell in row]) for row in reader)
+            number = self._skip
+            try:
+                for number, row in lines:
+                    if not row:
+                        continue
+                    if len(row) != len(self.columns):
+                        raise self.error(number, f"{len(row)} columns but the header has {len(self.columns)}")
+                    yield number, row
+            except csv.Error as error:
+                raise self.error(number + 1, str(error)) from None
+
+
+@dataclass
+class _Kind:
+    """What a column holds, learned cell by cell."""
+
+    whole: bool = True
+    number: bool = True
+    small: frozenset[int] = frozenset()  # the values, while they are few
+    longest: int = 0
+
+    def add(self, text: str) -> None:
+        if self.whole:
+            try:
+                value = int(text)
+                self.whole = -(1 << 63) <= value < 1 << 63 and "_" not in text
+                if len(self.small) < 3 and value not in self.small:
+                    self.small |= {value}
+            except ValueError:
+                self.whole = False
+        if not self.whole and self.number:
+            try:
+                float(text)
+                self.number = "_" not in text
+            except ValueError:
+                self.number = False
+        self.longest = max(self.longest, len(os.fsencode(text)))
+
+    @property
+    def dtype(self) -> np.dtype:
+        if self.whole:
+            if self.small <= {0, 1}:
+                return np.dtype(np.uint8)
+            return np.dtype(np.int8) if self.small == {-1, 1} else np.dtype(np.int64)
+        return np.dtype(np.float64) if self.number else np.dtype(f"S{self.longest}")
+
+
+def _open(table: _Table, source: Path, count: int) -> Listing:
+    """Match the manifest's paths with what the source holds."""
+    if not source.exists():
+        raise SourceError(f"{printable(source)}: no such file or folder")
+    lines = []
+    if source.is_dir():
+        container = Folder(source)
+        root = os.fsencode(source)
+
+        def names() -> Iterator[bytes]:
+            for line, row in table.rows():
+                name = _checked(table, line, row[table.path_column])
+                if not os.path.exists(os.path.join(root, name)):
+                    raise table.error(line, f"{printable(name)} is not in {printable(source)}")
+                yield name
+
+        return Listing(container, Names(names()))
+    archive, members = open_archive(source)
+    numbers = {posixpath.normpath(name): number for name, number in members}
+
+    def found_names() -> Iterator[bytes]:
+        for line, row in table.rows():
+            name = _checked(table, line, row[table.path_column])
+            if name not in numbers:
+                raise table.error(line, f"{printable(name)} is not in {printable(source)}")
+            lines.append(numbers[name])
+            yield name
+
+    listing = Listing(archive, Names(found_names()))
+    archive.select(np.array(lines, dtype=np.int64))
+    return listing
+
+
+def _checked(table: _Table, line: int, text: str) -> bytes:
+    name = posixpath.normpath(os.fsencode(text))
+    if name.startswith((b"/", b"../")) or name in (b"..", b"."):
+        raise table.error(line, f"path {printable(name)} leads out of the source: give paths below it")
+    return name
+
+
+def _fill_columns(listing: Listing, table: _Table, kinds: list[_Kind], count: int) -> None:
+    wanted = [i for i in range(len(table.columns)) if i != table.path_column]
+    arrays = {i: np.empty(count, kinds[i].dtype) for i in wanted}
+    for i in wanted:
+        if kinds[i].dtype.kind == "S" and kinds[i].longest > MAX_STRING_BYTES:
+            raise SourceError(
+                f"column {table.columns[i]!r} holds a string of {kinds[i].longest} bytes but the limit is "
+                f"{MAX_STRING_BYTES}: shorten it or drop the column"
+            )
+    for number, (_, row) in enumerate(table.rows()):
+        for i in wanted:
+            array = arrays[i]
+            cell = row[i]
+            array[number] = os.fsencode(cell) if array.dtype.kind == "S" else array.dtype.type(cell)
+    label = next((i for i in wanted if table.columns[i].lower() in LABEL_COLUMNS), None)
+    for i in wanted:
+        name, array = table.columns[i], arrays[i]
+        if i == label:
+            name = "labels"
+            if array.dtype.kind == "S":
+                classes, array = np.unique(array, return_inverse=True)
+                listing.class_names = [printable(word) for word in classes.tolist()]
+            array = array if array.dtype.kind == "f" else array.astype(np.int64)
+        if name in listing.columns:
+            raise SourceError(f"two columns would become the field {name!r}: rename one")
+        listing.columns[name] = array

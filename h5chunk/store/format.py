@@ -1,0 +1,254 @@
+"""What is in a file that h5chunk wrote: the specification, version 1.
+
+A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. There are
+no variable-length types, links other than hard ones, filters, or time stamps: equal input gives equal bytes.
+
+Fields
+------
+A field is a dataset at the root whose first axis counts samples; all fields have the same length N.
+
+``/images``
+    uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
+``/labels``
+    int64, (N,). Only where there are classes.
+others
+    Columns of a manifest: (N,), of any integer or float type, or UTF-8 strings of fixed length, padded with zeros.
+
+Each field has chunks of (k, ...): whole samples, the same k for all fields. No filter, allocated early, no fill
+value is written, and maximum dimensions are fixed. So HDF5 keeps no chunk index (its "implicit" index): the chunks of
+a field are one run of bytes in order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the
+bytes behind the last sample are zero. Fields of 64 KiB or more start at a multiple of 4096.
+
+Beside the data, in the group ``/h5chunk``
+------------------------------------------
+attributes
+    ``format_version`` int64: 1. ``h5chunk_version``: who wrote it. ``num_samples``, ``chunk_samples``,
+    ``window_chunks`` int64: N, k, and how many chunks should be shuffled together. ``rdcc_nslots``, ``rdcc_nbytes``
+    int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads all open windows (see
+    `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted. ``options``: JSON, what
+    was asked for. All strings fixed-length.
+``checksums/<field>``
+    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included.
+``source_index``
+    int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order or in
+    that of the manifest's lines. Samples that were skipped leave gaps in the numbers.
+``source_names``, ``source_name_ends``
+    uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
+``class_names``
+    Fixed-length UTF-8 strings, (num_classes,): name of each label. Only where there are classes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.plan.cache import CacheSettings
+
+FORMAT_VERSION = 1
+GROUP = "h5chunk"
+LIBVER = ("v110", "v110")
+ALIGNMENT = 4096
+ALIGNMENT_THRESHOLD = 64 << 10
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """A field to be written: its name, and shape and dtype of one sample."""
+
+    name: str
+    sample_shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        return int(np.prod(self.sample_shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """All that must be known of a file before its first sample is written.
+
+    Attributes
+    ----------
+    num_samples, chunk_samples : int
+    fields : tuple of FieldSpec
+        The one with the largest samples first: it then lies at the start of the file.
+    tables : dict of str to (shape, dtype)
+        Datasets below ``/h5chunk``.
+    attributes : dict
+        Attributes of ``/h5chunk``; ``field_attributes`` those of the fields.
+    """
+
+    num_samples: int
+    chunk_samples: int
+    fields: tuple[FieldSpec, ...]
+    tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    attributes: Mapping[str, Any]
+    field_attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a dataset's bytes lie: ``num_bytes`` from ``offset`` on."""
+
+    offset: int
+    num_bytes: int
+
+
+def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
+    """Write a file with everything but its data, and say where the data go.
+
+    Returns
+    -------
+    dict of str to Region
+        By path in the file without the leading slash; datasets without elements are left out.
+    """
+    with h5py.File(
+        path, "w", libver=LIBVER, locking=False, alignment_threshold=ALIGNMENT_THRESHOLD, alignment_interval=ALIGNMENT
+    ) as file:
+        datasets = {}
+        for each in spec.fields:
+            shape = (spec.num_samples, *each.sample_shape)
+            datasets[each.name] = _create(file, each.name, shape, each.dtype, (spec.chunk_samples, *each.sample_shape))
+            for name, value in spec.field_attributes.get(each.name, {}).items():
+                datasets[each.name].attrs[name] = _fixed(value)
+        group = file.create_group(GROUP)
+        for name, value in spec.attributes.items():
+            group.attrs[name] = _fixed(value)
+        group.create_group("checksums")
+        for name, (shape, dtype) in spec.tables.items():
+            datasets[f"{GROUP}/{name}"] = _create(group, name, shape, dtype, None)
+        return {name: _region(dataset) for name, dataset in datasets.items() if dataset.size}
+
+
+def _create(
+    group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype, chunks: tuple[int, ...] | None
+) -> h5py.Dataset:
+    """A dataset with all its space allocated and none of it written."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    properties.set_obj_track_times(False)
+    if chunks:
+        properties.set_chunk(chunks)
+    else:
+        properties.set_layout(h5py.h5d.CONTIGUOUS)
+    if dtype.kind == "S":
+        dtype = h5py.string_dtype("utf-8", dtype.itemsize)
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    space = h5py.h5s.create_simple(shape)
+    return h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space, properties))
+
+
+def _fixed(value: Any) -> Any:
+    """Strings as fixed-length ones: h5py makes a ``str`` variable-length."""
+    return np.bytes_(value.encode()) if isinstance(value, str) else value
+
+
+def _region(dataset: h5py.Dataset) -> Region:
+    if dataset.chunks is None:
+        return Region(dataset.id.get_offset(), dataset.nbytes)
+    places: list[tuple[int, int]] = []
+    dataset.id.chunk_iter(lambda chunk: places.append((chunk.byte_offset, chunk.size)))
+    first, size = places[0]
+    if any(place != (first + i * size, size) for i, place in enumerate(places)):
+        raise RuntimeError(f"the chunks of {dataset.name} are not one run of bytes in this version of HDF5")
+    return Region(first, len(places) * size)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file of ours says about itself.
+
+    Attributes
+    ----------
+    format_version, num_samples, chunk_samples, window_chunks : int
+    cache : CacheSettings
+        Recommended for one process that reads all open windows.
+    shuffled : bool
+    seed : int
+    options : str
+        JSON.
+    class_names : tuple of str
+    """
+
+    format_version: int
+    num_samples: int
+    chunk_samples: int
+    window_chunks: int
+    cache: CacheSettings
+    shuffled: bool
+    seed: int
+    options: str
+    class_names: tuple[str, ...]
+
+
+def read_header(file: h5py.File) -> Header | None:
+    """What the file says about itself, or None if it is not one of ours.
+
+    Raises
+    ------
+    FileError
+        It is of a newer format, or what it says cannot be.
+    """
+    group = file.get(GROUP)
+    if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
+        return None
+    name = printable(file.filename)
+    try:
+        attrs = group.attrs
+        version = int(attrs["format_version"])
+        if version > FORMAT_VERSION:
+            raise FileError(
+                f"{name}: format version {version} but this h5chunk reads up to {FORMAT_VERSION}: install a newer one"
+            )
+        table = group.get("class_names")
+        names = () if table is None else tuple(value.decode("utf-8", "replace") for value in table[()].tolist())
+        return Header(
+            format_version=version,
+            num_samples=int(attrs["num_samples"]),
+            chunk_samples=int(attrs["chunk_samples"]),
+            window_chunks=int(attrs["window_chunks"]),
+            cache=CacheSettings(int(attrs["rdcc_nslots"]), int(attrs["rdcc_nbytes"]), float(attrs["rdcc_w0"])),
+            shuffled=bool(attrs["shuffled"]),
+            seed=int(attrs["seed"]),
+            options=bytes(attrs["options"]).decode("utf-8", "replace"),
+            class_names=names,
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise FileError(f"{name}: damaged: what its group /{GROUP} says cannot be: {error}") from None
+
+
+def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
+    """Open a file for reading.
+
+    Raises
+    ------
+    FileError
+        It is missing, not HDF5, or cut short.
+    """
+    shown = printable(path)
+    if not Path(path).exists():
+        raise FileError(f"{shown}: no such file")
+    if not Path(path).is_file():
+        raise FileError(f"{shown}: not a regular file")
+    try:
+        return h5py.File(path, "r", **options)
+    except OSError as error:
+        reason = str(error)
+        if "truncated" in reason:
+            raise FileError(f"{shown}: cut short: the file is smaller than it says; copy or convert it again") from None
+        if "signature not found" in reason:
+            raise FileError(f"{shown}: not an HDF5 file") from None
+        if isinstance(error, PermissionError) or "Permission denied" in reason:
+            raise FileError(f"{shown}: no permission to read it") from None
+        raise FileError(f"{shown}: cannot be opened: {reason}") from None

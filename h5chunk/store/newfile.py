@@ -1,0 +1,211 @@
+"""A file that appears under its name only when it is complete and on disk.
+
+Until then it is written beside its place, as ``.NAME.h5chunk-part``, which is locked: a second writer of the same
+output gets a message. What stood under the name stays as it was until the new file takes its place in one step. A
+writer that is killed leaves only the part file, which the next one takes over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.plan.layout import human_bytes
+from h5chunk.store.format import FileSpec, Region, create_file
+
+FLUSH_INTERVAL_S = 0.5
+
+
+class NewFile:
+    """Context manager around the making of one file.
+
+    Parameters
+    ----------
+    path : path
+        Where the file shall appear.
+    overwrite : bool
+        Whether a file that stands there may be replaced.
+
+    Raises
+    ------
+    OutputError
+        Something stands there, another process is writing it, its folder is missing or not writable, or, from
+        `allocate`, the disk is too small.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
+        self._path = Path(path)
+        self._overwrite = overwrite
+        self._regions: Mapping[str, Region] = {}
+        self.part = self._path.with_name(f".{self._path.name}.h5chunk-part")
+
+    def __enter__(self) -> NewFile:
+        check_output(self._path, self._overwrite)
+        self._descriptor = self._lock()
+        return self
+
+    def _lock(self) -> int:
+        shown = printable(self._path)
+        while True:
+            try:
+                descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            except OSError as error:
+                raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
+            # The part file may have become the output between our opening and locking it.
+            if self.part.exists() and os.path.samestat(os.fstat(descriptor), os.stat(self.part)):
+                return descriptor
+            os.close(descriptor)
+
+    def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
+        """Create the file with all its space, so that a full disk shows before the first sample.
+
+        Returns
+        -------
+        dict of str to Region
+            Where each dataset's bytes go.
+        """
+        self._regions = create_file(self.part, spec)
+        num_bytes = os.fstat(self._descriptor).st_size
+        check_room(self._path, num_bytes)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise OutputError(_no_room(self._path, num_bytes, error.strerror)) from None
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        return self._regions
+
+    def replace_header(self, spec: FileSpec) -> Mapping[str, Region]:
+        """Make the file that of ``spec``, which has fewer samples; the data of its first field stay where they are.
+
+        The header of the new file is made apart and copied over the old one: all bytes before and behind the first
+        field's. Data of other fields and tables must be written after this.
+        """
+        data = spec.fields[0].name
+        old = self._regions[data]
+        other = self.part.with_name(self.part.name + "-header")
+        try:
+            regions = create_file(other, spec)
+            new = regions[data]
+            if new.offset != old.offset:  # tiny fields are not aligned
+                moved = os.pread(self._descriptor, new.num_bytes, old.offset)
+                os.pwrite(self._descriptor, moved, new.offset)
+            with other.open("rb") as file:
+                os.pwrite(self._descriptor, file.read(new.offset), 0)
+                file.seek(new.offset + new.num_bytes)
+                os.pwrite(self._descriptor, file.read(), new.offset + new.num_bytes)
+                os.ftruncate(self._descriptor, file.tell())
+        finally:
+            other.unlink(missing_ok=True)
+        self._regions = regions
+        return regions
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Write a whole dataset; a field's last chunk is filled up with zeros."""
+        if not values.size:
+            return
+        region = self._regions[name]
+        data = values.tobytes()
+        write_at(self._descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
+
+    def read(self, name: str, start: int, num_bytes: int) -> bytes:
+        """Bytes of a dataset, from its byte ``start`` on."""
+        return os.pread(self._descriptor, num_bytes, self._regions[name].offset + start)
+
+    def write_bytes(self, name: str, start: int, data: bytes) -> None:
+        """Write bytes of a dataset, from its byte ``start`` on."""
+        write_at(self._descriptor, data, self._regions[name].offset + start)
+
+    def flusher(self) -> Flusher:
+        """A thread that sends what was written to the disk all the while."""
+        return Flusher(self._descriptor)
+
+    def commit(self) -> None:
+        """Put the file on disk and under its name."""
+        os.fsync(self._descriptor)
+        if not self._overwrite and self._path.exists():
+            raise OutputError(f"{printable(self._path)}: appeared meanwhile: it was left as it is")
+        self.part.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.part.exists() and os.path.samestat(os.fstat(self._descriptor), os.stat(self.part)):
+                self.part.unlink()
+        finally:
+            os.close(self._descriptor)
+
+
+class Flusher:
+    """Sends dirty pages to the disk while others compute, so that the final fsync finds little left."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._done.wait(FLUSH_INTERVAL_S):
+            os.fdatasync(self._descriptor) if hasattr(os, "fdatasync") else os.fsync(self._descriptor)
+
+    def __enter__(self) -> Flusher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite all of ``data``."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raise OutputError unless a file can be made at ``path``."""
+    shown = printable(path)
+    if path.is_dir():
+        raise OutputError(f"{shown}: is a folder: give the name of a file")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+    if not path.parent.is_dir():
+        raise OutputError(f"{shown}: its folder {printable(path.parent)} does not exist: make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{shown}: its folder {printable(path.parent)} is not writable")
+
+
+def check_room(path: Path, num_bytes: int) -> None:
+    """Raise OutputError unless the disk of ``path`` has ``num_bytes`` free."""
+    free = shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise OutputError(_no_room(path, num_bytes, f"{human_bytes(free)} are free"))
+
+
+def _no_room(path: Path, num_bytes: int, reason: str | None) -> str:
+    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"

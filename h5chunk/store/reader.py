@@ -1,0 +1,236 @@
+"""Rows of any HDF5 file in which samples lie along the first axis, through HDF5's own chunk cache.
+
+A reader travels between processes and opens the file in each one when it is first asked for rows. The rows of a
+request are read chunk by chunk, so that a request needs each chunk once, whatever the order of its rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, OptionError, printable
+from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.layout import plan_layout
+from h5chunk.store.format import Header, open_file, read_header
+
+CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a file, as its dataset says.
+
+    Attributes
+    ----------
+    name : str
+        What users call it.
+    dataset : str
+        Path in the file.
+    grid : ChunkGrid
+    dtype : np.dtype
+        Native byte order.
+    """
+
+    name: str
+    dataset: str
+    grid: ChunkGrid
+    dtype: np.dtype
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return self.grid.shape[1:]
+
+
+class H5Reader:
+    """Reads rows of some fields of one file.
+
+    Parameters
+    ----------
+    path : path
+    fields : mapping of str to str, or None
+        Datasets by the name that they shall have; None: ``images``, and ``labels`` if there are any.
+
+    Raises
+    ------
+    FileError
+        The file cannot be opened.
+    FieldError
+        A dataset is missing or cannot be a field.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fields: Mapping[str, str] | None = None) -> None:
+        self.path = Path(path)
+        with open_file(self.path) as file:
+            self._stamp = _stamp(self.path)
+            self.header: Header | None = read_header(file)
+            if fields is None:
+                fields = {name: name for name in ("images", "labels") if name in file}
+                if "images" not in fields:
+                    raise FieldError(_missing(file, self.path, "images"))
+            if not fields:
+                raise OptionError("fields is empty: name at least one dataset")
+            self.fields = {name: _look_at(file, self.path, name, dataset) for name, dataset in fields.items()}
+        lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+            raise FieldError(f"{printable(self.path)}: fields differ in length: {shown}: name fields of one length")
+        self.num_samples = next(iter(lengths.values()))
+        self._caches: dict[str, CacheSettings] = {}
+        self._opened: tuple[int, dict[str, _Handle]] | None = None
+        self.main = max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
+        self.chunk_samples = self.main.grid.band_samples or self._chunk_samples_if_contiguous()
+
+    def _chunk_samples_if_contiguous(self) -> int:
+        """A contiguous dataset has no chunks: neighbours are read together as if it had good ones."""
+        return plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes)).chunk_samples
+
+    def set_caches(self, main: CacheSettings) -> None:
+        """Give the largest field the cache ``main``, and each other field room for the same samples.
+
+        Takes effect at the next read.
+        """
+        room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
+        caches = {}
+        for field in self.fields.values():
+            grid = field.grid
+            bands = -(-room_samples // grid.band_samples) + 1 if grid.band_samples else 0
+            caches[field.name] = cache_for(bands * grid.chunks_per_sample, grid.chunk_bytes, max(1, grid.num_chunks))
+        caches[self.main.name] = main
+        if caches != self._caches:
+            self._caches = caches
+            self.close()
+
+    def caches_in_force(self) -> dict[str, CacheSettings]:
+        """What HDF5 says of the caches of this process, by field: read back, not remembered."""
+        return {name: handle.cache() for name, handle in self._handles().items()}
+
+    def read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
+        """Read rows of a field.
+
+        Parameters
+        ----------
+        name : str
+        rows : (n,) int64
+            Each from 0 to ``num_samples - 1``; in any order, also repeated.
+        out : (n, *sample_shape), the field's dtype, C-contiguous
+        """
+        self._handles()[name].read(rows, out, self.chunk_samples)
+
+    def _handles(self) -> dict[str, _Handle]:
+        """The open datasets of this process; those inherited by a fork are left alone."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            if _stamp(self.path) != self._stamp:
+                raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
+            file = open_file(self.path)
+            self._opened = (
+                os.getpid(),
+                {field.name: _Handle(file, field, self._caches.get(field.name)) for field in self.fields.values()},
+            )
+        return self._opened[1]
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self._opened = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None}
+
+
+class _Handle:
+    """One open dataset with its cache."""
+
+    def __init__(self, file: h5py.File, field: Field, cache: CacheSettings | None) -> None:
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        if cache is not None:
+            access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
+        self._file = file  # keeps it open
+        self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
+        self._space = self._id.get_space()
+        self._kind = h5py.h5t.py_create(field.dtype, logical=True)
+        self._row = h5py.h5s.create_simple((1, *field.sample_shape))
+        self._shape = field.sample_shape
+        self._row_bytes = field.grid.sample_bytes
+        room = cache.nbytes if cache is not None else 0
+        self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded anew at every call
+        self._scratch = np.empty((0, *self._shape), field.dtype)
+
+    def cache(self) -> CacheSettings:
+        nslots, nbytes, w0 = self._id.get_access_plist().get_chunk_cache()
+        return CacheSettings(nslots, nbytes, w0)
+
+    def read(self, rows: np.ndarray, out: np.ndarray, chunk_samples: int) -> None:
+        """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
+        places = np.argsort(rows, kind="stable")
+        ordered = rows[places]
+        chunks = ordered // chunk_samples
+        borders = np.flatnonzero(chunks[1:] != chunks[:-1]) + 1
+        for start, stop in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
+            first, last = int(ordered[start]), int(ordered[stop - 1]) + 1
+            too_many = (last - first) * self._row_bytes > (stop - start - 1) * CALL_BYTES
+            if stop - start == 1 or (too_many and not self._whole):
+                for place in range(start, stop):
+                    self._read_run(int(ordered[place]), self._row, out[places[place] : places[place] + 1])
+            else:
+                self._read_through(first, last, ordered[start:stop], places[start:stop], out)
+
+    def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
+        count = memory.shape[0]
+        self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
+        self._id.read(memory, self._space, out, self._kind)
+
+    def _read_through(self, first: int, last: int, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+        if len(self._scratch) < last - first:
+            self._scratch = np.empty((last - first, *self._shape), out.dtype)
+        scratch = self._scratch[: last - first]
+        self._read_run(first, h5py.h5s.create_simple(scratch.shape), scratch)
+        out[places] = scratch[rows - first]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _missing(file: h5py.File, path: Path, wanted: str) -> str:
+    datasets: list[str] = []
+    file.visititems(lambda name, item: datasets.append(name) if isinstance(item, h5py.Dataset) and item.shape else None)
+    there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
+    remedy = "name those to read with fields={'name': 'dataset'}"
+    return f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}"
+
+
+def _look_at(file: h5py.File, path: Path, name: str, dataset: str) -> Field:
+    """What a dataset says of itself, if it can be a field."""
+    try:
+        item = file.get(dataset)
+    except (KeyError, OSError, ValueError) as error:
+        raise FieldError(f"{printable(path)}: dataset {dataset!r} cannot be opened: {error}") from None
+    if item is None:
+        raise FieldError(_missing(file, path, dataset))
+    where = f"{printable(path)}: {dataset!r}"
+    if not isinstance(item, h5py.Dataset):
+        raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
+    if not item.shape:
+        raise FieldError(f"{where} is a single value: a field has one row a sample")
+    if item.dtype.kind not in "biufS":
+        raise FieldError(f"{where} has the type {item.dtype}: a field holds numbers or strings of fixed length")
+    filtered = item.id.get_create_plist().get_nfilters() > 0
+    grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
+    return Field(name, dataset, grid, item.dtype.newbyteorder("="))
+
+
+def model_cache(reader: H5Reader, open_chunks: int) -> CacheSettings:
+    """The cache in which ``open_chunks`` runs of ``reader.chunk_samples`` samples stay until read in full."""
+    grid = reader.main.grid
+    if grid.chunks is None:
+        return CacheSettings(1, 0)
+    num_chunks = max(1, grid.num_chunks)
+    slots = min(num_chunks, MAX_SLOTS)
+    return CacheSettings(slots, cache_for(open_chunks * grid.chunks_per_sample, grid.chunk_bytes, num_chunks).nbytes)

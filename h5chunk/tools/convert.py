@@ -1,0 +1,521 @@
+"""Pack a folder, an archive or a manifest of images into one HDF5 file."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import h5chunk
+from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
+from h5chunk.plan.layout import Layout, human_bytes, plan_layout
+from h5chunk.plan.order import permutation
+from h5chunk.sources.decode import MAX_PIXELS, ImageOptions
+from h5chunk.sources.images import ImageSource, ShapeError, shape_text
+from h5chunk.sources.listing import Listing, list_images
+from h5chunk.sources.manifest import list_manifest
+from h5chunk.store.fill import Filled, FillJob, fill
+from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
+from h5chunk.store.newfile import NewFile, check_output, check_room
+
+IMAGES = "images"
+PROBES = 24  # images decoded to estimate the time
+HEADER_BYTES = 16 << 10  # of a file, about
+
+Progress = Callable[[str, int, "int | None"], None]
+"""Told (stage, done, total): stage "list" without a total, then "convert" with one."""
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """What a conversion would do.
+
+    Attributes
+    ----------
+    num_samples : int
+    sample_shape : tuple of int
+    layout : Layout
+    fields : dict of str to str
+        dtype of each field.
+    num_bytes : int
+        Of the output.
+    free_bytes : int
+        On its disk.
+    estimated_s : float
+        From decoding a few images now.
+    num_workers : int
+    class_names, ignored : list of str
+    """
+
+    num_samples: int
+    sample_shape: tuple[int, ...]
+    layout: Layout
+    fields: dict[str, str]
+    num_bytes: int
+    free_bytes: int
+    estimated_s: float
+    num_workers: int
+    class_names: list[str]
+    ignored: list[str]
+
+    def to_json(self) -> str:
+        """The plan as one JSON object."""
+        plan = asdict(self)
+        plan["layout"] |= {
+            "reasons": list(self.layout.reasons),
+            "num_chunks": self.layout.num_chunks,
+            "chunk_bytes": self.layout.chunk_bytes,
+            "cache": asdict(self.layout.cache),
+        }
+        return json.dumps(plan, indent=2)
+
+    def __str__(self) -> str:
+        chunk = shape_text((self.layout.chunk_samples, *self.sample_shape))
+        lines = [
+            f"samples    {self.num_samples:,} of {shape_text(self.sample_shape)} uint8"
+            + (f", {len(self.class_names)} classes" if self.class_names else ", no labels"),
+            f"fields     {', '.join(f'{name} ({dtype})' for name, dtype in self.fields.items())}",
+            f"chunks     {self.layout.num_chunks:,} of {chunk}",
+            *(f"           - {reason}" for reason in self.layout.reasons),
+            f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
+            f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
+            *(f"ignored    {what}" for what in self.ignored),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes
+    ----------
+    path : str
+    num_samples, num_bytes : int
+        In the file; bytes of the whole file.
+    sample_shape : tuple of int
+    chunk_samples : int
+    seconds : float
+        From the first look at the source until the file was on disk under its name.
+    modes : dict of str to int
+        Images by the mode they came in, such as RGB, L, P, CMYK.
+    applied : dict of str to int
+        Images that were ``rotated``, ``resized``, or cut to their ``first frame``.
+    skipped : list of (name, reason)
+    skipped_list : str or None
+        The file that holds that list.
+    ignored : list of str
+    class_names : list of str
+    """
+
+    path: str
+    num_samples: int
+    num_bytes: int
+    sample_shape: tuple[int, ...]
+    chunk_samples: int
+    seconds: float
+    modes: dict[str, int]
+    applied: dict[str, int]
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped_list: str | None = None
+    ignored: list[str] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} {name}" for name, count in self.modes.items())
+        applied = "".join(f", {count:,} {name}" for name, count in self.applied.items())
+        lines = [
+            f"{self.path}: {self.num_samples:,} images of {shape_text(self.sample_shape)}, "
+            f"{human_bytes(self.num_bytes)}, {self.num_samples / self.seconds:,.0f} images/s",
+            f"came as {counts}{applied}",
+            *(f"ignored {what}" for what in self.ignored),
+        ]
+        if self.skipped:
+            name, reason = self.skipped[0]
+            lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """All that is settled before the first sample is written."""
+
+    source: ImageSource
+    path: Path
+    layout: Layout
+    sample_shape: tuple[int, ...]
+    order: np.ndarray
+    options: dict[str, Any]
+    num_workers: int
+    skip: bool
+
+    @property
+    def listing(self) -> Listing:
+        return self.source.listing
+
+    def spec(self, order: np.ndarray) -> FileSpec:
+        """The file that holds the samples ``order``, in this order."""
+        listing, layout = self.listing, self.layout
+        images = FieldSpec(IMAGES, self.sample_shape, np.dtype(np.uint8))
+        columns = [FieldSpec(name, (), values.dtype) for name, values in listing.columns.items()]
+        num_chunks = -(-len(order) // layout.chunk_samples)
+        ends = listing.names.offsets
+        tables: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            "source_index": ((len(order),), np.dtype(np.int64)),
+            "source_name_ends": ((len(order),), np.dtype(np.int64)),
+            "source_names": ((int((ends[order + 1] - ends[order]).sum()),), np.dtype(np.uint8)),
+        }
+        if listing.class_names:
+            tables["class_names"] = ((len(listing.class_names),), _class_table(listing.class_names).dtype)
+        for each in (images, *columns):
+            tables[f"checksums/{each.name}"] = ((num_chunks,), np.dtype(np.uint32))
+        cache = layout.cache
+        return FileSpec(
+            num_samples=len(order),
+            chunk_samples=layout.chunk_samples,
+            fields=(images, *columns),
+            tables=tables,
+            attributes={
+                "format_version": np.int64(FORMAT_VERSION),
+                "h5chunk_version": h5chunk.__version__,
+                "num_samples": np.int64(len(order)),
+                "chunk_samples": np.int64(layout.chunk_samples),
+                "window_chunks": np.int64(layout.window_chunks),
+                "rdcc_nslots": np.int64(cache.nslots),
+                "rdcc_nbytes": np.int64(cache.nbytes),
+                "rdcc_w0": np.float64(cache.w0),
+                "seed": np.uint64(self.options["seed"]),
+                "shuffled": np.uint8(self.options["shuffle"]),
+                "options": json.dumps(self.options, sort_keys=True),
+            },
+            field_attributes={IMAGES: {"axes": self.source.options.layout.upper()}},
+        )
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    size: tuple[int, int] | None = None,
+    fit: str = "error",
+    color: str = "rgb",
+    layout: str = "nchw",
+    chunk_samples: int | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    workers: int | None = None,
+    on_error: str = "fail",
+    animated: str = "error",
+    max_pixels: int = MAX_PIXELS,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Pack images into one HDF5 file.
+
+    The file appears under its name only when it is complete and on disk. Equal source and options give equal bytes,
+    with any number of workers.
+
+    Parameters
+    ----------
+    source : path
+        A folder with one folder per class, a flat folder, or either in a .zip or .tar.
+    path : path
+        The file to make.
+    manifest : path, optional
+        A .csv with a path column, relative to ``source``, and columns that become fields.
+    size : (height, width), optional
+        Of all images in the file. Without it, they must agree.
+    fit : {"error", "stretch", "crop", "pad"}
+        What to do with images of another size.
+    color : {"rgb", "gray", "keep"}
+    layout : {"nchw", "nhwc"}
+        Axes of the field ``images``: (N, C, H, W) or (N, H, W, C), uint8.
+    chunk_samples : int, optional
+        Samples in one chunk; chosen if not given.
+    seed : int
+        Of the permutation that the samples are written in.
+    shuffle : bool
+        False keeps the order of the source.
+    workers : int, optional
+        Processes that decode; as many as there are cores if not given; 0: none but this one.
+    on_error : {"fail", "skip"}
+        For an image that cannot be used: give up, or leave it out and list it in ``PATH.skipped.csv``.
+    animated : {"error", "first"}
+        For an image of several frames.
+    max_pixels : int
+        Images of more pixels are refused.
+    overwrite : bool
+        Whether to replace a file at ``path``.
+    progress : callable, optional
+        Called as ``progress(stage, done, total)``.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    SourceError, SampleError
+        The source cannot be used, with the image and the reason.
+    OutputError
+        The file cannot be made; what stood at ``path`` is as it was.
+    OptionError
+        An argument cannot be.
+    """
+    started = time.perf_counter()
+    job = _prepare(
+        source=source,
+        path=path,
+        manifest=manifest,
+        size=size,
+        fit=fit,
+        color=color,
+        layout=layout,
+        animated=animated,
+        max_pixels=max_pixels,
+        chunk_samples=chunk_samples,
+        seed=seed,
+        shuffle=shuffle,
+        workers=workers,
+        on_error=on_error,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    with NewFile(job.path, overwrite) as new:
+        regions = new.allocate(job.spec(job.order))
+        filled = _fill(new, job, regions[IMAGES].offset, progress)
+        order = job.order
+        if filled.failures:
+            order = _close_gaps(new, job, filled)
+        _write_tables(new, job, order, filled.checksums)
+        new.commit()
+    skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
+    return ConvertReport(
+        path=printable(job.path),
+        num_samples=len(order),
+        num_bytes=job.path.stat().st_size,
+        sample_shape=job.sample_shape,
+        chunk_samples=job.layout.chunk_samples,
+        seconds=time.perf_counter() - started,
+        modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
+        applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
+        skipped=skipped,
+        skipped_list=_write_skipped(job.path, skipped),
+        ignored=job.listing.ignored,
+        class_names=job.listing.class_names,
+    )
+
+
+_APPLIED = ("rotated", "resized", "first frame")
+
+
+def plan_convert(source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any) -> ConvertPlan:
+    """What `convert` would do with the same arguments; writes nothing.
+
+    Raises
+    ------
+    As `convert`, as far as a look at the source and at a few images shows it.
+    """
+    call = inspect.signature(convert).bind(source, path, **options)
+    call.apply_defaults()
+    job = _prepare(**call.arguments)
+    spec = job.spec(job.order)
+    num_bytes = HEADER_BYTES + sum(
+        job.layout.num_chunks * job.layout.chunk_samples * each.sample_bytes for each in spec.fields
+    )
+    num_bytes += sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in spec.tables.values())
+    check_room(job.path, num_bytes)
+    return ConvertPlan(
+        num_samples=len(job.source),
+        sample_shape=job.sample_shape,
+        layout=job.layout,
+        fields={each.name: str(each.dtype) for each in spec.fields},
+        num_bytes=num_bytes,
+        free_bytes=shutil.disk_usage(job.path.parent).free,
+        estimated_s=_estimate_s(job),
+        num_workers=job.num_workers,
+        class_names=job.listing.class_names,
+        ignored=job.listing.ignored,
+    )
+
+
+def _prepare(
+    *,
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    manifest: str | os.PathLike[str] | None,
+    chunk_samples: int | None,
+    seed: int,
+    shuffle: bool,
+    workers: int | None,
+    on_error: str,
+    overwrite: bool,
+    progress: Progress | None,
+    **image_options: Any,
+) -> _Conversion:
+    """Check the arguments of `convert`, list the source, and settle layout and order."""
+    options = ImageOptions(**image_options)
+    path = Path(path)
+    if on_error not in ("fail", "skip"):
+        raise OptionError(f"on_error is {on_error!r}: give fail or skip")
+    if workers is not None and workers < 0:
+        raise OptionError(f"workers is {workers}: give 0 (none but this process) or more")
+    if path.exists() and Path(source).exists() and path.samefile(source):
+        raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+    check_output(path, overwrite)
+
+    def found(count: int) -> None:
+        if progress:
+            progress("list", count, None)
+
+    listing = list_images(source, found) if manifest is None else list_manifest(manifest, source, found)
+    images = ImageSource(listing, options)
+    _, shape = images.first_shape(skip=on_error == "skip")
+    layout = plan_layout(len(images), int(np.prod(shape)), chunk_samples)
+    order = permutation(len(images), seed) if shuffle else np.arange(len(images), dtype=np.int64)
+    asked = {
+        "size": options.size,
+        "fit": options.fit,
+        "color": options.color,
+        "layout": options.layout,
+        "animated": options.animated,
+        "seed": seed,
+        "shuffle": shuffle,
+    }
+    num_workers = available_cores() if workers is None else workers
+    return _Conversion(images, path, layout, shape, order, asked, num_workers, on_error == "skip")
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _fill(new: NewFile, job: _Conversion, offset: int, progress: Progress | None) -> Filled:
+    """Have the workers write all images; raise what a failure means."""
+    total, done = len(job.order), 0
+
+    def written(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress("convert", done, total)
+
+    written(0)
+    fill_job = FillJob(new.part, offset, job.sample_shape, job.layout.chunk_samples, job.source, job.order)
+    with new.flusher():
+        filled = fill(fill_job, job.num_workers, not job.skip, written)
+    if any(failure.kind == ShapeError.__name__ for failure in filled.failures):
+        raise SourceError(job.source.disagreement(job.sample_shape))
+    if filled.failures and not job.skip:
+        first = filled.failures[0]
+        raise SampleError(
+            f"{job.source.name(int(job.order[first.row]))}: {first.reason} (to leave such images out: --on-error skip)"
+        )
+    if len(filled.failures) == total:
+        first = filled.failures[0]
+        name = job.source.name(int(job.order[first.row]))
+        raise SourceError(f"none of the {total} images can be used, such as {name}: {first.reason}")
+    return filled
+
+
+def _close_gaps(new: NewFile, job: _Conversion, filled: Filled) -> np.ndarray:
+    """Leave failed rows out: the last good rows take their places, and the file becomes one of fewer samples.
+
+    Returns
+    -------
+    (num_samples,) int64
+        The order that is left.
+    """
+    order = job.order.copy()
+    failed = [failure.row for failure in filled.failures]
+    num_samples = len(order) - len(failed)
+    gaps = [row for row in failed if row < num_samples]
+    behind = set(failed)
+    movers = [row for row in range(num_samples, len(order)) if row not in behind]
+    sample_bytes = job.layout.sample_bytes
+    for gap, mover in zip(gaps, movers, strict=True):
+        new.write_bytes(IMAGES, gap * sample_bytes, new.read(IMAGES, mover * sample_bytes, sample_bytes))
+        order[gap] = order[mover]
+    order = order[:num_samples]
+    new.replace_header(job.spec(order))
+    size = job.layout.chunk_samples
+    num_chunks = -(-num_samples // size)
+    rest = num_chunks * size - num_samples
+    new.write_bytes(IMAGES, num_samples * sample_bytes, bytes(rest * sample_bytes))
+    filled.checksums = filled.checksums[:num_chunks]
+    for chunk in {*(gap // size for gap in gaps), num_chunks - 1}:
+        chunk_bytes = size * sample_bytes
+        filled.checksums[chunk] = zlib.crc32(new.read(IMAGES, chunk * chunk_bytes, chunk_bytes))
+    return order
+
+
+def _write_tables(new: NewFile, job: _Conversion, order: np.ndarray, image_checksums: np.ndarray) -> None:
+    listing, size = job.listing, job.layout.chunk_samples
+    new.write(f"{GROUP}/checksums/{IMAGES}", image_checksums)
+    for name, values in listing.columns.items():
+        rows = values[order]
+        new.write(name, rows)
+        new.write(f"{GROUP}/checksums/{name}", _checksums(rows, size))
+    new.write(f"{GROUP}/source_index", order)
+    names = [listing.names[i] for i in order]
+    new.write(f"{GROUP}/source_name_ends", np.cumsum([len(name) for name in names], dtype=np.int64))
+    new.write(f"{GROUP}/source_names", np.frombuffer(b"".join(names), np.uint8))
+    if listing.class_names:
+        new.write(f"{GROUP}/class_names", _class_table(listing.class_names))
+
+
+def _checksums(rows: np.ndarray, chunk_samples: int) -> np.ndarray:
+    """CRC-32 of each chunk of a field, the last filled up with zeros: (num_chunks,) uint32."""
+    data, chunk_bytes = rows.tobytes(), chunk_samples * rows.itemsize
+    data += bytes(-len(data) % chunk_bytes)
+    return np.array([zlib.crc32(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)], np.uint32)
+
+
+def _class_table(class_names: list[str]) -> np.ndarray:
+    return np.array([name.encode() for name in class_names], dtype="S")
+
+
+def _write_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:
+    """Write the list of what was left out beside the file."""
+    target = path.with_name(path.name + ".skipped.csv")
+    if not skipped:
+        return None
+    with target.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("path", "reason"))
+        writer.writerows(skipped)
+    return printable(target)
+
+
+def _estimate_s(job: _Conversion) -> float:
+    """Seconds that the conversion will take, from decoding a few images spread over the source."""
+    source = job.source
+    probes = np.unique(np.linspace(0, len(source) - 1, PROBES).astype(np.int64))
+    out = np.empty(job.sample_shape, np.uint8)
+    started = time.perf_counter()
+    with source.session():
+        for index in probes:
+            try:
+                source.read_into(int(index), out)
+            except ShapeError:
+                raise SourceError(source.disagreement(job.sample_shape)) from None
+            except SampleError as error:
+                if not job.skip:
+                    raise SampleError(f"{source.name(int(index))}: {error}") from None
+    return (time.perf_counter() - started) / len(probes) * len(source) / max(1, min(job.num_workers, available_cores()))
