@@ -20,11 +20,13 @@ _HOMES = {
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
     "ChunkSampler": "h5chunk.feed.sampler",
-    "ConvertReport": "h5chunk.tools.convert",
+    "ConvertPlan": "h5chunk.tools.report",
+    "ConvertReport": "h5chunk.tools.report",
     "H5ChunkError": "h5chunk.errors",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert",
     "info": "h5chunk.tools.info",
+    "plan_convert": "h5chunk.tools.convert",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

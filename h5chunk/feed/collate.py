@@ -70,5 +70,5 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> torch.Ten
     num_bytes = torch.empty((), dtype=dtype).element_size()
     for length in shape:
         num_bytes *= length
-    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(num_bytes)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, torch.Size(shape))
+    storage = torch.UntypedStorage._new_shared(num_bytes)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]

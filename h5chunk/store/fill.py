@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -25,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from h5chunk.errors import OutputError, SampleError, WorkerError
+from h5chunk.errors import OutputError, SampleError, WorkerError, printable
 from h5chunk.store.newfile import write_at
 
 TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms
@@ -112,6 +113,7 @@ def write_chunks(job: FillJob, descriptor: int, first: int, last: int) -> _Part:
         start = chunk * job.chunk_samples
         rows = range(start, min(start + job.chunk_samples, len(job.order)))
         buffer[len(rows) :] = 0
+        checksum = 0
         for row in rows:
             out = buffer[row - start]
             try:
@@ -119,8 +121,12 @@ def write_chunks(job: FillJob, descriptor: int, first: int, last: int) -> _Part:
             except SampleError as error:
                 out[...] = 0
                 part.failures.append(Failure(row, str(error), type(error).__name__))
-        part.checksums.append(zlib.crc32(buffer.data))
-        write_at(descriptor, buffer.data, job.offset + start * buffer[0].nbytes)
+            checksum = zlib.crc32(out.data, checksum)  # while it is in the processor's cache
+        part.checksums.append(zlib.crc32(buffer[len(rows) :].data, checksum))
+        try:
+            write_at(descriptor, buffer.data, job.offset + start * buffer[0].nbytes)
+        except OSError as error:
+            raise OutputError(f"{printable(job.part)}: cannot be written: {error.strerror}") from None
     return part
 
 
@@ -156,10 +162,6 @@ def fill(job: FillJob, num_workers: int, stop_at_failure: bool, written: Written
             written(min(last * job.chunk_samples, len(job.order)) - part.first_chunk * job.chunk_samples)
             if part.failures and stop_at_failure:
                 break
-    except OSError as error:
-        if isinstance(error, OutputError):
-            raise
-        raise OutputError(f"{job.part.name}: cannot be written: {error.strerror or error}") from None
     finally:
         parts.close()
     filled.failures.sort()
@@ -178,16 +180,21 @@ def _in_this_process(job: FillJob, tasks: list[tuple[int, int]]) -> Generator[_P
 
 def _in_workers(job: FillJob, tasks: list[tuple[int, int]], num_workers: int) -> Generator[_Part]:
     pool = ProcessPoolExecutor(
-        min(num_workers, len(tasks)), mp_context=_context(), initializer=_start_worker, initargs=(job,)
+        min(num_workers, len(tasks)),
+        mp_context=multiprocessing.get_context(_start_method()),
+        initializer=_start_worker,
+        initargs=(job,),
     )
     waiting: set[Future[_Part]] = set()
     left = iter(tasks)
     try:
         while True:
-            for first, last in left:
-                waiting.add(pool.submit(_run_task, first, last))
-                if len(waiting) >= TASKS_AHEAD * num_workers:
-                    break
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+                for first, last in left:
+                    waiting.add(pool.submit(_run_task, first, last))
+                    if len(waiting) >= TASKS_AHEAD * num_workers:
+                        break
             if not waiting:
                 return
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -202,12 +209,13 @@ def _in_workers(job: FillJob, tasks: list[tuple[int, int]], num_workers: int) ->
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _context() -> multiprocessing.context.BaseContext:
-    """Fork where that is safe: it starts at once, and needs no guard in the caller's main module."""
-    threads = Path("/proc/self/task")
-    if sys.platform == "linux" and threads.exists() and len(list(threads.iterdir())) == 1:
-        return multiprocessing.get_context("fork")
-    return multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+def _start_method() -> str:
+    """How workers are started: by fork on Linux, at once and without a guard in the caller's main module.
+
+    They run Pillow, NumPy and zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere
+    fork is not safe, and the caller's main module needs the guard that torch's DataLoader needs as well.
+    """
+    return "fork" if sys.platform == "linux" else "spawn"
 
 
 _job: FillJob

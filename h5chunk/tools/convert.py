@@ -10,7 +10,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ import numpy as np
 
 import h5chunk
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
-from h5chunk.plan.layout import Layout, human_bytes, plan_layout
+from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.order import permutation
 from h5chunk.sources.decode import MAX_PIXELS, ImageOptions
-from h5chunk.sources.images import ImageSource, ShapeError, shape_text
+from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.fill import Filled, FillJob, fill
 from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
 from h5chunk.store.newfile import NewFile, check_output, check_room
+from h5chunk.tools.report import ConvertPlan, ConvertReport
 
 IMAGES = "images"
 PROBES = 24  # images decoded to estimate the time
@@ -34,120 +35,6 @@ HEADER_BYTES = 16 << 10  # of a file, about
 
 Progress = Callable[[str, int, "int | None"], None]
 """Told (stage, done, total): stage "list" without a total, then "convert" with one."""
-
-
-@dataclass(frozen=True)
-class ConvertPlan:
-    """What a conversion would do.
-
-    Attributes
-    ----------
-    num_samples : int
-    sample_shape : tuple of int
-    layout : Layout
-    fields : dict of str to str
-        dtype of each field.
-    num_bytes : int
-        Of the output.
-    free_bytes : int
-        On its disk.
-    estimated_s : float
-        From decoding a few images now.
-    num_workers : int
-    class_names, ignored : list of str
-    """
-
-    num_samples: int
-    sample_shape: tuple[int, ...]
-    layout: Layout
-    fields: dict[str, str]
-    num_bytes: int
-    free_bytes: int
-    estimated_s: float
-    num_workers: int
-    class_names: list[str]
-    ignored: list[str]
-
-    def to_json(self) -> str:
-        """The plan as one JSON object."""
-        plan = asdict(self)
-        plan["layout"] |= {
-            "reasons": list(self.layout.reasons),
-            "num_chunks": self.layout.num_chunks,
-            "chunk_bytes": self.layout.chunk_bytes,
-            "cache": asdict(self.layout.cache),
-        }
-        return json.dumps(plan, indent=2)
-
-    def __str__(self) -> str:
-        chunk = shape_text((self.layout.chunk_samples, *self.sample_shape))
-        lines = [
-            f"samples    {self.num_samples:,} of {shape_text(self.sample_shape)} uint8"
-            + (f", {len(self.class_names)} classes" if self.class_names else ", no labels"),
-            f"fields     {', '.join(f'{name} ({dtype})' for name, dtype in self.fields.items())}",
-            f"chunks     {self.layout.num_chunks:,} of {chunk}",
-            *(f"           - {reason}" for reason in self.layout.reasons),
-            f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
-            f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
-            *(f"ignored    {what}" for what in self.ignored),
-        ]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class ConvertReport:
-    """What a conversion did.
-
-    Attributes
-    ----------
-    path : str
-    num_samples, num_bytes : int
-        In the file; bytes of the whole file.
-    sample_shape : tuple of int
-    chunk_samples : int
-    seconds : float
-        From the first look at the source until the file was on disk under its name.
-    modes : dict of str to int
-        Images by the mode they came in, such as RGB, L, P, CMYK.
-    applied : dict of str to int
-        Images that were ``rotated``, ``resized``, or cut to their ``first frame``.
-    skipped : list of (name, reason)
-    skipped_list : str or None
-        The file that holds that list.
-    ignored : list of str
-    class_names : list of str
-    """
-
-    path: str
-    num_samples: int
-    num_bytes: int
-    sample_shape: tuple[int, ...]
-    chunk_samples: int
-    seconds: float
-    modes: dict[str, int]
-    applied: dict[str, int]
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    skipped_list: str | None = None
-    ignored: list[str] = field(default_factory=list)
-    class_names: list[str] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        """The report as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{count:,} {name}" for name, count in self.modes.items())
-        applied = "".join(f", {count:,} {name}" for name, count in self.applied.items())
-        lines = [
-            f"{self.path}: {self.num_samples:,} images of {shape_text(self.sample_shape)}, "
-            f"{human_bytes(self.num_bytes)}, {self.num_samples / self.seconds:,.0f} images/s",
-            f"came as {counts}{applied}",
-            *(f"ignored {what}" for what in self.ignored),
-        ]
-        if self.skipped:
-            name, reason = self.skipped[0]
-            lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""What a conversion would do, and what it did: for people (``str``) and for scripts (``to_json``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from h5chunk.plan.layout import Layout, human_bytes
+from h5chunk.sources.images import shape_text
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """What a conversion would do.
+
+    Attributes
+    ----------
+    num_samples : int
+    sample_shape : tuple of int
+    layout : Layout
+    fields : dict of str to str
+        dtype of each field.
+    num_bytes : int
+        Of the output.
+    free_bytes : int
+        On its disk.
+    estimated_s : float
+        From decoding a few images now.
+    num_workers : int
+    class_names, ignored : list of str
+    """
+
+    num_samples: int
+    sample_shape: tuple[int, ...]
+    layout: Layout
+    fields: dict[str, str]
+    num_bytes: int
+    free_bytes: int
+    estimated_s: float
+    num_workers: int
+    class_names: list[str]
+    ignored: list[str]
+
+    def to_json(self) -> str:
+        """The plan as one JSON object."""
+        plan = asdict(self)
+        plan["layout"] |= {
+            "reasons": list(self.layout.reasons),
+            "num_chunks": self.layout.num_chunks,
+            "chunk_bytes": self.layout.chunk_bytes,
+            "cache": asdict(self.layout.cache),
+        }
+        return json.dumps(plan, indent=2)
+
+    def __str__(self) -> str:
+        chunk = shape_text((self.layout.chunk_samples, *self.sample_shape))
+        lines = [
+            f"samples    {self.num_samples:,} of {shape_text(self.sample_shape)} uint8"
+            + (f", {len(self.class_names)} classes" if self.class_names else ", no labels"),
+            f"fields     {', '.join(f'{name} ({dtype})' for name, dtype in self.fields.items())}",
+            f"chunks     {self.layout.num_chunks:,} of {chunk}",
+            *(f"           - {reason}" for reason in self.layout.reasons),
+            f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
+            f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
+            *(f"ignored    {what}" for what in self.ignored),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes
+    ----------
+    path : str
+    num_samples, num_bytes : int
+        In the file; bytes of the whole file.
+    sample_shape : tuple of int
+    chunk_samples : int
+    seconds : float
+        From the first look at the source until the file was on disk under its name.
+    modes : dict of str to int
+        Images by the mode they came in, such as RGB, L, P, CMYK.
+    applied : dict of str to int
+        Images that were ``rotated``, ``resized``, or cut to their ``first frame``.
+    skipped : list of (name, reason)
+    skipped_list : str or None
+        The file that holds that list.
+    ignored : list of str
+    class_names : list of str
+    """
+
+    path: str
+    num_samples: int
+    num_bytes: int
+    sample_shape: tuple[int, ...]
+    chunk_samples: int
+    seconds: float
+    modes: dict[str, int]
+    applied: dict[str, int]
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped_list: str | None = None
+    ignored: list[str] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} {name}" for name, count in self.modes.items())
+        applied = "".join(f", {count:,} {name}" for name, count in self.applied.items())
+        lines = [
+            f"{self.path}: {self.num_samples:,} images of {shape_text(self.sample_shape)}, "
+            f"{human_bytes(self.num_bytes)}, {self.num_samples / self.seconds:,.0f} images/s",
+            f"came as {counts}{applied}",
+            *(f"ignored {what}" for what in self.ignored),
+        ]
+        if self.skipped:
+            name, reason = self.skipped[0]
+            lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
+        return "\n".join(lines)
