@@ -1,0 +1,33 @@
+"""Small data that many tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+Pixels = np.ndarray
+
+
+def pixels(seed: int, height: int = 10, width: int = 12, channels: int = 3) -> Pixels:
+    """Random pixels, (height, width, channels) uint8, or (height, width) for one channel."""
+    shape = (height, width, channels) if channels > 1 else (height, width)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.fixture
+def class_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder of PNGs in one folder per class; image i has the pixels ``pixels(i)``, class ``i % classes``."""
+
+    def make(count: int = 20, classes: int = 3, name: str = "photos", **size: int) -> Path:
+        root = tmp_path / name
+        for i in range(count):
+            path = root / f"class{i % classes}" / f"{i:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels(i, **size)).save(path)
+        return root
+
+    return make
