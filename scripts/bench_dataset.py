@@ -1,0 +1,218 @@
+"""Shuffled batches through torch's own DataLoader: this library's Dataset and sampler against what people use.
+
+    python scripts/bench_dataset.py                # 12,000 images of 224 x 224, made once in bench-data/ (6 GB)
+    python scripts/bench_dataset.py --json FILE
+
+The same images, batches of 256, page cache warm, with 0 and 2 workers (persistent; an epoch before the first timed one):
+
+ours        ChunkDataset and ChunkSampler on the converted file
+plain       ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on a contiguous file
+blog        the same on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; opened anew for
+            each round, as with w0 = 1 the cache has no limit and would hold the whole file after the first
+ready       a Dataset that copies one ready batch into fresh memory for the DataLoader: what torch's transport allows
+ready-held  a Dataset that hands out the same tensor again: nothing moves but a file descriptor
+
+Prints for each: images/s (median of the rounds, which take turns); bytes that the processes really read over bytes
+used (rchar of /proc/PID/io); and by how much the private memory of one reading process grew. Also, on a file of
+CIFAR-size images (32 x 32), where reading goes through the chunk cache: the same and the hit rate that follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import h5chunk
+from h5chunk.feed.collate import empty
+
+HERE = Path(__file__).parent
+SHAPE = (3, 224, 224)
+IMAGE_BYTES = 3 * 224 * 224
+BLOG_CHUNK = 100
+
+
+class PlainDataset(Dataset):
+    """What most people write: open lazily, index a row."""
+
+    def __init__(self, path: Path, length: int, **options: object) -> None:
+        self.path, self.length, self.options = path, length, options
+        self.file: h5py.File | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.file is None:
+            self.file = h5py.File(self.path, "r", **self.options)
+            self.images, self.labels = self.file["images"], self.file["labels"]
+        return torch.from_numpy(self.images[index]), int(self.labels[index])
+
+
+class ReadyDataset(Dataset):
+    """One batch that is there already; ``copy`` into fresh memory, as every loader must, or not."""
+
+    def __init__(self, length: int, batch_size: int, copy: bool) -> None:
+        self.length, self.copy = length // batch_size, copy
+        self.images = torch.randint(0, 255, (batch_size, *SHAPE), dtype=torch.uint8)
+        self.labels = torch.zeros(batch_size, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.copy:
+            return self.images, self.labels
+        shared = torch.utils.data.get_worker_info() is not None
+        images = empty(tuple(self.images.shape), torch.uint8, shared)
+        return images.copy_(self.images), self.labels.clone()
+
+
+def make_files(folder: Path, count: int) -> dict[str, Path]:
+    """The converted file, and its images in a contiguous file and one with chunks of 100."""
+    paths = {name: folder / f"{name}-{count}.h5" for name in ("ours", "plain", "blog")}
+    if not paths["ours"].exists():
+        jpegs = folder / f"jpegs-{count}"
+        command = [sys.executable, HERE / "make_images.py", jpegs, "--count", str(count), "--size", "224", "224"]
+        subprocess.run(command, check=True)
+        print(h5chunk.convert(jpegs, paths["ours"]))
+    for name, chunks in (("plain", None), ("blog", (BLOG_CHUNK, *SHAPE))):
+        if not paths[name].exists():
+            part = paths[name].with_suffix(".part")
+            with h5py.File(paths["ours"]) as source, h5py.File(part, "w") as target:
+                images = target.create_dataset("images", source["images"].shape, "u1", chunks=chunks)
+                for start in range(0, len(images), 10 * BLOG_CHUNK):
+                    images[start : start + 10 * BLOG_CHUNK] = source["images"][start : start + 10 * BLOG_CHUNK]
+                target["labels"] = source["labels"][()]
+            part.rename(paths[name])
+    return paths
+
+
+def loader(name: str, paths: dict[str, Path], count: int, batch_size: int, workers: int, images: int) -> DataLoader:
+    """A DataLoader that gives ``images`` images an epoch."""
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    if name == "ours":
+        dataset = h5chunk.ChunkDataset(paths[name])
+        return DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, batch_size), **options)
+    if name.startswith("ready"):
+        return DataLoader(ReadyDataset(count, batch_size, name == "ready"), batch_size=None, **options)
+    cache = {"rdcc_nbytes": 1 << 30, "rdcc_nslots": 100_003, "rdcc_w0": 1.0} if name == "blog" else {}
+    dataset = PlainDataset(paths[name], count, **cache)
+    sampler = torch.utils.data.RandomSampler(dataset, num_samples=images)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+def processes(iterator: Iterator) -> list[int]:
+    """The processes that read for this iterator."""
+    workers = getattr(iterator, "_workers", None)
+    return [worker.pid for worker in workers] if workers else [os.getpid()]
+
+
+def read_bytes(pids: list[int]) -> int:
+    return sum(int(Path(f"/proc/{pid}/io").read_text().split("rchar: ")[1].split()[0]) for pid in pids)
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that the process does not share: its cache and buffers, but not batches under way to the main process."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("Private_Clean", "Private_Dirty"))
+
+
+def epoch(data: DataLoader) -> dict[str, float]:
+    """One epoch: images/s, bytes read an image, and memory of the first reading process at its end."""
+    iterator = iter(data)
+    pids = processes(iterator)
+    before, started, images = read_bytes(pids), time.perf_counter(), 0
+    for batch in iterator:
+        images += len(batch[0])
+    seconds = time.perf_counter() - started
+    return {
+        "images": images,
+        "images_per_s": images / seconds,
+        "read_bytes": read_bytes(pids) - before,
+        "private_bytes": private_bytes(pids[0]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("bench-data"))
+    parser.add_argument("--count", type=int, default=12_000)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blog-images", type=int, default=1024, help="images an epoch of the slow one")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    paths = make_files(args.folder, args.count)
+    names = ["ours", "plain", "blog", "ready", "ready-held"]
+    results = {}
+    for workers in args.workers:
+        loaders, measured, grown = {}, {name: [] for name in names}, {}
+        for name in names:
+            images = args.blog_images if name == "blog" else args.count
+            start_bytes = private_bytes(os.getpid())
+            loaders[name] = loader(name, paths, args.count, args.batch_size, workers, images)
+            first = epoch(loaders[name])
+            grown[name] = first["private_bytes"] - (start_bytes if workers == 0 else 0)
+        for _ in range(args.rounds):
+            for name in names:
+                measured[name].append(epoch(loaders[name]))
+        for name in names:
+            rates = [one["images_per_s"] for one in measured[name]]
+            last = measured[name][-1]
+            used = last["images"] * IMAGE_BYTES
+            chunk = {"ours": h5chunk.ChunkDataset(paths["ours"]).chunk_samples, "blog": BLOG_CHUNK}.get(name)
+            reads = last["read_bytes"] / (chunk * IMAGE_BYTES) if chunk else None
+            results[f"{name}/{workers}"] = {
+                "images_per_s": statistics.median(rates),
+                "rates": rates,
+                "amplification": last["read_bytes"] / used if not name.startswith("ready") else None,
+                "hit_rate": 1 - reads / last["images"] if reads is not None else None,
+                "private_bytes": last["private_bytes"],
+                "grown_bytes": grown[name],
+            }
+    print_table(results, args.workers)
+    cache = h5chunk.ChunkDataset(paths["ours"]).cache
+    print(f"cache recommended in the file: {cache.nbytes / 2**20:.0f} MiB over all processes")
+    if args.json:
+        versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
+        versions |= {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
+        machine = f"{os.cpu_count()} cores, {platform.machine()}"
+        args.json.write_text(
+            json.dumps({"results": results, "versions": versions, "machine": machine}, indent=2) + "\n"
+        )
+
+
+def print_table(results: dict[str, dict], workers: list[int]) -> None:
+    for num_workers in workers:
+        ours = results[f"ours/{num_workers}"]["images_per_s"]
+        print(f"\n{num_workers} workers   images/s   ours is    read/used   hit rate   memory grew")
+        for key, row in results.items():
+            name, of = key.split("/")
+            if int(of) != num_workers:
+                continue
+            read = "" if row["amplification"] is None else f"{row['amplification']:.3f}"
+            hits = "" if row["hit_rate"] is None else f"{row['hit_rate']:.3f}"
+            rate = row["images_per_s"]
+            print(
+                f"{name:10s} {rate:>9,.0f}   {ours / rate:>6.2f} x   {read:>9s}   {hits:>8s}   "
+                f"{row['grown_bytes'] / 2**20:>7,.0f} MiB"
+            )
+
+
+if __name__ == "__main__":
+    main()
