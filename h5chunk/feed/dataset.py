@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from h5chunk.errors import FieldError
 from h5chunk.feed.collate import Batch, Sample, empty
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import plan_layout
-from h5chunk.plan.order import INTERLEAVE
+from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.store.format import Header
 from h5chunk.store.reader import H5Reader, model_cache
 
@@ -69,7 +71,8 @@ class ChunkDataset(Dataset[Any]):
         self._dtypes = {name: _torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
         self.transform = transform
         self._given_cache = None if cache is None else CacheSettings.of(cache)
-        self._open_chunks: int | None = None  # what a sampler said
+        self._order: Order | None = None  # what a sampler said
+        self._cache_known: tuple[int, CacheSettings] | None = None  # by number of workers
 
     def __len__(self) -> int:
         return self._reader.num_samples
@@ -116,21 +119,41 @@ class ChunkDataset(Dataset[Any]):
         if self._given_cache is not None:
             return self._given_cache
         worker = get_worker_info()
-        share = worker.num_workers if worker is not None else 1
-        if self._open_chunks is None and self._reader.header is not None:
+        num_workers = worker.num_workers if worker is not None else 1
+        if self._cache_known is None or self._cache_known[0] != num_workers:
+            self._cache_known = num_workers, self._cache_of_one(num_workers)
+        return self._cache_known[1]
+
+    def _cache_of_one(self, num_workers: int) -> CacheSettings:
+        if self._order is not None:
+            self._warn_if_shared(self._order, num_workers)
+            return model_cache(self._reader, self._order.open_chunks_of(num_workers), self._order.cache_w0)
+        if self._reader.header is not None:
             whole = self._reader.header.cache
-            return CacheSettings(whole.nslots, -(-whole.nbytes // share), whole.w0)
-        open_chunks = self._open_chunks or INTERLEAVE * self.window_chunks
-        return model_cache(self._reader, -(-open_chunks // share))
+            return CacheSettings(whole.nslots, -(-whole.nbytes // num_workers), whole.w0)
+        return model_cache(self._reader, -(-INTERLEAVE * self.window_chunks // num_workers))
+
+    def _warn_if_shared(self, order: Order, num_workers: int) -> None:
+        """Say so, from one worker, if chunks will be read by several."""
+        readers = num_workers // math.gcd(num_workers, order.interleave)
+        worker = get_worker_info()
+        if readers > 1 and order.window_batches > 1 and worker is not None and worker.id == 0:
+            warnings.warn(
+                f"num_workers is {num_workers} but the sampler's interleave is {order.interleave}: {readers} workers "
+                "will read each chunk; take a number of workers that divides it, or give ChunkSampler "
+                f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
+                stacklevel=2,
+            )
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
         """The chunk cache of each field in this process, as HDF5 has it."""
         self._reader.set_caches(self.cache)
         return self._reader.caches_in_force()
 
-    def expect_open_chunks(self, open_chunks: int) -> None:
-        """Make room for this many partly read chunks, over all workers; a sampler says it. A given cache stays."""
-        self._open_chunks = open_chunks
+    def expect_order(self, order: Order) -> None:
+        """Make room for the chunks that this order leaves partly read; a sampler says it. A given cache stays."""
+        self._order = order
+        self._cache_known = None
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
@@ -142,12 +165,12 @@ class ChunkDataset(Dataset[Any]):
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
             batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
             return self._transformed(batch[0])
-        batch = self._read(np.asarray(index, np.int64), shared=get_worker_info() is not None)
+        batch = self._read(_numbers(index), shared=get_worker_info() is not None)
         return batch.fields if self.transform is None else tuple(default_collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """A whole batch, each chunk read once; torch's DataLoader calls this."""
-        batch = self._read(np.asarray(indices, np.int64), shared=get_worker_info() is not None)
+        batch = self._read(_numbers(indices), shared=get_worker_info() is not None)
         return batch if self.transform is None else self._each_transformed(batch)
 
     def _each_transformed(self, batch: Batch) -> list[Sample]:
@@ -185,6 +208,14 @@ class ChunkDataset(Dataset[Any]):
             f"ChunkDataset({self.path!r}: {len(self)} samples of {fields}; chunks of {self.chunk_samples} samples; "
             f"{self.cache})"
         )
+
+
+def _numbers(indices: Any) -> np.ndarray:
+    """Sample numbers as an array; what would be rounded or taken for 0 and 1 is refused."""
+    numbers = np.asarray(indices)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise IndexError(f"indices are of type {numbers.dtype}: give whole numbers; for a mask, mask.nonzero()[0]")
+    return numbers.astype(np.int64, copy=False)
 
 
 def _torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:

@@ -68,7 +68,7 @@ class ChunkSampler(Sampler[list[int]]):
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        dataset.expect_open_chunks(self._order.open_chunks)
+        dataset.expect_order(self._order)
         self._check_cache(dataset)
 
     def _check_cache(self, dataset: ChunkDataset) -> None:

@@ -3,9 +3,11 @@
 The rules of the cache itself (HDF5 calls it rdcc) that matter here:
 
 - a chunk has one slot, ``scaled coordinate % nslots`` for whole-sample chunks, and a slot holds one chunk:
-  with ``nslots >= num_chunks`` no two chunks fight for a slot;
+  with ``nslots >= num_chunks`` no two of them fight for a slot (other chunks: `ChunkGrid.num_slots`);
 - an entry costs the full, decoded size of a chunk, edge chunks too;
-- chunks that have been read in full are evicted first, in a share of the list given by ``w0``;
+- with ``w0 = 0`` the oldest chunk is evicted. The larger ``w0``, the longer a share of the list is searched first
+  for chunks that have been read in full, counted in the bytes of all requests: a request for more rows than are
+  wanted, or for a row twice, counts too much, and the chunk at the end of the data never counts as read in full;
 - with ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits nothing.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 
 from h5chunk.errors import OptionError
 
-DEFAULT_W0 = 0.75
+OLDEST_FIRST = 0.0  # w0: no chunk of a round of windows is evicted before the round ends
+FINISHED_FIRST = 0.75  # w0: keeps the chunk at the border of two batches while others are read in passing
 MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: past 8 MiB, rare collisions are the better bargain
 
 
@@ -44,7 +47,7 @@ class CacheSettings:
 
     nslots: int
     nbytes: int
-    w0: float = DEFAULT_W0
+    w0: float = OLDEST_FIRST
 
     def __post_init__(self) -> None:
         if self.nslots < 1:
@@ -54,7 +57,7 @@ class CacheSettings:
         if self.w0 == 1.0:
             raise OptionError(
                 "cache w0 is 1.0: HDF5 then never evicts partly read chunks and memory grows past nbytes "
-                f"without limit; use {DEFAULT_W0}, or 0.99 if fully read chunks must go first"
+                f"without limit; use {OLDEST_FIRST:.0f}, or up to 0.99 if chunks that were read in full shall go first"
             )
         if not 0.0 <= self.w0 < 1.0:
             raise OptionError(f"cache w0 is {self.w0}: give a number from 0 to below 1")
@@ -75,8 +78,10 @@ class CacheSettings:
         return self.nbytes // chunk_bytes
 
 
-def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
+def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
     """The smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
+
+    There is room for one more, as a chunk of the last round or epoch may still hold its place.
 
     Parameters
     ----------
@@ -86,14 +91,16 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSetti
         Decoded bytes of one chunk.
     num_chunks : int
         Chunks of the dataset.
+    w0 : float
+        Preemption.
 
     Examples
     --------
-    >>> cache_for(8, 1_048_576, 1500)
-    CacheSettings(nslots=1500, nbytes=8388608, w0=0.75)
+    >>> cache_for(7, 1_048_576, 1500)
+    CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
     """
-    room = max(1, min(open_chunks, num_chunks))
-    return CacheSettings(nslots=max(1, min(num_chunks, MAX_SLOTS)), nbytes=room * chunk_bytes)
+    room = max(1, min(open_chunks + 1, num_chunks))
+    return CacheSettings(nslots=max(1, min(num_chunks, MAX_SLOTS)), nbytes=room * chunk_bytes, w0=w0)
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,17 @@ class ChunkGrid:
     def num_chunks(self) -> int:
         """Chunks of the dataset; 0 for a contiguous one."""
         return self.num_bands * self.chunks_per_sample if self.chunks else 0
+
+    @property
+    def num_slots(self) -> int:
+        """The least ``nslots`` with which no two chunks fight for a slot: the scaled coordinates' bits, end to end."""
+        if not self.chunks:
+            return 1
+        counts = [math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True)]
+        last = max(0, self.num_bands - 1)
+        for count in counts:
+            last = (last << max(0, count - 1).bit_length()) + max(0, count - 1)
+        return last + 1
 
     def amplification(self, cached: bool) -> float:
         """Bytes read for one single random sample over the bytes of that sample.

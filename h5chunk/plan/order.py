@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5chunk.errors import OptionError
+from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
 
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 
@@ -52,11 +53,15 @@ def permutation(size: int, seed: int, *, stream: tuple[int, int, int] = (_ONCE, 
     -------
     (size,) int64
     """
-    if not 0 <= seed < 1 << 64:
-        raise OptionError(f"seed is {seed}: give a number from 0 to {(1 << 64) - 1}")
+    _check_seed(seed)
     bits = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, *stream], np.uint64))
     keys = np.asarray(bits.random_raw(size), np.uint64)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def _check_seed(seed: int) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
+        raise OptionError(f"seed is {seed!r}: give a whole number from 0 to {(1 << 64) - 1}")
 
 
 class Round(NamedTuple):
@@ -109,6 +114,7 @@ class Order:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
+        _check_seed(self.seed)
 
     @property
     def num_batches(self) -> int:
@@ -138,14 +144,29 @@ class Order:
     def open_chunks(self) -> int:
         """The most chunks that are partly read at one time; with a cache of this many each is read just once.
 
-        A batch is read chunk by chunk, so a window of one batch leaves open only the chunk at its border.
+        A batch is read chunk by chunk, so a window of one batch leaves open only the chunks at its borders, beside
+        the one that is being read. The chunk that fills the gap of the short one stays open to the end.
         """
-        if self.window_batches == 1:
-            return min(2, max(1, self.num_chunks))
         samples = self.window_batches * self.batch_size
         whole = samples % self.chunk_samples == 0
-        chunks = samples // self.chunk_samples if whole else (samples - 2) // self.chunk_samples + 2
-        return max(1, min(self.interleave * chunks, self.num_chunks))
+        if self.window_batches == 1:
+            chunks = 1 if whole else 3
+        elif whole:
+            chunks = self.interleave * samples // self.chunk_samples
+        else:
+            chunks = self.interleave * ((samples - 2) // self.chunk_samples + 2)
+        fill = 1 if self.shuffle and self.num_samples % self.chunk_samples else 0
+        return max(1, min(chunks + fill, self.num_chunks))
+
+    @property
+    def cache_w0(self) -> float:
+        """Which chunks HDF5's cache should evict first: see `h5chunk.plan.cache`."""
+        return FINISHED_FIRST if self.window_batches == 1 else OLDEST_FIRST
+
+    def open_chunks_of(self, num_workers: int) -> int:
+        """`open_chunks` of each of ``num_workers`` workers that take the batches in turn."""
+        groups = num_workers if self.window_batches == 1 else math.gcd(num_workers, self.interleave)
+        return math.ceil(self.open_chunks / groups)
 
     def rounds(self) -> Iterator[Round]:
         """The windows, round by round.
@@ -171,35 +192,35 @@ class Order:
                 yield np.arange(first, min(first + self.batch_size, self.num_samples), dtype=np.int64)
             return
         chunks = permutation(self.num_chunks, self.seed, stream=(_CHUNKS, self.epoch, 0))
+        short_turn = int(chunks.argmax()) if self.num_chunks else 0
         for first_batch, num_windows, window_batches in self.rounds():
             num_batches = num_windows * window_batches
             if first_batch + num_batches <= start:
                 continue
             windows = [
-                self._window(chunks, first_batch + window * window_batches, window_batches)
+                self._window(chunks, short_turn, first_batch + window * window_batches, window_batches)
                 for window in range(num_windows)
             ]
             for turn in range(max(0, start - first_batch), num_batches):
                 batch, window = divmod(turn, num_windows)
                 yield windows[window][batch * self.batch_size : (batch + 1) * self.batch_size]
 
-    def _window(self, chunks: Indices, first_batch: int, window_batches: int) -> Indices:
+    def _window(self, chunks: Indices, short_turn: int, first_batch: int, window_batches: int) -> Indices:
         """The samples of the window that holds batches ``first_batch`` and on of the line, shuffled."""
         start = first_batch * self.batch_size
         stop = min(start + window_batches * self.batch_size, self.num_samples)
-        samples = self._line(chunks, start, stop)
+        samples = self._line(chunks, short_turn, start, stop)
         return samples[permutation(stop - start, self.seed, stream=(_WINDOW, self.epoch, first_batch))]
 
-    def _line(self, chunks: Indices, start: int, stop: int) -> Indices:
+    def _line(self, chunks: Indices, short_turn: int, start: int, stop: int) -> Indices:
         """Samples ``start`` to ``stop`` of the line.
 
         The place of sample ``o`` of the chunk in turn ``t`` is ``t * chunk_samples + o``. What the file's last chunk
-        lacks is filled with samples, drawn at random, of the chunk that ends the line.
+        lacks (it comes in turn ``short_turn``) is filled with samples, drawn at random, of the chunk that ends the line.
         """
         size = self.chunk_samples
         turn, offset = np.divmod(np.arange(start, stop, dtype=np.int64), size)
         rest = self.num_samples % size
-        short_turn = int(np.flatnonzero(chunks == self.num_chunks - 1)[0])
         last_turn = self.num_chunks - 1
         if rest and short_turn != last_turn:
             drawn = permutation(size, self.seed, stream=(_FILL, self.epoch, 0))

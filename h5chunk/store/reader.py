@@ -15,10 +15,11 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable
-from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
 from h5chunk.store.format import Header, open_file, read_header
 
+SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
 CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
 
 
@@ -67,8 +68,8 @@ class H5Reader:
 
     def __init__(self, path: str | os.PathLike[str], fields: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
+        self._stamp = _stamp(self.path)  # before opening it; compared after opening it: no replacement slips between
         with open_file(self.path) as file:
-            self._stamp = _stamp(self.path)
             self.header: Header | None = read_header(file)
             if fields is None:
                 fields = {name: name for name in ("images", "labels") if name in file}
@@ -101,7 +102,9 @@ class H5Reader:
         for field in self.fields.values():
             grid = field.grid
             bands = -(-room_samples // grid.band_samples) + 1 if grid.band_samples else 0
-            caches[field.name] = cache_for(bands * grid.chunks_per_sample, grid.chunk_bytes, max(1, grid.num_chunks))
+            if grid.num_bands * grid.band_bytes <= SMALL_FIELD_BYTES:
+                bands = grid.num_bands
+            caches[field.name] = _cache_of(grid, bands, OLDEST_FIRST)
         caches[self.main.name] = main
         if caches != self._caches:
             self._caches = caches
@@ -121,18 +124,22 @@ class H5Reader:
             Each from 0 to ``num_samples - 1``; in any order, also repeated.
         out : (n, *sample_shape), the field's dtype, C-contiguous
         """
-        self._handles()[name].read(rows, out, self.chunk_samples)
+        self._handles()[name].read(rows, out)
 
     def _handles(self) -> dict[str, _Handle]:
         """The open datasets of this process; those inherited by a fork are left alone."""
         if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = None
+            file = open_file(self.path)
             if _stamp(self.path) != self._stamp:
                 raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
-            file = open_file(self.path)
-            self._opened = (
-                os.getpid(),
-                {field.name: _Handle(file, field, self._caches.get(field.name)) for field in self.fields.values()},
-            )
+            handles = {
+                field.name: _Handle(
+                    file, field, self._caches.get(field.name), field.grid.band_samples or self.chunk_samples
+                )
+                for field in self.fields.values()
+            }
+            self._opened = os.getpid(), handles
         return self._opened[1]
 
     def close(self) -> None:
@@ -146,7 +153,7 @@ class H5Reader:
 class _Handle:
     """One open dataset with its cache."""
 
-    def __init__(self, file: h5py.File, field: Field, cache: CacheSettings | None) -> None:
+    def __init__(self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int) -> None:
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
         if cache is not None:
             access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
@@ -157,6 +164,7 @@ class _Handle:
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
         self._shape = field.sample_shape
         self._row_bytes = field.grid.sample_bytes
+        self._band_samples = band_samples
         room = cache.nbytes if cache is not None else 0
         self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded anew at every call
         self._scratch = np.empty((0, *self._shape), field.dtype)
@@ -165,11 +173,11 @@ class _Handle:
         nslots, nbytes, w0 = self._id.get_access_plist().get_chunk_cache()
         return CacheSettings(nslots, nbytes, w0)
 
-    def read(self, rows: np.ndarray, out: np.ndarray, chunk_samples: int) -> None:
+    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
         places = np.argsort(rows, kind="stable")
         ordered = rows[places]
-        chunks = ordered // chunk_samples
+        chunks = ordered // self._band_samples
         borders = np.flatnonzero(chunks[1:] != chunks[:-1]) + 1
         for start, stop in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
             first, last = int(ordered[start]), int(ordered[stop - 1]) + 1
@@ -194,7 +202,10 @@ class _Handle:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError:
+        return ()  # opening it says why
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -226,11 +237,13 @@ def _look_at(file: h5py.File, path: Path, name: str, dataset: str) -> Field:
     return Field(name, dataset, grid, item.dtype.newbyteorder("="))
 
 
-def model_cache(reader: H5Reader, open_chunks: int) -> CacheSettings:
+def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
     """The cache in which ``open_chunks`` runs of ``reader.chunk_samples`` samples stay until read in full."""
-    grid = reader.main.grid
+    return _cache_of(reader.main.grid, open_chunks, w0)
+
+
+def _cache_of(grid: ChunkGrid, open_bands: int, w0: float) -> CacheSettings:
     if grid.chunks is None:
         return CacheSettings(1, 0)
-    num_chunks = max(1, grid.num_chunks)
-    slots = min(num_chunks, MAX_SLOTS)
-    return CacheSettings(slots, cache_for(open_chunks * grid.chunks_per_sample, grid.chunk_bytes, num_chunks).nbytes)
+    nbytes = cache_for(open_bands, grid.band_bytes, max(1, grid.num_bands)).nbytes
+    return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, w0)
