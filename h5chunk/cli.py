@@ -22,11 +22,16 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except H5ChunkError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {_one_line(error)}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing was changed", err=True)
             ctx.exit(130)
+
+
+def _one_line(error: H5ChunkError) -> str:
+    """Its message, with line breaks and other control characters (of file names) escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -67,7 +72,13 @@ class _ChunkSamples(click.ParamType):
     show_default=True,
     help="What to do with images of another size.",
 )
-@click.option("--color", type=click.Choice(["rgb", "gray", "keep"]), default="rgb", show_default=True)
+@click.option(
+    "--color",
+    type=click.Choice(["rgb", "gray", "keep"]),
+    default="rgb",
+    show_default=True,
+    help="Channels of the images in the file; keep: as they are, with alpha.",
+)
 @click.option(
     "--layout",
     type=click.Choice(["nchw", "nhwc"]),
@@ -144,7 +155,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | 
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    words = {"list": ("listing", " images"), "convert": ("converting", " images")}
+    words = {"list": "listing", "convert": "converting"}
     bar: tqdm[Any] | None = None
     current = ""
 
@@ -153,8 +164,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | 
         if stage != current or bar is None:
             if bar is not None:
                 bar.close()
-            description, unit = words[stage]
-            bar = tqdm(desc=description, unit=unit, total=total, leave=False, mininterval=0.1, dynamic_ncols=True)
+            bar = tqdm(desc=words[stage], unit=" images", total=total, leave=False, mininterval=0.1, dynamic_ncols=True)
             current = stage
         bar.update(done - bar.n)
 

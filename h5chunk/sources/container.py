@@ -7,6 +7,7 @@ Archives are read with ``pread`` at the places that their index gives, so that w
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
 import struct
 import tarfile
@@ -21,6 +22,7 @@ import numpy as np
 from h5chunk.errors import SampleError, SourceError, printable
 
 MAX_FILE_BYTES = 1 << 30  # an encoded image larger than this is no image
+_DAMAGES = (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError, OverflowError)
 _ZIP_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
@@ -106,12 +108,15 @@ class Archive(Container):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": None}
 
-    def _descriptor(self) -> int:
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        if self._state(os.fstat(self._opened[1])) != self._stamp:
-            raise SampleError("its archive changed while it was read")
-        return self._opened[1]
+    def _read_at(self, offset: int, num_bytes: int) -> bytes:
+        try:
+            if self._opened is None or self._opened[0] != os.getpid():
+                self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            if self._state(os.fstat(self._opened[1])) != self._stamp:
+                raise SampleError("its archive changed while it was read")
+            return _read_at(self._opened[1], offset, num_bytes)
+        except OSError as error:
+            raise SampleError(f"cannot be read from its archive: {error.strerror}") from None
 
     def __del__(self) -> None:
         if getattr(self, "_opened", None) is not None and self._opened[0] == os.getpid():  # type: ignore[index]
@@ -130,8 +135,10 @@ class Tar(Archive):
 
     def read(self, index: int, name: bytes) -> bytes:
         size = int(self._sizes[index])
+        if size < 0:
+            raise SampleError("is a link that leads out of its archive, or a sparse file: pack the archive without")
         _check_size(size)
-        data = _read_at(self._descriptor(), int(self._offsets[index]), size)
+        data = self._read_at(int(self._offsets[index]), size)
         if len(data) != size:
             raise SampleError("is cut off by the end of its archive")
         return data
@@ -153,12 +160,13 @@ class Zip(Archive):
     def read(self, index: int, name: bytes) -> bytes:
         header, stored, size, method, crc = (int(value) for value in self._index[index])
         _check_size(size)
-        descriptor = self._descriptor()
-        local = _read_at(descriptor, header, _ZIP_LOCAL_HEADER.size)
+        if stored > MAX_FILE_BYTES:
+            raise SampleError(f"takes {stored} bytes in its archive, over the limit of {MAX_FILE_BYTES}")
+        local = self._read_at(header, _ZIP_LOCAL_HEADER.size)
         if len(local) != _ZIP_LOCAL_HEADER.size or not local.startswith(b"PK\x03\x04"):
             raise SampleError("has no local header in its archive: the archive is damaged")
         name_bytes, extra_bytes = _ZIP_LOCAL_HEADER.unpack(local)[-2:]
-        data = _read_at(descriptor, header + len(local) + name_bytes + extra_bytes, stored)
+        data = self._read_at(header + len(local) + name_bytes + extra_bytes, stored)
         if method == zipfile.ZIP_DEFLATED:
             try:
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
@@ -172,7 +180,7 @@ class Zip(Archive):
 
 
 def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
-    """An archive, and the (name, number) of each regular file in it.
+    """An archive, and the (name, number) of each file in it; names of folders end with a slash.
 
     Raises
     ------
@@ -183,8 +191,6 @@ def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
     if not path.is_file():
         raise SourceError(f"{shown}: neither a folder nor a regular file")
     try:
-        if zipfile.is_zipfile(path):
-            return _open_zip(path)
         with path.open("rb") as file:
             start = file.read(262)
         if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
@@ -192,16 +198,22 @@ def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
                 f"{shown}: compressed as a whole, so that its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
-        if start[257:262] == b"ustar":
+        if start[257:262] == b"ustar":  # first, as the last file in a tar may be a zip
             return _open_tar(path)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise SourceError(f"{shown}: cannot be read: {error}") from None
+        if zipfile.is_zipfile(path):
+            return _open_zip(path)
+    except SourceError:
+        raise
+    except OSError as error:
+        raise SourceError(f"{shown}: cannot be read: {error.strerror or error}") from None
+    except (*_DAMAGES, NotImplementedError) as error:
+        raise SourceError(f"{shown}: cannot be read as an archive: {error}") from None
     raise SourceError(f"{shown}: not a folder, .zip or .tar of images")
 
 
 def _open_zip(path: Path) -> tuple[Zip, list[tuple[bytes, int]]]:
     with zipfile.ZipFile(path) as archive:
-        members = [info for info in archive.infolist() if not info.is_dir()]
+        members = archive.infolist()
     if any(info.flag_bits & 1 for info in members):
         raise SourceError(f"{printable(path)}: encrypted: decrypt it first")
     index = np.array(
@@ -214,12 +226,25 @@ def _open_tar(path: Path) -> tuple[Tar, list[tuple[bytes, int]]]:
     offsets: list[int] = []
     sizes: list[int] = []
     names: list[tuple[bytes, int]] = []
+    links: list[tuple[int, bytes]] = []
     with tarfile.open(path, "r:", errors="surrogateescape") as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # tarfile would keep a kilobyte a member
-            if not member.isreg() or member.issparse():
-                continue
-            names.append((os.fsencode(member.name), len(names)))
+            name = os.fsencode(member.name)
+            if member.islnk() or member.issym():
+                folder = b"" if member.islnk() else posixpath.dirname(name)
+                links.append((len(names), posixpath.normpath(posixpath.join(folder, os.fsencode(member.linkname)))))
+            whole = member.isreg() and not member.issparse()
+            names.append((name + b"/" if member.isdir() else name, len(names)))
             offsets.append(member.offset_data)
-            sizes.append(member.size)
+            sizes.append(member.size if whole else -1)
+        with path.open("rb") as file:  # tarfile takes a damaged header for the end
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, behind {len(names)} members")
+    if links:
+        numbers = {posixpath.normpath(name): number for name, number in names}
+        for link, target in links:
+            number = numbers.get(target, link)
+            offsets[link], sizes[link] = offsets[number], sizes[number]
     return Tar(path, np.array(offsets, np.int64), np.array(sizes, np.int64)), names

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from h5chunk.errors import OptionError, SampleError
 
@@ -85,16 +85,16 @@ class ImageOptions:
 
 @contextmanager
 def pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse images over ``max_pixels`` while they are opened; its limit is one for the process."""
-    before = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = max_pixels
+    """Make Pillow refuse images over ``max_pixels``, and truncated ones; its settings are those of the process."""
+    before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="PIL")  # odd EXIF and palettes: the policy above decides
             warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
             yield
     finally:
-        Image.MAX_IMAGE_PIXELS = before
+        Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
@@ -139,11 +139,12 @@ def _decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str,
         if options.animated == "error":
             raise SampleError(f"has {num_frames} frames: use animated='first' for the first one")
         notes.append("first frame")
-    turn = image.getexif().get(0x0112, 1) if _may_be_turned(image) else 1
-    sideways = turn in (5, 6, 7, 8)
+    turn = _turn(image)
     if options.size and options.fit != "error":
-        _draft(image, options, sideways)
+        _draft(image, options, sideways=turn in (5, 6, 7, 8))
     image.load()
+    if turn == 1 and image.format == "PNG":  # its EXIF may stand behind the pixels
+        turn = _turn(image)
     if turn in range(2, 9):
         image = ImageOps.exif_transpose(image)
         notes.append("rotated")
@@ -167,8 +168,11 @@ def _refuse_deep(image: Image.Image) -> None:
         raise SampleError(f"has more than 8 bits a channel ({deep}): scale it to 8 bits first; only you know its range")
 
 
-def _may_be_turned(image: Image.Image) -> bool:
-    return image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp"))
+def _turn(image: Image.Image) -> int:
+    """EXIF orientation: 1 is upright. Parsing EXIF costs, so only where there is some."""
+    if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
+        return image.getexif().get(0x0112, 1)
+    return 1
 
 
 def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:

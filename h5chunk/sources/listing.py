@@ -97,8 +97,8 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None) -> L
     """
     path = Path(source)
     found = found or (lambda count: None)
-    if not path.exists():
-        raise SourceError(f"{printable(path)}: no such file or folder")
+    check_source(path)
+    found(0)
     if path.is_dir():
         container: Container = Folder(path)
         directories = scan_folder(os.fsencode(path), found)
@@ -110,47 +110,74 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None) -> L
     return listing
 
 
+def check_source(path: Path) -> None:
+    """Raise SourceError unless there is something at ``path``."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{printable(path)}: no such file or folder") from None
+    except OSError as error:
+        raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+
+
 def is_hidden(name: bytes) -> bool:
     """Whether a file or folder is one that systems leave behind (dot files, macOS's resource folder)."""
     return name.startswith(b".") or name == b"__MACOSX"
 
 
 def scan_folder(root: bytes, found: Found) -> dict[bytes, Directory]:
-    """Image files below ``root`` by folder; links are followed, but no folder is entered twice."""
+    """Image files below ``root`` by folder; links are followed, but not from a folder into one that it lies in.
+
+    Whatever is called like an image and is no folder is taken for one, so that a broken link or a pipe is an error
+    of that sample and not a sample that is missing.
+    """
     directories: dict[bytes, Directory] = {}
-    seen: set[tuple[int, int]] = set()
-    stack, count = [b""], 0
+    stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders, and those that each lies in
+    count = 0
     while stack:
-        relative = stack.pop()
+        relative, above = stack.pop()
         path = os.path.join(root, relative) if relative else root
         try:
             status = os.stat(path)
-            if (status.st_dev, status.st_ino) in seen:
+            here = status.st_dev, status.st_ino
+            if here in above:
                 continue
-            seen.add((status.st_dev, status.st_ino))
             directory = directories.setdefault(relative, Directory())
             with os.scandir(path) as entries:
                 for entry in entries:
                     if is_hidden(entry.name):
                         continue
-                    if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
+                    if _is_folder(entry):
+                        stack.append((relative + b"/" + entry.name if relative else entry.name, (*above, here)))
+                    elif entry.name.lower().endswith(EXTENSIONS):
                         directory.files.append(entry.name)
-                    elif entry.is_dir():
-                        stack.append(relative + b"/" + entry.name if relative else entry.name)
+                        count += 1
+                        if count % 4096 == 0:
+                            found(count)
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be listed: {error.strerror}") from None
-        count += len(directory.files)
         found(count)
     return directories
 
 
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
 def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Directory]:
-    """Image members of an archive by folder; a folder that wraps everything is taken off."""
+    """Image members of an archive by folder; a folder that wraps all images is taken off."""
     directories: dict[bytes, Directory] = {}
+    folders: set[bytes] = set()
     count = 0
     for name, member in members:
         parts = [part for part in name.split(b"/") if part not in (b"", b".")]
-        if not parts or any(map(is_hidden, parts)) or not parts[-1].lower().endswith(EXTENSIONS):
+        if not parts or any(map(is_hidden, parts)):
+            continue
+        folders.add(b"/".join(parts if name.endswith(b"/") else parts[:-1]))
+        if name.endswith(b"/") or not parts[-1].lower().endswith(EXTENSIONS):
             continue
         directory = directories.setdefault(b"/".join(parts[:-1]), Directory())
         directory.files.append(parts[-1])
@@ -159,9 +186,11 @@ def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Di
         if count % 4096 == 0:
             found(count)
     tops = {name.partition(b"/")[0] for name in directories}
-    if len(tops) == 1 and all(b"/" in name for name in directories):
-        return {name.partition(b"/")[2]: directory for name, directory in directories.items()}
-    return directories
+    if len(tops) == 1 and b"" not in directories:
+        wrap = tops.pop() + b"/"
+        directories = {name[len(wrap) :]: directory for name, directory in directories.items()}
+        folders = {name[len(wrap) :] for name in folders if name.startswith(wrap)}
+    return {name: Directory() for name in folders} | directories
 
 
 def _arrange(source: str, directories: dict[bytes, Directory], container: Container) -> Listing:
@@ -201,7 +230,7 @@ def _arrange(source: str, directories: dict[bytes, Directory], container: Contai
     container.select(np.frombuffer(members, dtype=np.int64))
     if classes:
         index = {name: label for label, name in enumerate(classes)}
-        first = [index[name.partition(b"/")[0]] for name in listing.names]
-        listing.columns["labels"] = np.array(first, dtype=np.int64)
+        labels = (index[name.partition(b"/")[0]] for name in listing.names)
+        listing.columns["labels"] = np.fromiter(labels, np.int64, len(listing.names))
         listing.class_names = [printable(name) for name in classes]
     return listing

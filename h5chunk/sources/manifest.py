@@ -6,8 +6,8 @@ Read twice: once to learn what each column holds, once to fill an array, so that
 | --- | --- |
 | 0 and 1 only | uint8 |
 | -1 and 1 only (CelebA) | int8 |
-| whole numbers | int64 |
-| numbers | float64 |
+| whole numbers | int64; strings if one does not fit |
+| numbers, inf, nan | float64 |
 | anything else | UTF-8 strings of fixed length, at most 256 bytes |
 | the one called ``label`` or ``labels``, as words | ``labels``, int64, with the sorted words as class names |
 
@@ -28,7 +28,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.sources.container import Folder, open_archive
-from h5chunk.sources.listing import Found, Listing, Names
+from h5chunk.sources.listing import EXTENSIONS, Found, Listing, Names, check_source
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_id", "image_path")
 LABEL_COLUMNS = ("labels", "label")
@@ -71,6 +71,8 @@ def list_manifest(
             found(count)
     if not count:
         raise SourceError(f"{printable(manifest)}: no images listed: there is no line below the header")
+    if table.declared not in (None, count):
+        raise SourceError(f"{printable(manifest)}: cut short: {count} lines but its first line says {table.declared}")
     found(count)
     listing = _open(table, Path(source), count)
     _fill_columns(listing, table, kinds, count)
@@ -88,9 +90,11 @@ class _Table:
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
         self._skip = 1
+        self.declared: int | None = None  # number of lines that the file itself says it has
         self._delimiter: str | None = "\t" if path.suffix.lower() == ".tsv" else ","
         if first.strip().isdigit() and second.strip() and "," not in second:  # CelebA's own list
             self.columns, self._delimiter, self._skip = ["path", *second.split()], None, 2
+            self.declared = int(first)
         else:
             self.columns = [name.strip() for name in next(csv.reader([first], delimiter=self._delimiter), [])]
         self._check_columns()
@@ -101,6 +105,8 @@ class _Table:
         if not self.columns or not all(self.columns):
             raise self.error(self._skip, "the header must name every column")
         for name in self.columns:
+            if os.fsencode(name).lower().endswith(EXTENSIONS):
+                raise self.error(self._skip, f"{printable(name)} is an image: put a line with the columns' names first")
             if self.columns.count(name) > 1:
                 raise self.error(self._skip, f"two columns are called {name!r}")
             if "/" in name or name == "." or not name.isprintable():
@@ -138,6 +144,7 @@ class _Kind:
     """What a column holds, learned cell by cell."""
 
     whole: bool = True
+    fits: bool = True  # whole numbers in 64 bits
     number: bool = True
     small: frozenset[int] = frozenset()  # the values, while they are few
     longest: int = 0
@@ -146,7 +153,8 @@ class _Kind:
         if self.whole:
             try:
                 value = int(text)
-                self.whole = -(1 << 63) <= value < 1 << 63 and "_" not in text
+                self.whole = "_" not in text
+                self.fits = self.fits and -(1 << 63) <= value < 1 << 63
                 if len(self.small) < 3 and value not in self.small:
                     self.small |= {value}
             except ValueError:
@@ -157,21 +165,25 @@ class _Kind:
                 self.number = "_" not in text
             except ValueError:
                 self.number = False
-        self.longest = max(self.longest, len(os.fsencode(text)))
+        self.longest = max(self.longest, len(_stored(text)))
 
     @property
     def dtype(self) -> np.dtype:
-        if self.whole:
+        if self.whole and self.fits:
             if self.small <= {0, 1}:
                 return np.dtype(np.uint8)
-            return np.dtype(np.int8) if self.small == {-1, 1} else np.dtype(np.int64)
-        return np.dtype(np.float64) if self.number else np.dtype(f"S{self.longest}")
+            return np.dtype(np.int8) if self.small <= {-1, 1} else np.dtype(np.int64)
+        return np.dtype(np.float64) if self.number and not self.whole else np.dtype(f"S{self.longest}")
+
+
+def _stored(text: str) -> bytes:
+    """A string as it stands in the file; bytes that are no UTF-8 are escaped."""
+    return printable(text).encode()
 
 
 def _open(table: _Table, source: Path, count: int) -> Listing:
     """Match the manifest's paths with what the source holds."""
-    if not source.exists():
-        raise SourceError(f"{printable(source)}: no such file or folder")
+    check_source(source)
     lines = []
     if source.is_dir():
         container = Folder(source)
@@ -186,7 +198,7 @@ def _open(table: _Table, source: Path, count: int) -> Listing:
 
         return Listing(container, Names(names()))
     archive, members = open_archive(source)
-    numbers = {posixpath.normpath(name): number for name, number in members}
+    numbers = {posixpath.normpath(name): number for name, number in members if not name.endswith(b"/")}
 
     def found_names() -> Iterator[bytes]:
         for line, row in table.rows():
@@ -210,18 +222,17 @@ def _checked(table: _Table, line: int, text: str) -> bytes:
 
 def _fill_columns(listing: Listing, table: _Table, kinds: list[_Kind], count: int) -> None:
     wanted = [i for i in range(len(table.columns)) if i != table.path_column]
-    arrays = {i: np.empty(count, kinds[i].dtype) for i in wanted}
     for i in wanted:
         if kinds[i].dtype.kind == "S" and kinds[i].longest > MAX_STRING_BYTES:
             raise SourceError(
                 f"column {table.columns[i]!r} holds a string of {kinds[i].longest} bytes but the limit is "
                 f"{MAX_STRING_BYTES}: shorten it or drop the column"
             )
+    arrays = {i: np.empty(count, kinds[i].dtype) for i in wanted}
     for number, (_, row) in enumerate(table.rows()):
         for i in wanted:
             array = arrays[i]
-            cell = row[i]
-            array[number] = os.fsencode(cell) if array.dtype.kind == "S" else array.dtype.type(cell)
+            array[number] = _stored(row[i]) if array.dtype.kind == "S" else array.dtype.type(row[i])
     label = next((i for i in wanted if table.columns[i].lower() in LABEL_COLUMNS), None)
     for i in wanted:
         name, array = table.columns[i], arrays[i]

@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -105,8 +105,10 @@ class _Part(NamedTuple):
     failures: list[Failure]
 
 
-def write_chunks(job: FillJob, descriptor: int, first: int, last: int) -> _Part:
-    """Write chunks ``first`` to ``last`` (excluded)."""
+def write_chunks(
+    job: FillJob, descriptor: int, first: int, last: int, stopped: Callable[[], bool] = lambda: False
+) -> _Part:
+    """Write chunks ``first`` to ``last`` (excluded), unless told that nobody wants them any more."""
     buffer = np.zeros((job.chunk_samples, *job.sample_shape), np.uint8)
     part = _Part(first, [], Counter(), [])
     for chunk in range(first, last):
@@ -115,6 +117,8 @@ def write_chunks(job: FillJob, descriptor: int, first: int, last: int) -> _Part:
         buffer[len(rows) :] = 0
         checksum = 0
         for row in rows:
+            if stopped():
+                return part
             out = buffer[row - start]
             try:
                 part.notes.update(job.source.read_into(int(job.order[row]), out))
@@ -179,11 +183,10 @@ def _in_this_process(job: FillJob, tasks: list[tuple[int, int]]) -> Generator[_P
 
 
 def _in_workers(job: FillJob, tasks: list[tuple[int, int]], num_workers: int) -> Generator[_Part]:
+    context = multiprocessing.get_context(_start_method())
+    stop = context.RawValue("b", 0)  # no lock: a worker that is killed must not hold one
     pool = ProcessPoolExecutor(
-        min(num_workers, len(tasks)),
-        mp_context=multiprocessing.get_context(_start_method()),
-        initializer=_start_worker,
-        initargs=(job,),
+        min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, stop)
     )
     waiting: set[Future[_Part]] = set()
     left = iter(tasks)
@@ -206,6 +209,7 @@ def _in_workers(job: FillJob, tasks: list[tuple[int, int]], num_workers: int) ->
             "run it again, with fewer workers if memory was short"
         ) from None
     finally:
+        stop.value = 1  # after an error or Ctrl-C, do not finish the tasks that were started
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -221,13 +225,15 @@ def _start_method() -> str:
 _job: FillJob
 _descriptor: int
 _session: AbstractContextManager[None]
+_stop: Any
 
 
-def _start_worker(job: FillJob) -> None:
-    global _job, _descriptor, _session
+def _start_worker(job: FillJob, stop: Any) -> None:
+    global _job, _descriptor, _session, _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _job, _descriptor = job, os.open(job.part, os.O_WRONLY | os.O_CLOEXEC)
+    _stop = stop
     _session = job.source.session()  # in force for the life of this process
     _session.__enter__()
 
@@ -240,4 +246,4 @@ def _end_with_parent() -> None:
 
 
 def _run_task(first: int, last: int) -> _Part:
-    return write_chunks(_job, _descriptor, first, last)
+    return write_chunks(_job, _descriptor, first, last, lambda: bool(_stop.value))

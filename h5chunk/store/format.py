@@ -40,6 +40,7 @@ attributes
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ GROUP = "h5chunk"
 LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
 ALIGNMENT_THRESHOLD = 64 << 10
+HEADER_BYTES = 16 << 10  # metadata of a file, about
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,13 @@ class FileSpec:
     tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
     attributes: Mapping[str, Any]
     field_attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, but for alignment and some of the metadata."""
+        num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
+        tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
+        return HEADER_BYTES + num_rows * sum(each.sample_bytes for each in self.fields) + tables
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,9 @@ def read_header(file: h5py.File) -> Header | None:
             options=bytes(attrs["options"]).decode("utf-8", "replace"),
             class_names=names,
         )
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except FileError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError, OSError) as error:
         raise FileError(f"{name}: damaged: what its group /{GROUP} says cannot be: {error}") from None
 
 

@@ -43,14 +43,16 @@ class NewFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
-        self._path = Path(path)
+        self._path = Path(os.path.realpath(path))  # a link stays a link
         self._overwrite = overwrite
         self._regions: Mapping[str, Region] = {}
         self.part = self._path.with_name(f".{self._path.name}.h5chunk-part")
+        self._header = self.part.with_name(self.part.name + "-header")
 
     def __enter__(self) -> NewFile:
         check_output(self._path, self._overwrite)
         self._descriptor = self._lock()
+        self._header.unlink(missing_ok=True)  # of a writer that was killed
         return self
 
     def _lock(self) -> int:
@@ -62,13 +64,21 @@ class NewFile:
                 raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
                 os.close(descriptor)
-                raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
+                if isinstance(error, BlockingIOError):
+                    raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
+                raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
             # The part file may have become the output between our opening and locking it.
-            if self.part.exists() and os.path.samestat(os.fstat(descriptor), os.stat(self.part)):
+            if self._is_part(descriptor):
                 return descriptor
             os.close(descriptor)
+
+    def _is_part(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.part))
+        except FileNotFoundError:
+            return False
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
         """Create the file with all its space, so that a full disk shows before the first sample.
@@ -78,9 +88,13 @@ class NewFile:
         dict of str to Region
             Where each dataset's bytes go.
         """
-        self._regions = create_file(self.part, spec)
+        os.ftruncate(self._descriptor, 0)
+        check_room(self._path, spec.num_bytes)  # before HDF5 writes, as it crashes on a full disk
+        try:
+            self._regions = create_file(self.part, spec)
+        except OSError as error:
+            raise OutputError(f"{printable(self._path)}: cannot be written: {error}") from None
         num_bytes = os.fstat(self._descriptor).st_size
-        check_room(self._path, num_bytes)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._descriptor, 0, num_bytes)
@@ -99,20 +113,19 @@ class NewFile:
         """
         data = spec.fields[0].name
         old = self._regions[data]
-        other = self.part.with_name(self.part.name + "-header")
         try:
-            regions = create_file(other, spec)
+            regions = create_file(self._header, spec)
             new = regions[data]
             if new.offset != old.offset:  # tiny fields are not aligned
                 moved = os.pread(self._descriptor, new.num_bytes, old.offset)
-                os.pwrite(self._descriptor, moved, new.offset)
-            with other.open("rb") as file:
-                os.pwrite(self._descriptor, file.read(new.offset), 0)
+                write_at(self._descriptor, moved, new.offset)
+            with self._header.open("rb") as file:
+                write_at(self._descriptor, file.read(new.offset), 0)
                 file.seek(new.offset + new.num_bytes)
-                os.pwrite(self._descriptor, file.read(), new.offset + new.num_bytes)
+                write_at(self._descriptor, file.read(), new.offset + new.num_bytes)
                 os.ftruncate(self._descriptor, file.tell())
         finally:
-            other.unlink(missing_ok=True)
+            self._header.unlink(missing_ok=True)
         self._regions = regions
         return regions
 
@@ -134,25 +147,28 @@ class NewFile:
 
     def flusher(self) -> Flusher:
         """A thread that sends what was written to the disk all the while."""
-        return Flusher(self._descriptor)
+        return Flusher(self._path, self._descriptor)
 
     def commit(self) -> None:
         """Put the file on disk and under its name."""
-        os.fsync(self._descriptor)
         if not self._overwrite and self._path.exists():
             raise OutputError(f"{printable(self._path)}: appeared meanwhile: it was left as it is")
-        self.part.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            os.fsync(self._descriptor)
+            self.part.replace(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise OutputError(f"{printable(self._path)}: cannot be put on disk: {error.strerror}") from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.part.exists() and os.path.samestat(os.fstat(self._descriptor), os.stat(self.part)):
+            if self._is_part(self._descriptor):
                 self.part.unlink()
         finally:
             os.close(self._descriptor)
@@ -161,22 +177,29 @@ class NewFile:
 class Flusher:
     """Sends dirty pages to the disk while others compute, so that the final fsync finds little left."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
         self._descriptor = descriptor
+        self._error: OSError | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        while not self._done.wait(FLUSH_INTERVAL_S):
-            os.fdatasync(self._descriptor) if hasattr(os, "fdatasync") else os.fsync(self._descriptor)
+        try:
+            while not self._done.wait(FLUSH_INTERVAL_S):
+                os.fdatasync(self._descriptor) if hasattr(os, "fdatasync") else os.fsync(self._descriptor)
+        except OSError as error:  # the system tells it once: the final fsync would not see it
+            self._error = error
 
     def __enter__(self) -> Flusher:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
         self._thread.join()
+        if self._error is not None and kind is None:
+            raise OutputError(f"{printable(self._path)}: cannot be put on disk: {self._error.strerror}")
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -192,7 +215,7 @@ def check_output(path: Path, overwrite: bool) -> None:
     shown = printable(path)
     if path.is_dir():
         raise OutputError(f"{shown}: is a folder: give the name of a file")
-    if path.exists() and not overwrite:
+    if os.path.exists(path) and not overwrite:
         raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
     if not path.parent.is_dir():
         raise OutputError(f"{shown}: its folder {printable(path.parent)} does not exist: make it first")

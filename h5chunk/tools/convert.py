@@ -10,7 +10,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from h5chunk.store.newfile import NewFile, check_output, check_room
 from h5chunk.tools.report import ConvertPlan, ConvertReport
 
 IMAGES = "images"
+NAMES_AT_A_TIME = 65_536
 PROBES = 24  # images decoded to estimate the time
-HEADER_BYTES = 16 << 10  # of a file, about
 
 Progress = Callable[[str, int, "int | None"], None]
 """Told (stage, done, total): stage "list" without a total, then "convert" with one."""
@@ -54,12 +54,11 @@ class _Conversion:
     def listing(self) -> Listing:
         return self.source.listing
 
-    def spec(self, order: np.ndarray) -> FileSpec:
-        """The file that holds the samples ``order``, in this order."""
-        listing, layout = self.listing, self.layout
+    def spec(self) -> FileSpec:
+        """The file to write."""
+        listing, layout, order = self.listing, self.layout, self.order
         images = FieldSpec(IMAGES, self.sample_shape, np.dtype(np.uint8))
         columns = [FieldSpec(name, (), values.dtype) for name, values in listing.columns.items()]
-        num_chunks = -(-len(order) // layout.chunk_samples)
         ends = listing.names.offsets
         tables: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             "source_index": ((len(order),), np.dtype(np.int64)),
@@ -69,7 +68,7 @@ class _Conversion:
         if listing.class_names:
             tables["class_names"] = ((len(listing.class_names),), _class_table(listing.class_names).dtype)
         for each in (images, *columns):
-            tables[f"checksums/{each.name}"] = ((num_chunks,), np.dtype(np.uint32))
+            tables[f"checksums/{each.name}"] = ((layout.num_chunks,), np.dtype(np.uint32))
         cache = layout.cache
         return FileSpec(
             num_samples=len(order),
@@ -184,17 +183,16 @@ def convert(
         progress=progress,
     )
     with NewFile(job.path, overwrite) as new:
-        regions = new.allocate(job.spec(job.order))
+        regions = new.allocate(job.spec())
         filled = _fill(new, job, regions[IMAGES].offset, progress)
-        order = job.order
+        skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
         if filled.failures:
-            order = _close_gaps(new, job, filled)
-        _write_tables(new, job, order, filled.checksums)
+            job = _close_gaps(new, job, filled)
+        _write_tables(new, job, filled.checksums)
         new.commit()
-    skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
     return ConvertReport(
         path=printable(job.path),
-        num_samples=len(order),
+        num_samples=len(job.order),
         num_bytes=job.path.stat().st_size,
         sample_shape=job.sample_shape,
         chunk_samples=job.layout.chunk_samples,
@@ -202,7 +200,7 @@ def convert(
         modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
         applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
         skipped=skipped,
-        skipped_list=_write_skipped(job.path, skipped),
+        skipped_list=_write_skipped(job.path, skipped, overwrite),
         ignored=job.listing.ignored,
         class_names=job.listing.class_names,
     )
@@ -221,18 +219,14 @@ def plan_convert(source: str | os.PathLike[str], path: str | os.PathLike[str], *
     call = inspect.signature(convert).bind(source, path, **options)
     call.apply_defaults()
     job = _prepare(**call.arguments)
-    spec = job.spec(job.order)
-    num_bytes = HEADER_BYTES + sum(
-        job.layout.num_chunks * job.layout.chunk_samples * each.sample_bytes for each in spec.fields
-    )
-    num_bytes += sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in spec.tables.values())
-    check_room(job.path, num_bytes)
+    spec = job.spec()
+    check_room(job.path, spec.num_bytes)
     return ConvertPlan(
         num_samples=len(job.source),
         sample_shape=job.sample_shape,
         layout=job.layout,
         fields={each.name: str(each.dtype) for each in spec.fields},
-        num_bytes=num_bytes,
+        num_bytes=spec.num_bytes,
         free_bytes=shutil.disk_usage(job.path.parent).free,
         estimated_s=_estimate_s(job),
         num_workers=job.num_workers,
@@ -258,12 +252,15 @@ def _prepare(
     """Check the arguments of `convert`, list the source, and settle layout and order."""
     options = ImageOptions(**image_options)
     path = Path(path)
+    if not 0 <= seed < 1 << 64:
+        raise OptionError(f"seed is {seed}: give a number from 0 to {(1 << 64) - 1}")
     if on_error not in ("fail", "skip"):
         raise OptionError(f"on_error is {on_error!r}: give fail or skip")
     if workers is not None and workers < 0:
         raise OptionError(f"workers is {workers}: give 0 (none but this process) or more")
-    if path.exists() and Path(source).exists() and path.samefile(source):
-        raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+    for read in (source, manifest):
+        if read is not None and os.path.exists(path) and os.path.exists(read) and path.samefile(read):
+            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
     check_output(path, overwrite)
 
     def found(count: int) -> None:
@@ -321,13 +318,13 @@ def _fill(new: NewFile, job: _Conversion, offset: int, progress: Progress | None
     return filled
 
 
-def _close_gaps(new: NewFile, job: _Conversion, filled: Filled) -> np.ndarray:
+def _close_gaps(new: NewFile, job: _Conversion, filled: Filled) -> _Conversion:
     """Leave failed rows out: the last good rows take their places, and the file becomes one of fewer samples.
 
     Returns
     -------
-    (num_samples,) int64
-        The order that is left.
+    _Conversion
+        With the order and the layout that are left.
     """
     order = job.order.copy()
     failed = [failure.row for failure in filled.failures]
@@ -339,30 +336,34 @@ def _close_gaps(new: NewFile, job: _Conversion, filled: Filled) -> np.ndarray:
     for gap, mover in zip(gaps, movers, strict=True):
         new.write_bytes(IMAGES, gap * sample_bytes, new.read(IMAGES, mover * sample_bytes, sample_bytes))
         order[gap] = order[mover]
-    order = order[:num_samples]
-    new.replace_header(job.spec(order))
-    size = job.layout.chunk_samples
+    size = min(job.layout.chunk_samples, num_samples)
     num_chunks = -(-num_samples // size)
+    window_chunks = min(job.layout.window_chunks, num_chunks)
+    layout = replace(job.layout, num_samples=num_samples, chunk_samples=size, window_chunks=window_chunks)
+    job = replace(job, layout=layout, order=order[:num_samples])
+    new.replace_header(job.spec())
     rest = num_chunks * size - num_samples
     new.write_bytes(IMAGES, num_samples * sample_bytes, bytes(rest * sample_bytes))
     filled.checksums = filled.checksums[:num_chunks]
     for chunk in {*(gap // size for gap in gaps), num_chunks - 1}:
         chunk_bytes = size * sample_bytes
         filled.checksums[chunk] = zlib.crc32(new.read(IMAGES, chunk * chunk_bytes, chunk_bytes))
-    return order
+    return job
 
 
-def _write_tables(new: NewFile, job: _Conversion, order: np.ndarray, image_checksums: np.ndarray) -> None:
-    listing, size = job.listing, job.layout.chunk_samples
+def _write_tables(new: NewFile, job: _Conversion, image_checksums: np.ndarray) -> None:
+    listing, order, size = job.listing, job.order, job.layout.chunk_samples
     new.write(f"{GROUP}/checksums/{IMAGES}", image_checksums)
     for name, values in listing.columns.items():
         rows = values[order]
         new.write(name, rows)
         new.write(f"{GROUP}/checksums/{name}", _checksums(rows, size))
     new.write(f"{GROUP}/source_index", order)
-    names = [listing.names[i] for i in order]
-    new.write(f"{GROUP}/source_name_ends", np.cumsum([len(name) for name in names], dtype=np.int64))
-    new.write(f"{GROUP}/source_names", np.frombuffer(b"".join(names), np.uint8))
+    ends = np.cumsum(listing.names.offsets[order + 1] - listing.names.offsets[order])
+    new.write(f"{GROUP}/source_name_ends", ends)
+    for start in range(0, len(order), NAMES_AT_A_TIME):
+        names = b"".join(listing.names[i] for i in order[start : start + NAMES_AT_A_TIME])
+        new.write_bytes(f"{GROUP}/source_names", int(ends[start - 1]) if start else 0, names)
     if listing.class_names:
         new.write(f"{GROUP}/class_names", _class_table(listing.class_names))
 
@@ -378,15 +379,23 @@ def _class_table(class_names: list[str]) -> np.ndarray:
     return np.array([name.encode() for name in class_names], dtype="S")
 
 
-def _write_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:
-    """Write the list of what was left out beside the file."""
+def _write_skipped(path: Path, skipped: list[tuple[str, str]], overwrite: bool) -> str | None:
+    """Write the list of what was left out beside the file; the list of a file that was replaced goes with it."""
     target = path.with_name(path.name + ".skipped.csv")
-    if not skipped:
-        return None
-    with target.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("path", "reason"))
-        writer.writerows(skipped)
+    try:
+        if not skipped:
+            if overwrite:
+                target.unlink(missing_ok=True)
+            return None
+        with target.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("path", "reason"))
+            writer.writerows(skipped)
+    except OSError as error:
+        raise OutputError(
+            f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
+            f"{printable(path)} itself is complete"
+        ) from None
     return printable(target)
 
 

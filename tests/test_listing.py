@@ -1,0 +1,254 @@
+"""Which images a source has: the order and labels of torchvision's ImageFolder, over folders and archives."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from h5chunk.errors import SourceError
+from h5chunk.sources.listing import Listing, Names, list_images
+
+IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+def image_folder(root: str) -> tuple[list[str], list[tuple[str, int]]]:
+    """What torchvision.datasets.ImageFolder(root) has as ``classes`` and ``samples``, paths below the root."""
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    samples = []
+    for label, name in enumerate(classes):
+        for folder, _, files in sorted(os.walk(os.path.join(root, name), followlinks=True)):
+            for file in sorted(files):
+                if file.lower().endswith(IMG_EXTENSIONS):
+                    samples.append((os.path.relpath(os.path.join(folder, file), root), label))
+    return classes, samples
+
+
+def make(root: Path, *names: str) -> Path:
+    """Files that hold their own name."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return root
+
+
+def samples(listing: Listing) -> list[tuple[str, int]]:
+    return [(os.fsdecode(n), int(label)) for n, label in zip(listing.names, listing.columns["labels"], strict=True)]
+
+
+def contents(listing: Listing) -> list[bytes]:
+    return [listing.container.read(i, name) for i, name in enumerate(listing.names)]
+
+
+# "a-b" and "a.b" sort before "a/", so that sorting whole paths would mix classes
+TREE = (
+    "a/z.png", "a/10.JPG", "a/9.jpeg", "a/sub/1.png", "a/sub-1/1.png", "a/sub/deep/x.Tiff", "a-b/1.webp", "a.b/2.BMP",
+    "B/1.pgm", "é/ü.png", "a/notes.txt", "10/1.ppm", "9/1.tif",
+)  # fmt: skip
+
+
+def test_order_and_labels_are_those_of_image_folder(tmp_path: Path) -> None:
+    make(tmp_path, *TREE)
+    listing = list_images(tmp_path)
+    classes, expected = image_folder(str(tmp_path))
+    assert samples(listing) == expected
+    assert listing.class_names == classes == ["10", "9", "B", "a", "a-b", "a.b", "é"]
+    assert listing.columns["labels"].dtype == np.int64
+    assert listing.ignored == []
+
+
+def test_order_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
+    shuffled = list(TREE)
+    random.Random(1).shuffle(shuffled)
+    first, second = make(tmp_path / "1", *TREE), make(tmp_path / "2", *shuffled)
+    assert samples(list_images(first)) == samples(list_images(second)) == image_folder(str(first))[1]
+
+
+def test_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    listing = list_images(make(tmp_path, "2.png", "10.png", "1.JPEG", "readme.md"))
+    assert list(listing.names) == [b"1.JPEG", b"10.png", b"2.png"]
+    assert listing.columns == {} and listing.class_names == []
+
+
+def test_loose_images_beside_classes_are_reported(tmp_path: Path) -> None:
+    listing = list_images(make(tmp_path, "a/1.png", "b/1.png", "y.png", "x.png"))
+    assert samples(listing) == [("a/1.png", 0), ("b/1.png", 1)]
+    assert listing.ignored == ["2 images beside the class folders, which have no class, such as x.png"]
+
+
+def test_hidden_files_and_mac_leftovers_are_ignored(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "a/._1.png", "a/.cache/2.png", "__MACOSX/a/1.png", ".thumbs/1.png", "a/__MACOSX/1.png")
+    assert samples(list_images(tmp_path)) == [("a/1.png", 0)]
+
+
+def test_empty_class_folder_is_an_error(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "c/readme.txt")
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    with pytest.raises(SourceError, match=r"class folder 'b' has no images \(2 such of 3\): remove it"):
+        list_images(tmp_path)
+
+
+@pytest.mark.parametrize("names", [(), ("a/readme.txt",), (".hidden.png",)])
+def test_source_without_images_says_what_was_looked_for(tmp_path: Path, names: tuple[str, ...]) -> None:
+    with pytest.raises(SourceError, match=r"no images found; looked for \.jpg, .*\.webp \(any case\)"):
+        list_images(make(tmp_path, *names))
+
+
+def test_missing_source(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", make(tmp_path, "file.png") / "file.png" / "below"):
+        with pytest.raises(SourceError, match="no such file or folder"):
+            list_images(path)
+
+
+def test_source_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SourceError, match="cannot be read: File name too long"):
+        list_images(tmp_path / ("x" * 300))
+
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    make(tmp_path, "a/1.png")
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SourceError, match=f"{tmp_path}: cannot be listed: Permission denied"):
+        list_images(tmp_path)
+
+
+def test_link_loops_end_and_links_elsewhere_are_followed(tmp_path: Path) -> None:
+    root = make(tmp_path / "root", "a/1.png", "b/1.png")
+    make(tmp_path / "elsewhere", "2.png")
+    (root / "a" / "up").symlink_to(root)
+    (root / "a" / "self").symlink_to(root / "a")
+    (root / "b" / "more").symlink_to(tmp_path / "elsewhere")
+    assert samples(list_images(root)) == [("a/1.png", 0), ("b/1.png", 1), ("b/more/2.png", 1)]
+
+
+def test_two_classes_may_be_one_folder(tmp_path: Path) -> None:
+    make(tmp_path, "b/1.png")
+    for name in "ca":
+        (tmp_path / name).symlink_to(tmp_path / "b")
+    listing = list_images(tmp_path)
+    assert samples(listing) == image_folder(str(tmp_path))[1] == [("a/1.png", 0), ("b/1.png", 1), ("c/1.png", 2)]
+
+
+def test_broken_links_and_pipes_are_samples_that_fail_and_not_missing(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png")
+    (tmp_path / "a" / "2.png").symlink_to("nowhere")
+    (tmp_path / "a" / "3.png").symlink_to("3.png")
+    os.mkfifo(tmp_path / "a" / "4.png")
+    (tmp_path / "a" / "5.png").mkdir()
+    assert [name for name, _ in samples(list_images(tmp_path))] == ["a/1.png", "a/2.png", "a/3.png", "a/4.png"]
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    root = os.fsencode(tmp_path)
+    os.mkdir(os.path.join(root, b"caf\xe9"))
+    for name in (b"caf\xe9/\xff.png", b"caf\xe9/1.png"):
+        Path(os.fsdecode(os.path.join(root, name))).write_bytes(name)
+    listing = list_images(tmp_path)
+    assert list(listing.names) == contents(listing) == [b"caf\xe9/1.png", b"caf\xe9/\xff.png"]
+    assert listing.class_names == ["caf\\xe9"]
+
+
+def test_count_is_told_from_the_start(tmp_path: Path) -> None:
+    counts: list[int] = []
+    list_images(make(tmp_path, *TREE), counts.append)
+    assert counts[0] == 0 and counts[-1] == 12 and counts == sorted(counts)
+
+
+def test_names_take_little_memory_and_give_all_back() -> None:
+    names = Names(f"{i}.png".encode() for i in range(1000))
+    assert len(names) == 1000 and names[999] == b"999.png"
+    assert list(names) == [f"{i}.png".encode() for i in range(1000)]
+
+
+# ---- archives
+
+Pack = Callable[[Path, str, tuple[str, ...]], Path]
+
+
+def pack_zip(method: int) -> Pack:
+    def pack(folder: Path, prefix: str, names: tuple[str, ...]) -> Path:
+        with zipfile.ZipFile(folder.with_suffix(".zip"), "w", method) as archive:
+            for name in names:
+                archive.writestr(prefix + name, b"" if name.endswith("/") else name.encode() * 9)
+        return folder.with_suffix(".zip")
+
+    return pack
+
+
+def pack_tar(kind: int) -> Pack:
+    def pack(folder: Path, prefix: str, names: tuple[str, ...]) -> Path:
+        with tarfile.open(folder.with_suffix(".tar"), "w", format=kind) as archive:
+            for name in names:
+                member = tarfile.TarInfo(prefix + name.rstrip("/"))
+                data = name.encode() * 9
+                if name.endswith("/"):
+                    member.type, data = tarfile.DIRTYPE, b""
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+        return folder.with_suffix(".tar")
+
+    return pack
+
+
+PACKS = [
+    pytest.param(pack_zip(zipfile.ZIP_STORED), id="zip-stored"),
+    pytest.param(pack_zip(zipfile.ZIP_DEFLATED), id="zip-deflated"),
+    pytest.param(pack_tar(tarfile.PAX_FORMAT), id="tar-pax"),
+    pytest.param(pack_tar(tarfile.GNU_FORMAT), id="tar-gnu"),
+]
+
+
+@pytest.mark.parametrize("prefix", ["", "photos/", "./", "./photos/", "two/"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_archive_equals_the_folder(tmp_path: Path, pack: Pack, prefix: str) -> None:
+    names = TREE if prefix != "two/" else tuple("deep/" + name for name in TREE)  # only one folder is taken off
+    listing = list_images(pack(tmp_path / "x", prefix, names))
+    expected = list_images(make(tmp_path / "folder", *names))
+    assert samples(listing) == samples(expected)
+    assert listing.class_names == expected.class_names
+    assert contents(listing) == [data * 9 for data in contents(expected)]
+
+
+@pytest.mark.parametrize("prefix", ["", "photos/"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_flat_archive_has_no_labels(tmp_path: Path, pack: Pack, prefix: str) -> None:
+    listing = list_images(pack(tmp_path / "x", prefix, ("2.png", "1.png", "readme.txt")))
+    assert list(listing.names) == [b"1.png", b"2.png"] and listing.columns == {}
+    assert contents(listing) == [b"1.png" * 9, b"2.png" * 9]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_archive_with_loose_images_within_its_wrapping_folder(tmp_path: Path, pack: Pack) -> None:
+    listing = list_images(pack(tmp_path / "x", "photos/", ("a/1.png", "b/1.png", "x.png")))
+    assert samples(listing) == [("a/1.png", 0), ("b/1.png", 1)]
+    assert listing.ignored == ["1 images beside the class folders, which have no class, such as x.png"]
+
+
+@pytest.mark.parametrize("names", [("a/1.png", "b/"), ("a/1.png", "b/readme.txt")])
+@pytest.mark.parametrize("pack", PACKS)
+def test_empty_class_in_an_archive(tmp_path: Path, pack: Pack, names: tuple[str, ...]) -> None:
+    for prefix in ("", "photos/"):
+        path = pack(tmp_path / "x", prefix, (*names, "c/1.png"))
+        with pytest.raises(SourceError, match=r"class folder 'b' has no images \(1 such of 3\)"):
+            list_images(path)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_hidden_members_are_ignored(tmp_path: Path, pack: Pack) -> None:
+    names = ("photos/a/1.png", "__MACOSX/photos/a/._1.png", "photos/.x/1.png", "photos/a/._1.png")
+    assert samples(list_images(pack(tmp_path / "x", "", names))) == [("a/1.png", 0)]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_archive_without_images(tmp_path: Path, pack: Pack) -> None:
+    with pytest.raises(SourceError, match=r"x\.\w+: no images found"):
+        list_images(pack(tmp_path / "x", "", ("readme.txt",)))
