@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder
     if folder is None:
-        folder = Path("bench-data") / f"jpegs-{args.count}"
+        folder = Path("bench-data") / f"jpegs-{args.count}-224"
         command = [sys.executable, HERE / "make_images.py", folder, "--count", str(args.count), "--size", "224", "224"]
         subprocess.run(command, check=True)
     listing = list_images(folder)

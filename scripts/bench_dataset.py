@@ -1,9 +1,10 @@
 """Shuffled batches through torch's own DataLoader: this library's Dataset and sampler against what people use.
 
-    python scripts/bench_dataset.py                # 12,000 images of 224 x 224, made once in bench-data/ (6 GB)
-    python scripts/bench_dataset.py --json FILE
+    python scripts/bench_dataset.py                              # 12,000 images of 224 x 224, made once (6 GB)
+    python scripts/bench_dataset.py --count 50000 --size 32      # as CIFAR: read through the chunk cache
 
-The same images, batches of 256, page cache warm, with 0 and 2 workers (persistent; an epoch before the first timed one):
+The same images in ``bench-data/``, batches of 256, page cache warm, with 0 and 2 workers (persistent; one epoch runs
+before the first timed one):
 
 ours        ChunkDataset and ChunkSampler on the converted file
 plain       ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on a contiguous file
@@ -13,8 +14,8 @@ ready       a Dataset that copies one ready batch into fresh memory for the Data
 ready-held  a Dataset that hands out the same tensor again: nothing moves but a file descriptor
 
 Prints for each: images/s (median of the rounds, which take turns); bytes that the processes really read over bytes
-used (rchar of /proc/PID/io); and by how much the private memory of one reading process grew. Also, on a file of
-CIFAR-size images (32 x 32), where reading goes through the chunk cache: the same and the hit rate that follows.
+used (rchar of /proc/PID/io); the share of samples that needed no read of a chunk, from the same bytes, where there is a
+chunk cache; and by how much the private memory of one reading process grew. ``--json FILE`` writes all of it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import h5chunk
-from h5chunk.feed.collate import empty
+from h5chunk.feed.memory import shared_empty
 
 HERE = Path(__file__).parent
-SHAPE = (3, 224, 224)
-IMAGE_BYTES = 3 * 224 * 224
 BLOG_CHUNK = 100
+NAMES = ("ours", "plain", "blog", "ready", "ready-held")
 
 
 class PlainDataset(Dataset):
@@ -64,9 +64,9 @@ class PlainDataset(Dataset):
 class ReadyDataset(Dataset):
     """One batch that is there already; ``copy`` into fresh memory, as every loader must, or not."""
 
-    def __init__(self, length: int, batch_size: int, copy: bool) -> None:
+    def __init__(self, length: int, batch_size: int, size: int, copy: bool) -> None:
         self.length, self.copy = length // batch_size, copy
-        self.images = torch.randint(0, 255, (batch_size, *SHAPE), dtype=torch.uint8)
+        self.images = torch.randint(0, 255, (batch_size, 3, size, size), dtype=torch.uint8)
         self.labels = torch.zeros(batch_size, dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -75,20 +75,21 @@ class ReadyDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.copy:
             return self.images, self.labels
-        shared = torch.utils.data.get_worker_info() is not None
-        images = empty(tuple(self.images.shape), torch.uint8, shared)
+        shape = tuple(self.images.shape)
+        in_worker = torch.utils.data.get_worker_info() is not None
+        images = shared_empty(shape, torch.uint8) if in_worker else torch.empty(shape, dtype=torch.uint8)
         return images.copy_(self.images), self.labels.clone()
 
 
-def make_files(folder: Path, count: int) -> dict[str, Path]:
+def make_files(folder: Path, count: int, size: int) -> dict[str, Path]:
     """The converted file, and its images in a contiguous file and one with chunks of 100."""
-    paths = {name: folder / f"{name}-{count}.h5" for name in ("ours", "plain", "blog")}
+    paths = {name: folder / f"{name}-{count}-{size}.h5" for name in ("ours", "plain", "blog")}
     if not paths["ours"].exists():
-        jpegs = folder / f"jpegs-{count}"
-        command = [sys.executable, HERE / "make_images.py", jpegs, "--count", str(count), "--size", "224", "224"]
-        subprocess.run(command, check=True)
+        jpegs = folder / f"jpegs-{count}-{size}"
+        sizes = ["--size", str(size), str(size)]
+        subprocess.run([sys.executable, HERE / "make_images.py", jpegs, "--count", str(count), *sizes], check=True)
         print(h5chunk.convert(jpegs, paths["ours"]))
-    for name, chunks in (("plain", None), ("blog", (BLOG_CHUNK, *SHAPE))):
+    for name, chunks in (("plain", None), ("blog", (BLOG_CHUNK, 3, size, size))):
         if not paths[name].exists():
             part = paths[name].with_suffix(".part")
             with h5py.File(paths["ours"]) as source, h5py.File(part, "w") as target:
@@ -100,17 +101,18 @@ def make_files(folder: Path, count: int) -> dict[str, Path]:
     return paths
 
 
-def loader(name: str, paths: dict[str, Path], count: int, batch_size: int, workers: int, images: int) -> DataLoader:
-    """A DataLoader that gives ``images`` images an epoch."""
+def loader(name: str, paths: dict[str, Path], args: argparse.Namespace, workers: int) -> DataLoader:
+    """A DataLoader over one of the contenders."""
+    count, batch_size = args.count, args.batch_size
     options = {"num_workers": workers, "persistent_workers": workers > 0}
     if name == "ours":
         dataset = h5chunk.ChunkDataset(paths[name])
         return DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, batch_size), **options)
     if name.startswith("ready"):
-        return DataLoader(ReadyDataset(count, batch_size, name == "ready"), batch_size=None, **options)
+        return DataLoader(ReadyDataset(count, batch_size, args.size, name == "ready"), batch_size=None, **options)
     cache = {"rdcc_nbytes": 1 << 30, "rdcc_nslots": 100_003, "rdcc_w0": 1.0} if name == "blog" else {}
     dataset = PlainDataset(paths[name], count, **cache)
-    sampler = torch.utils.data.RandomSampler(dataset, num_samples=images)
+    sampler = torch.utils.data.RandomSampler(dataset, num_samples=args.blog_images if name == "blog" else count)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
 
 
@@ -150,50 +152,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("bench-data"))
     parser.add_argument("--count", type=int, default=12_000)
+    parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blog-images", type=int, default=1024, help="images an epoch of the slow one")
+    parser.add_argument("--blog-images", type=int, default=1024, help="images a round of the slow one")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    paths = make_files(args.folder, args.count)
-    names = ["ours", "plain", "blog", "ready", "ready-held"]
-    results = {}
-    for workers in args.workers:
-        loaders, measured, grown = {}, {name: [] for name in names}, {}
-        for name in names:
-            images = args.blog_images if name == "blog" else args.count
-            start_bytes = private_bytes(os.getpid())
-            loaders[name] = loader(name, paths, args.count, args.batch_size, workers, images)
-            first = epoch(loaders[name])
-            grown[name] = first["private_bytes"] - (start_bytes if workers == 0 else 0)
-        for _ in range(args.rounds):
-            for name in names:
-                measured[name].append(epoch(loaders[name]))
-        for name in names:
-            rates = [one["images_per_s"] for one in measured[name]]
-            last = measured[name][-1]
-            used = last["images"] * IMAGE_BYTES
-            chunk = {"ours": h5chunk.ChunkDataset(paths["ours"]).chunk_samples, "blog": BLOG_CHUNK}.get(name)
-            reads = last["read_bytes"] / (chunk * IMAGE_BYTES) if chunk else None
-            results[f"{name}/{workers}"] = {
-                "images_per_s": statistics.median(rates),
-                "rates": rates,
-                "amplification": last["read_bytes"] / used if not name.startswith("ready") else None,
-                "hit_rate": 1 - reads / last["images"] if reads is not None else None,
-                "private_bytes": last["private_bytes"],
-                "grown_bytes": grown[name],
-            }
+    paths = make_files(args.folder, args.count, args.size)
+    results = {f"{name}/{workers}": row for workers in args.workers for name, row in measure(paths, args, workers)}
     print_table(results, args.workers)
-    cache = h5chunk.ChunkDataset(paths["ours"]).cache
-    print(f"cache recommended in the file: {cache.nbytes / 2**20:.0f} MiB over all processes")
     if args.json:
         versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
         versions |= {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
         machine = f"{os.cpu_count()} cores, {platform.machine()}"
         args.json.write_text(
             json.dumps({"results": results, "versions": versions, "machine": machine}, indent=2) + "\n"
+        )
+
+
+def measure(paths: dict[str, Path], args: argparse.Namespace, workers: int) -> Iterator[tuple[str, dict]]:
+    """Each contender's figures with this number of workers."""
+    loaders, rounds, grown = {}, {name: [] for name in NAMES}, {}
+    for name in NAMES:
+        start_bytes = private_bytes(os.getpid()) if workers == 0 else 0
+        loaders[name] = loader(name, paths, args, workers)
+        grown[name] = epoch(loaders[name])["private_bytes"] - start_bytes
+    for _ in range(args.rounds):
+        for name in NAMES:
+            if name == "blog":
+                loaders[name] = loader(name, paths, args, workers)
+            rounds[name].append(epoch(loaders[name]))
+    image_bytes = 3 * args.size * args.size
+    dataset = h5chunk.ChunkDataset(paths["ours"])
+    chunks = {"blog": BLOG_CHUNK}
+    if loaders["ours"].dataset.cache.nbytes:
+        chunks["ours"] = dataset.chunk_samples
+    for name in NAMES:
+        last = rounds[name][-1]
+        reads = last["read_bytes"] / image_bytes
+        rates = [each["images_per_s"] for each in rounds[name]]
+        yield (
+            name,
+            {
+                "images_per_s": statistics.median(rates),
+                "rates": rates,
+                "amplification": reads / last["images"] if not name.startswith("ready") else None,
+                "hit_rate": 1 - reads / chunks[name] / last["images"] if name in chunks else None,
+                "grown_bytes": grown[name],
+            },
         )
 
 
