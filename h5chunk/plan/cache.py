@@ -194,9 +194,7 @@ class ChunkGrid:
         """Separate byte ranges that HDF5 asks the file for, to give one single random sample."""
         if not self.chunks or cached or self.filtered:
             return self.chunks_per_sample
-        runs = 1  # elements of one chunk's part of a sample that lie side by side form one run
         for axis in range(len(self.shape) - 1, 0, -1):
-            if self.chunks[axis] < self.shape[axis] or runs > 1:
-                runs *= math.prod(min(c, s) for c, s in zip(self.chunks[1:axis], self.shape[1:axis], strict=True))
-                break
-        return self.chunks_per_sample * runs
+            if self.chunks[axis] != self.shape[axis]:  # behind this axis elements lie side by side, before it none do
+                return math.prod(self.shape[1:axis]) * math.ceil(self.shape[axis] / self.chunks[axis])
+        return 1

@@ -35,7 +35,7 @@ INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 
 Indices = npt.NDArray[np.int64]
 
-_CHUNKS, _WINDOW, _FILL, _ONCE = range(4)  # what a stream of random bits is for
+_CHUNKS, _WINDOW, _FILL, _ONCE, _SHORT = range(5)  # what a stream of random bits is for
 
 
 def permutation(size: int, seed: int, *, stream: tuple[int, int, int] = (_ONCE, 0, 0)) -> Indices:
@@ -54,9 +54,12 @@ def permutation(size: int, seed: int, *, stream: tuple[int, int, int] = (_ONCE, 
     (size,) int64
     """
     _check_seed(seed)
-    bits = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, *stream], np.uint64))
-    keys = np.asarray(bits.random_raw(size), np.uint64)
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    return np.argsort(_bits(size, seed, stream), kind="stable").astype(np.int64, copy=False)
+
+
+def _bits(size: int, seed: int, stream: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
+    generator = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, *stream], np.uint64))
+    return np.asarray(generator.random_raw(size), np.uint64)
 
 
 def _check_seed(seed: int) -> None:
@@ -191,8 +194,7 @@ class Order:
                 first = batch * self.batch_size
                 yield np.arange(first, min(first + self.batch_size, self.num_samples), dtype=np.int64)
             return
-        chunks = permutation(self.num_chunks, self.seed, stream=(_CHUNKS, self.epoch, 0))
-        short_turn = int(chunks.argmax()) if self.num_chunks else 0
+        chunks, short_turn = self._turns()
         for first_batch, num_windows, window_batches in self.rounds():
             num_batches = num_windows * window_batches
             if first_batch + num_batches <= start:
@@ -205,6 +207,21 @@ class Order:
                 batch, window = divmod(turn, num_windows)
                 yield windows[window][batch * self.batch_size : (batch + 1) * self.batch_size]
 
+    def _turns(self) -> tuple[Indices, int]:
+        """The chunks in the order of their turns, and the turn of the file's last one.
+
+        If that is short it comes last less often than the others, so that its samples are no likelier than others to
+        be at the end of the line.
+        """
+        chunks = permutation(self.num_chunks, self.seed, stream=(_CHUNKS, self.epoch, 0))
+        short_turn = int(chunks.argmax()) if chunks.size else 0
+        if self.num_samples % self.chunk_samples:
+            place = int(_bits(1, self.seed, (_SHORT, self.epoch, 0))[0]) % self.num_samples
+            drawn_turn = place // self.chunk_samples
+            chunks[[short_turn, drawn_turn]] = chunks[[drawn_turn, short_turn]]
+            short_turn = drawn_turn
+        return chunks, short_turn
+
     def _window(self, chunks: Indices, short_turn: int, first_batch: int, window_batches: int) -> Indices:
         """The samples of the window that holds batches ``first_batch`` and on of the line, shuffled."""
         start = first_batch * self.batch_size
@@ -216,7 +233,7 @@ class Order:
         """Samples ``start`` to ``stop`` of the line.
 
         The place of sample ``o`` of the chunk in turn ``t`` is ``t * chunk_samples + o``. What the file's last chunk
-        lacks (it comes in turn ``short_turn``) is filled with samples, drawn at random, of the chunk that ends the line.
+        lacks (its turn is ``short_turn``) is filled with samples, drawn at random, of the chunk that ends the line.
         """
         size = self.chunk_samples
         turn, offset = np.divmod(np.arange(start, stop, dtype=np.int64), size)

@@ -1,0 +1,132 @@
+"""Arrows between rooms go one way, and importing the package costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import h5chunk
+
+PACKAGE = Path(h5chunk.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
+
+MAY_IMPORT = {
+    "errors": set(),
+    "plan": {"errors"},
+    "sources": {"errors"},
+    "store": {"plan", "errors"},
+    "feed": {"store", "plan", "errors"},
+    "tools": {"sources", "plan", "store", "feed", "errors", "__init__"},
+    "cli": {"tools", "errors", "__init__"},
+    "__init__": set(),
+}
+ONLY_IN = {"torch": {"feed"}, "click": {"cli"}, "tqdm": {"cli"}, "h5py": {"store", "tools"}, "PIL": {"sources"}}
+NEVER_AT_IMPORT = {"torch", "h5py", "matplotlib", "numpy", "PIL"}
+
+
+def imports_of(source: str) -> set[str]:
+    """Dotted names that a module imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room_of(dotted: str) -> str:
+    """The room of a name in the package."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "__init__"
+
+
+def wrong_imports(room: str, source: str) -> list[str]:
+    """Imports that a module of this room may not make."""
+    wrong = []
+    for name in sorted(imports_of(source)):
+        top = name.split(".")[0]
+        if top == "h5chunk":
+            there = room_of(name)
+            if there != room and there not in MAY_IMPORT[room]:
+                wrong.append(name)
+        elif room not in ONLY_IN.get(top, {room}) or (
+            room in ("plan", "errors", "__init__")
+            and top not in sys.stdlib_module_names
+            and (room, top) != ("plan", "numpy")
+        ):
+            wrong.append(name)
+    return wrong
+
+
+def test_there_are_modules_to_look_at():
+    assert {path.parts[1].removesuffix(".py") for path in MODULES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_arrows_go_one_way(path):
+    room = path.parts[1].removesuffix(".py")
+    assert wrong_imports(room, (PACKAGE.parent / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("plan", "from h5chunk.store.format import Header"),
+        ("plan", "import h5py"),
+        ("sources", "from h5chunk.plan.order import Order"),
+        ("store", "def f():\n    from h5chunk.feed import dataset"),
+        ("store", "import torch.nn"),
+        ("feed", "from h5chunk.tools.convert import convert"),
+        ("tools", "from tqdm import tqdm"),
+        ("cli", "from h5chunk.plan.layout import plan_layout"),
+        ("errors", "import numpy"),
+        ("__init__", "import numpy"),
+        ("feed", "import h5chunk"),
+    ],
+)
+def test_an_arrow_back_is_noticed(room, source):
+    assert wrong_imports(room, source)
+
+
+def imported_by(code: str) -> set[str]:
+    """Packages in memory after running some code in a fresh process."""
+    code += "\nimport sys; print(' '.join(name.split('.')[0] for name in sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    assert not imported_by("import h5chunk; h5chunk.__version__; dir(h5chunk)") & NEVER_AT_IMPORT
+
+
+def test_converting_does_not_import_torch():
+    assert not imported_by("import h5chunk; h5chunk.convert; h5chunk.plan_convert") & {"torch", "matplotlib"}
+
+
+@pytest.mark.parametrize("name", h5chunk.__all__)
+def test_public_names_resolve(name):
+    assert getattr(h5chunk, name) is not None
+    assert name in dir(h5chunk)
+
+
+def test_unknown_names_do_not():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        h5chunk.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[1] in ("plan", "errors.py")], ids=str)
+def test_doctests(path):
+    module = importlib.import_module(".".join(path.with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_the_planners_carry_doctests():
+    names = ("order", "layout", "cache")
+    assert all(doctest.testmod(importlib.import_module(f"h5chunk.plan.{name}")).attempted for name in names)
