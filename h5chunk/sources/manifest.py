@@ -23,6 +23,7 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -86,13 +87,14 @@ class _Table:
         self._path = path
         try:
             with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+                self._stamp = _stamp(file)
                 first, second = file.readline(), file.readline()
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
         self._skip = 1
         self.declared: int | None = None  # number of lines that the file itself says it has
         self._delimiter: str | None = "\t" if path.suffix.lower() == ".tsv" else ","
-        if first.strip().isdigit() and second.strip() and "," not in second:  # CelebA's own list
+        if first.strip().isdecimal() and second.strip() and "," not in second:  # CelebA's own list
             self.columns, self._delimiter, self._skip = ["path", *second.split()], None, 2
             self.declared = int(first)
         else:
@@ -120,6 +122,8 @@ class _Table:
     def rows(self) -> Iterator[tuple[int, list[str]]]:
         """(line number, cells) of each line below the header that is not blank."""
         with self._path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            if _stamp(file) != self._stamp:
+                raise SourceError(f"{printable(self._path)}: changed while it was read")
             for _ in range(self._skip):
                 file.readline()
             if self._delimiter is None:
@@ -137,6 +141,11 @@ class _Table:
                     yield number, row
             except csv.Error as error:
                 raise self.error(number + 1, str(error)) from None
+
+
+def _stamp(file: TextIO) -> tuple[int, int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass

@@ -221,8 +221,10 @@ def read_header(file: h5py.File) -> Header | None:
                 f"{name}: format version {version} but this h5chunk reads up to {FORMAT_VERSION}: install a newer one"
             )
         table = group.get("class_names")
+        if table is not None and table.dtype.kind != "S":  # variable-length strings of a bad file can hang HDF5
+            raise ValueError("class_names are not of a fixed length")
         names = () if table is None else tuple(value.decode("utf-8", "replace") for value in table[()].tolist())
-        return Header(
+        header = Header(
             format_version=version,
             num_samples=int(attrs["num_samples"]),
             chunk_samples=int(attrs["chunk_samples"]),
@@ -233,6 +235,9 @@ def read_header(file: h5py.File) -> Header | None:
             options=bytes(attrs["options"]).decode("utf-8", "replace"),
             class_names=names,
         )
+        if header.num_samples < 1 or header.chunk_samples < 1 or header.window_chunks < 1:
+            raise ValueError("num_samples, chunk_samples and window_chunks must be at least 1")
+        return header
     except FileError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError, OSError) as error:

@@ -1,0 +1,206 @@
+"""Manifests: what each column becomes, and the line and column in each refusal."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import h5chunk.sources.manifest as manifest_module
+from h5chunk.errors import SourceError
+from h5chunk.sources.listing import Listing
+from h5chunk.sources.manifest import list_manifest
+
+Read = Callable[..., Listing]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Lists a manifest of the given text over a folder with 1.png, 2.png, 3.png and sub/4.png."""
+    root = tmp_path / "photos"
+    (root / "sub").mkdir(parents=True)
+    for name in ("1.png", "2.png", "3.png", "sub/4.png"):
+        (root / name).write_bytes(name.encode())
+    (tmp_path / "outside.png").touch()
+
+    def run(text: str | bytes, name: str = "list.csv", source: Path = root) -> Listing:
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return list_manifest(path, source)
+
+    return run
+
+
+def column(read: Read, *cells: str) -> np.ndarray:
+    rows = "".join(f"{i + 1}.png,{cell}\n" for i, cell in enumerate(cells))
+    return read(f"path,value\n{rows}").columns["value"]
+
+
+def check_refused(read: Read, text: str | bytes, reason: str) -> None:
+    with pytest.raises(SourceError, match=reason):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("cells", "dtype", "values"),
+    [
+        (("0", "1", "0"), np.uint8, [0, 1, 0]),
+        (("1", "1"), np.uint8, [1, 1]),
+        (("-1", "1", "-1"), np.int8, [-1, 1, -1]),
+        (("-1", "-1"), np.int8, [-1, -1]),
+        (("0", "-1", "1"), np.int64, [0, -1, 1]),
+        (("5", "-7", "+3"), np.int64, [5, -7, 3]),
+        (("9223372036854775807", "-9223372036854775808"), np.int64, [2**63 - 1, -(2**63)]),
+        (("1", "2.5", "-3e2"), np.float64, [1, 2.5, -300]),
+        (("2.5", "1", ".5"), np.float64, [2.5, 1, 0.5]),
+        (("inf", "-inf", "1"), np.float64, [np.inf, -np.inf, 1]),
+        (("nan", "1.5"), np.float64, [np.nan, 1.5]),
+        (("red", "green", "1"), "S5", [b"red", b"green", b"1"]),
+        (("1", "2", "x"), "S1", [b"1", b"2", b"x"]),
+        (("é", "ab"), "S2", ["é".encode(), b"ab"]),
+        (("1_000", "2"), "S5", [b"1_000", b"2"]),
+    ],
+)
+def test_columns(read: Read, cells: tuple[str, ...], dtype: object, values: list[object]) -> None:
+    array = column(read, *cells)
+    assert array.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(array, np.array(values, dtype))
+
+
+def test_numbers_that_do_not_fit_64_bits_are_kept_as_they_stand(read: Read) -> None:
+    ids = ("18446744073709551616", "7")
+    assert column(read, *ids).tolist() == [cell.encode() for cell in ids]
+    huge = "9" * 200
+    assert column(read, huge, "1").tolist() == [huge.encode(), b"1"]
+    assert column(read, "18446744073709551616", "0.5").tolist() == [2.0**64, 0.5]
+
+
+def test_strings_are_utf8_even_where_the_manifest_is_not(read: Read) -> None:
+    listing = read(b"path,word\n1.png,caf\xe9\n")
+    assert listing.columns["word"].tolist() == [b"caf\\xe9"]
+
+
+def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert column(read, "x" * 256).dtype == "S256"
+    monkeypatch.setattr(np, "empty", None)
+    check_refused(
+        read, f"path,word\n1.png,{'x' * 257}\n", "column 'word' holds a string of 257 bytes but the limit is 256"
+    )
+
+
+def test_order_is_that_of_the_lines_and_paths_may_repeat(read: Read) -> None:
+    listing = read("n,filename\n1,3.png\n2,./sub/../1.png\n3,sub/4.png\n4,3.png\n")
+    assert list(listing.names) == [b"3.png", b"1.png", b"sub/4.png", b"3.png"]
+    assert listing.columns["n"].tolist() == [1, 2, 3, 4]
+    assert listing.container.read(2, listing.names[2]) == b"sub/4.png"
+    assert listing.class_names == [] and list(listing.columns) == ["n"]
+
+
+def test_path_column_is_the_usual_name_else_the_first(read: Read) -> None:
+    assert list(read("n,Image_ID\n1,2.png\n").names) == [b"2.png"]
+    assert list(read("thing,n\n2.png,1\n").names) == [b"2.png"]
+
+
+def test_label_words_become_numbers(read: Read) -> None:
+    listing = read("path,Label\n1.png,dog\n2.png,cat\n3.png,dog\n")
+    assert listing.columns["labels"].dtype == np.int64
+    assert listing.columns["labels"].tolist() == [1, 0, 1] and listing.class_names == ["cat", "dog"]
+    listing = read("path,label,other\n1.png,0,x\n2.png,1,y\n")
+    assert listing.columns["labels"].dtype == np.int64 and list(listing.columns) == ["labels", "other"]
+    assert listing.class_names == []
+
+
+def test_celebas_own_list(read: Read) -> None:
+    text = "3\nSmiling  Young\n1.png -1  1\n3.png  1 -1\n2.png  1  1\n"
+    listing = read(text, name="list_attr_celeba.txt")
+    assert list(listing.names) == [b"1.png", b"3.png", b"2.png"]
+    assert listing.columns["Smiling"].dtype == listing.columns["Young"].dtype == np.int8
+    assert listing.columns["Smiling"].tolist() == [-1, 1, 1] and listing.columns["Young"].tolist() == [1, -1, 1]
+    check_refused(read, text[:-13], r"list\.csv: cut short: 2 lines but its first line says 3")
+    check_refused(read, text.replace("-1  1", "-1"), r"list\.csv, line 3: 2 columns but the header has 3")
+
+
+def test_forms_of_the_file(read: Read) -> None:
+    plain = ("a b", "c,d", 'say "hi"')
+    text = 'path,word\n1.png,a b\n2.png,"c,d"\n3.png,"say ""hi"""\n'
+    for form in (text, "\ufeff" + text, text.replace("\n", "\r\n"), text.rstrip("\n"), text.replace("\n", "\n\n")):
+        assert read(form).columns["word"].tolist() == [word.encode() for word in plain]
+    assert read("path\tword\n1.png\ta,b\n", name="list.TSV").columns["word"].tolist() == [b"a,b"]
+    assert read(" path , word \n 1.png , x \n").columns["word"].tolist() == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: 1 columns but the header has 2"),
+        ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: 3 columns but the header has 2"),
+        ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it or drop the column"),
+        ("path,n\n ,1\n", "line 2: column 'path' is empty"),
+        ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
+        ('path,n\n1.png,"1"x\n', r"line 2: ',' expected after"),
+        ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png is not in .*photos"),
+        ("path,n\n/etc/hostname,1\n", "line 2: path /etc/hostname leads out of the source"),
+        ("path,n\n../outside.png,1\n", r"line 2: path \.\./outside\.png leads out"),
+        ("path,n\nsub/../../outside.png,1\n", r"line 2: path \.\./outside\.png leads out"),
+        ("path,n\n.,1\n", r"line 2: path \. leads out"),
+        ("path,n,n\n1.png,1,2\n", "line 1: two columns are called 'n'"),
+        ("path,label,labels\n1.png,1,2\n", "two columns would become the field 'labels'"),
+        ("path,\n1.png,1\n", "line 1: the header must name every column"),
+        ("", "line 1: the header must name every column"),
+        ("path,a/b\n1.png,1\n", "line 1: column 'a/b' cannot be the name of a field"),
+        ("path,.\n1.png,1\n", r"line 1: column '\.' cannot be the name of a field"),
+        ("path,a\tb\n1.png,1\n", r"line 1: column 'a\\tb' cannot be the name"),
+        (b"path,caf\xe9\n1.png,1\n", r"line 1: column 'caf\\udce9' cannot be the name"),
+        ("path,images\n1.png,1\n", "line 1: column 'images' has the name of something else"),
+        ("path,h5chunk\n1.png,1\n", "line 1: column 'h5chunk' has the name of something else"),
+        ("1.png,0\n2.png,1\n", r"line 1: 1\.png is an image: put a line with the columns' names first"),
+        ("path,n\n", "no images listed: there is no line below the header"),
+    ],
+)
+def test_refusals(read: Read, text: str | bytes, reason: str) -> None:
+    check_refused(read, text, reason)
+
+
+def test_missing_manifest_or_source(read: Read, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"none\.csv: cannot be read: No such file"):
+        list_manifest(tmp_path / "none.csv", tmp_path)
+    with pytest.raises(SourceError, match="photos: cannot be read: Is a directory"):
+        list_manifest(tmp_path / "photos", tmp_path)
+    with pytest.raises(SourceError, match="nowhere: no such file or folder"):
+        read("path\n1.png\n", source=tmp_path / "nowhere")
+
+
+def test_archive_as_source(read: Read, tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("photos/1.png", "photos/sub/", "photos/2.png"):
+            archive.writestr(name, name.encode() if not name.endswith("/") else b"")
+    listing = read("path,n\nphotos/2.png,7\n./photos/1.png,8\nphotos/2.png,9\n", source=path)
+    data = [listing.container.read(i, name) for i, name in enumerate(listing.names)]
+    assert data == [b"photos/2.png", b"photos/1.png", b"photos/2.png"]
+    assert listing.columns["n"].tolist() == [7, 8, 9]
+    for name in ("3.png", "photos/sub"):
+        with pytest.raises(SourceError, match=rf"line 2: {name} is not in .*x\.zip"):
+            read(f"path\n{name}\n", source=path)
+
+
+def test_paths_that_are_not_utf8(read: Read, tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/photos/\xff.png")).write_bytes(b"x")
+    listing = read(b"path,n\n\xff.png,1\n")
+    assert list(listing.names) == [b"\xff.png"] and listing.container.read(0, b"\xff.png") == b"x"
+    check_refused(read, b"path,n\n\xfe.png,1\n", r"line 2: \\xfe\.png is not in")
+
+
+def test_manifest_that_changes_while_it_is_read(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = manifest_module._fill_columns
+
+    def change(listing: Listing, table: manifest_module._Table, *rest: object) -> None:
+        table._path.write_text("path,n\n1.png,1\n")
+        fill(listing, table, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manifest_module, "_fill_columns", change)
+    check_refused(read, "path,n\n1.png,1\n2.png,2\n", r"list\.csv: changed while it was read")
