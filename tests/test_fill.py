@@ -1,0 +1,172 @@
+"""Workers that write chunks in place: the same bytes with any number of them, and an end to every accident."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import h5chunk.store.fill as fill_module
+from h5chunk.errors import OutputError, SampleError, WorkerError
+from h5chunk.store.fill import Failure, Filled, FillJob, fill
+
+SHAPE = (2, 3)
+OFFSET = 11
+
+
+def value(index: int | np.ndarray) -> int | np.ndarray:
+    return index % 250 + 1
+
+
+class Numbers:
+    """Sample i holds ``value(i)``; some fail, some do worse."""
+
+    def __init__(self, bad: Sequence[int] = (), **accidents: int) -> None:
+        self.bad, self.accidents, self.entered = set(bad), accidents, False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self.entered = True
+        yield
+
+    def read_into(self, index: int, out: np.ndarray) -> tuple[str, ...]:
+        assert self.entered
+        if index == self.accidents.get("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == self.accidents.get("bug"):
+            raise ZeroDivisionError("a bug")
+        if self.accidents.get("slow"):
+            time.sleep(0.005)
+        out[...] = 99  # what a failed sample may leave behind
+        if index in self.bad:
+            raise SampleError(f"sample {index} is bad")
+        out[...] = value(index)
+        return ("even",) if index % 2 == 0 else ("odd", "strange")
+
+
+def job(tmp_path: Path, num_samples: int = 200, chunk_samples: int = 3, source: Numbers | None = None) -> FillJob:
+    part = tmp_path / "part"
+    part.write_bytes(b"\xff" * OFFSET)
+    order = np.random.default_rng(1).permutation(num_samples)
+    return FillJob(part, OFFSET, SHAPE, chunk_samples, source or Numbers(), order)
+
+
+def expected(each: FillJob, bad: Sequence[int] = ()) -> np.ndarray:
+    data = np.zeros((each.num_chunks * each.chunk_samples, *SHAPE), np.uint8)
+    data[: len(each.order)] = np.where(np.isin(each.order, bad), 0, value(each.order))[:, None, None]
+    return data
+
+
+def run(each: FillJob, num_workers: int, stop: bool = False) -> tuple[Filled, list[int]]:
+    counts: list[int] = []
+    return fill(each, num_workers, stop, counts.append), counts
+
+
+def check_no_orphans() -> None:
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("num_samples", "chunk_samples"), [(200, 3), (200, 200), (1, 1), (130, 64), (7, 1), (300, 100)]
+)
+def test_chunks_checksums_and_counts(tmp_path: Path, num_samples: int, chunk_samples: int, num_workers: int) -> None:
+    each = job(tmp_path, num_samples, chunk_samples)
+    filled, counts = run(each, num_workers)
+    data = expected(each)
+    assert each.part.read_bytes() == b"\xff" * OFFSET + data.tobytes()
+    chunks = data.reshape(each.num_chunks, -1)
+    assert filled.checksums.tolist() == [zlib.crc32(chunk.tobytes()) for chunk in chunks]
+    assert filled.checksums.dtype == np.uint32
+    odd = num_samples // 2
+    assert dict(filled.notes) == {k: v for k, v in {"even": num_samples - odd, "odd": odd, "strange": odd}.items() if v}
+    assert filled.failures == [] and sum(counts) == num_samples
+    check_no_orphans()
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_failed_samples_are_zeros_and_listed_in_row_order(tmp_path: Path, num_workers: int) -> None:
+    bad = [0, 5, 6, 7, 100, 198, 199]
+    each = job(tmp_path, source=Numbers(bad))
+    filled, counts = run(each, num_workers)
+    data = expected(each, bad)
+    assert each.part.read_bytes()[OFFSET:] == data.tobytes()
+    assert filled.checksums.tolist() == [zlib.crc32(c.tobytes()) for c in data.reshape(each.num_chunks, -1)]
+    rows = [int(row) for row in np.flatnonzero(np.isin(each.order, bad))]
+    assert filled.failures == [Failure(row, f"sample {each.order[row]} is bad", "SampleError") for row in rows]
+    assert sum(counts) == 200 and filled.notes["even"] + filled.notes["odd"] == 193
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_first_failure_stops_the_rest(tmp_path: Path, num_workers: int) -> None:
+    each = job(tmp_path, 20_000, source=Numbers(range(20_000)))
+    filled, counts = run(each, num_workers, stop=True)
+    assert filled.failures and sum(counts) < 2000
+    check_no_orphans()
+
+
+def test_workers_stop_in_the_middle_of_a_task(tmp_path: Path) -> None:
+    """After an error nobody waits for the 64 samples of each task that was begun."""
+    each = job(tmp_path, 1000, 1, Numbers(slow=1))
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        fill(each, 2, False, lambda count: done.append(count) or os.kill(os.getpid(), signal.SIGINT))
+    written = np.frombuffer(each.part.read_bytes()[OFFSET:], np.uint8).reshape(-1, *SHAPE)
+    assert len(done) == 1
+    assert (written.any(axis=(1, 2))).sum() < 3 * 64  # five tasks are past cancelling
+    check_no_orphans()
+
+
+def test_worker_that_is_killed_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    for victim in (0, 150):
+        with pytest.raises(WorkerError, match="a worker process died"):
+            run(job(tmp_path, source=Numbers(kill=victim)), 2)
+        check_no_orphans()
+
+
+def test_bug_in_a_worker_is_that_error(tmp_path: Path) -> None:
+    for num_workers in (0, 2):
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            run(job(tmp_path, source=Numbers(bug=77)), num_workers)
+        check_no_orphans()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_full_disk_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data, offset)
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", full)  # workers are forked, so they have it too
+    monkeypatch.setattr(fill_module, "_start_method", lambda: "fork")
+    with pytest.raises(OutputError, match="part: cannot be written: No space left on device"):
+        run(job(tmp_path), num_workers)
+    check_no_orphans()
+
+
+def test_workers_can_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on systems where fork is not safe: everything that workers need can be pickled."""
+    monkeypatch.setattr(fill_module, "_start_method", lambda: "spawn")
+    each = job(tmp_path)
+    run(each, 1)
+    assert each.part.read_bytes()[OFFSET:] == expected(each).tobytes()
+
+
+def test_error_of_the_callback_ends_the_workers(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fill(job(tmp_path), 2, False, lambda count: 1 // 0)
+    check_no_orphans()
