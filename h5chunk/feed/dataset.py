@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from h5chunk.errors import FieldError
 from h5chunk.feed.collate import Batch, Sample, empty
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.layout import choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.store.format import Header
 from h5chunk.store.reader import H5Reader, model_cache
@@ -107,11 +107,14 @@ class ChunkDataset(Dataset[Any]):
         """Recommended number of chunks to shuffle together."""
         if self._reader.header is not None:
             return self._reader.header.window_chunks
+        num_chunks = math.ceil(len(self) / self.chunk_samples)
+        return choose_window_chunks(self.chunk_bytes, num_chunks)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
         grid = self._reader.main.grid
-        band_samples = self.chunk_samples
-        band_bytes = grid.band_bytes if grid.chunks else band_samples * grid.sample_bytes
-        sample_bytes = max(1, band_bytes // band_samples)
-        return plan_layout(max(1, len(self)), sample_bytes, band_samples).window_chunks
+        return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
     @property
     def cache(self) -> CacheSettings:

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.layout import choose_interleave, human_bytes
 from h5chunk.plan.order import INTERLEAVE, Order
 
 
@@ -36,8 +36,9 @@ class ChunkSampler(Sampler[list[int]]):
         Chunks that are shuffled together; default: the file's recommendation. A window is never less than a batch.
     drop_last : bool
         Leave out a last batch that is not full.
-    interleave : int
-        Windows whose batches alternate, for the workers. Make it a multiple of your number of workers if 24 is not.
+    interleave : int, optional
+        Windows whose batches alternate, for the workers. Default: 24, or a divisor of it where chunks are so large
+        that the windows would take more than 1 GiB. Make it a multiple of your number of workers if 24 is not.
 
     Raises
     ------
@@ -54,7 +55,7 @@ class ChunkSampler(Sampler[list[int]]):
         seed: int = 0,
         window_chunks: int | None = None,
         drop_last: bool = False,
-        interleave: int = INTERLEAVE,
+        interleave: int | None = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
@@ -63,11 +64,14 @@ class ChunkSampler(Sampler[list[int]]):
             chunk_samples=dataset.chunk_samples,
             batch_size=batch_size,
             window_chunks=dataset.window_chunks if window_chunks is None else window_chunks,
-            interleave=interleave,
+            interleave=INTERLEAVE if interleave is None else interleave,
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
         )
+        if interleave is None:
+            window_bytes = self._order.window_chunks * dataset.chunk_bytes
+            self._order = replace(self._order, interleave=choose_interleave(window_bytes))
         dataset.expect_order(self._order)
         self._check_cache(dataset)
 

@@ -69,9 +69,11 @@ class CacheSettings:
             return value
         try:
             nslots, nbytes, w0 = value
+            return cls(int(nslots), int(nbytes), float(w0))
+        except OptionError:
+            raise
         except (TypeError, ValueError):
             raise OptionError(f"cache is {value!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
-        return cls(int(nslots), int(nbytes), float(w0))
 
     def room_chunks(self, chunk_bytes: int) -> int:
         """How many whole chunks of ``chunk_bytes`` fit."""

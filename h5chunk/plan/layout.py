@@ -19,6 +19,7 @@ MIN_CHUNK_BYTES = 64 << 10
 MIN_CHUNKS = 128  # a shuffle of fewer chunks than this is a poor one
 MAX_CHUNK_BYTES = (4 << 30) - 1  # HDF5 stores the size of a chunk in 32 bits
 OPEN_WINDOWS_BYTES = 256 << 20  # memory for the windows that are open at one time, over all workers
+MAX_OPEN_BYTES = 1 << 30  # the same where a file's chunks are so large that single ones make the windows
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
     OptionError
         ``chunk_samples`` is below 1, or a chunk of that many passes HDF5's limit of 4 GiB.
     """
+    if sample_bytes > MAX_CHUNK_BYTES:
+        raise OptionError(f"one sample is {sample_bytes} bytes but HDF5's limit of a chunk is {MAX_CHUNK_BYTES}")
     if chunk_samples is None:
         chunk_samples, reasons = _choose_chunk_samples(num_samples, sample_bytes)
     elif chunk_samples < 1:
@@ -89,12 +92,27 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
             f"use at most {MAX_CHUNK_BYTES // sample_bytes} samples a chunk"
         )
     num_chunks = math.ceil(num_samples / chunk_samples)
-    window_chunks = max(1, min(OPEN_WINDOWS_BYTES // (INTERLEAVE * chunk_bytes), num_chunks))
+    window_chunks = choose_window_chunks(chunk_bytes, num_chunks)
     reasons.append(
         f"windows of {window_chunks} chunks: {INTERLEAVE} of them, open side by side for the workers, take "
         f"{human_bytes(INTERLEAVE * window_chunks * chunk_bytes)} of cache over all processes"
     )
     return Layout(num_samples, sample_bytes, chunk_samples, window_chunks, tuple(reasons))
+
+
+def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
+    """How many chunks to shuffle together, so that the open windows fit in memory."""
+    return max(1, min(OPEN_WINDOWS_BYTES // max(1, INTERLEAVE * chunk_bytes), num_chunks))
+
+
+def choose_interleave(window_bytes: int) -> int:
+    """How many windows to keep open: fewer than usual if the chunks of a file are too large for that.
+
+    >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
+    (24, 8, 1)
+    """
+    fitting = (n for n in range(INTERLEAVE, 1, -1) if INTERLEAVE % n == 0 and n * window_bytes <= MAX_OPEN_BYTES)
+    return next(fitting, 1)
 
 
 def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, list[str]]:

@@ -175,6 +175,8 @@ class _Handle:
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
+        if not len(rows):
+            return
         places = np.argsort(rows, kind="stable")
         ordered = rows[places]
         chunks = ordered // self._band_samples
