@@ -1,0 +1,208 @@
+"""The command line: help, exit codes, one line for each error, and when a bar is drawn."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import h5chunk
+from h5chunk.cli import main
+
+Make = Callable[..., Path]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def check_error(result: Result, message: str) -> None:
+    """Exit code 1, one line on standard error, nothing else."""
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_every_command_and_option_has_help() -> None:
+    assert main.help
+    for name, command in main.commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{name} {parameter.opts}"
+    for arguments in (["-h"], ["convert", "-h"], ["convert", "--help"]):
+        result = run(*arguments)
+        assert result.exit_code == 0 and "--help" in result.output
+
+
+def test_options_are_those_of_the_function() -> None:
+    import inspect
+
+    names = {parameter.name for parameter in main.commands["convert"].params} - {"dry_run", "quiet", "as_json"}
+    expected = set(inspect.signature(h5chunk.convert).parameters) - {"progress", "shuffle", "path"}
+    assert names == expected | {"no_shuffle", "output"}
+    for parameter in main.commands["convert"].params:
+        if parameter.name in expected and isinstance(parameter, click.Option):
+            default = inspect.signature(h5chunk.convert).parameters[parameter.name].default
+            assert not default or parameter.default == default, parameter.name
+
+
+def test_version() -> None:
+    assert h5chunk.__version__ in run("--version").output
+
+
+def test_convert_prints_a_report(class_folder: Make, tmp_path: Path) -> None:
+    result = run("convert", class_folder(), tmp_path / "x.h5", "--workers", 2)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{tmp_path / 'x.h5'}: 20 images of 3 x 10 x 12")
+    assert "came as 20 RGB" in result.stdout
+
+
+def test_options_reach_the_conversion(class_folder: Make, tmp_path: Path) -> None:
+    manifest = tmp_path / "list.csv"
+    manifest.write_text("path,n\nclass0/0000.png,5\nclass1/0001.png,6\n")
+    result = run(
+        "convert", class_folder(), tmp_path / "x.h5", "--manifest", manifest, "--size", 4, 6, "--fit", "pad",
+        "--color", "gray", "--layout", "nhwc", "--chunk-samples", 1, "--seed", 3, "--no-shuffle", "--workers", 0,
+        "--on-error", "skip", "--animated", "first", "--max-pixels", 120, "--json",
+    )  # fmt: skip
+    report = json.loads(result.stdout)
+    assert (report["num_samples"], report["sample_shape"], report["chunk_samples"]) == (2, [4, 6, 1], 1)
+    import h5py
+
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["n"][()].tolist() == [5, 6]
+        options = json.loads(file["h5chunk"].attrs["options"])
+    assert options == {
+        "size": [4, 6], "fit": "pad", "color": "gray", "layout": "nhwc", "animated": "first", "seed": 3,
+        "shuffle": False,
+    }  # fmt: skip
+    check_error(run("convert", tmp_path / "photos", tmp_path / "y.h5", "--max-pixels", 119), "max_pixels=119")
+
+
+def test_quiet_prints_nothing(class_folder: Make, tmp_path: Path) -> None:
+    result = run("convert", class_folder(), tmp_path / "x.h5", "--quiet", "--workers", 0)
+    assert (result.exit_code, result.output) == (0, "") and (tmp_path / "x.h5").exists()
+
+
+def test_dry_run_writes_nothing(class_folder: Make, tmp_path: Path) -> None:
+    root = class_folder()
+    before = sorted(tmp_path.rglob("*"))
+    result = run("convert", root, tmp_path / "x.h5", "--dry-run")
+    assert result.exit_code == 0 and result.stderr == ""
+    for word in ("samples    20 of 3 x 10 x 12", "chunks     ", "samples a chunk: ", "disk  ", "time       about"):
+        assert word in result.stdout
+    plan = json.loads(run("convert", root, tmp_path / "x.h5", "--dry-run", "--json").stdout)
+    assert plan["num_samples"] == 20 and plan["layout"]["reasons"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
+    root, out = class_folder(), tmp_path / "x.h5"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("hello")
+    check_error(run("convert", tmp_path / "none", out), "no such file or folder")
+    check_error(run("convert", tmp_path / "empty", out), "no images found; looked for .jpg")
+    check_error(run("convert", tmp_path / "text", out), "not a folder, .zip or .tar")
+    check_error(run("convert", root, out, "--manifest", tmp_path / "none.csv"), "none.csv: cannot be read")
+    check_error(run("convert", root, out, "--fit", "crop"), "no size was given")
+    check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
+    check_error(run("convert", root, tmp_path), "is a folder")
+    check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: make it first")
+    check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12 but 5 x 5 was asked for")
+    (root / "class0" / "0000.png").write_bytes(b"\n<html>\x1b[31m")
+    check_error(run("convert", root, out), "class0/0000.png: is no image of a known format")
+    assert not out.exists()
+    out.write_bytes(b"old")
+    check_error(run("convert", root, out), "exists: use --overwrite")
+    assert out.read_bytes() == b"old"
+
+
+def test_names_that_terminals_would_obey_are_escaped(class_folder: Make, tmp_path: Path) -> None:
+    root = class_folder(1)
+    name = os.fsdecode(b"a\n\x1b[31m\xff.png")
+    (root / "class0" / name).write_bytes(b"broken")
+    result = run("convert", root, tmp_path / "x.h5", "--workers", 0)
+    check_error(result, r"class0/a\n\x1b[31m\xff.png: is no image")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--fit", "squash"),
+        ("--workers", "-1"),
+        ("--seed", "-1"),
+        ("--seed", str(1 << 64)),
+        ("--chunk-samples", "many"),
+        ("--max-pixels", "0"),
+        ("--nonsense",),
+    ],
+)
+def test_arguments_that_click_refuses(class_folder: Make, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = run("convert", class_folder(1), tmp_path / "x.h5", *arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output and not (tmp_path / "x.h5").exists()
+
+
+def test_ctrl_c_in_this_process(class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("h5chunk.tools.convert.convert", interrupt)
+    result = run("convert", class_folder(1), tmp_path / "x.h5")
+    assert (result.exit_code, result.stderr) == (130, "interrupted: nothing was changed\n")
+
+
+def on_terminal(*arguments: object) -> tuple[str, str]:
+    """What the command prints to (standard output, a terminal as standard error)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    try:
+        command = [sys.executable, "-m", "h5chunk.cli", *map(str, arguments)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs)
+        os.close(theirs)
+        output = process.communicate(timeout=60)[0]
+        drawn = b""
+        while True:
+            try:
+                block = os.read(ours, 65536)
+            except OSError:  # nothing more
+                break
+            if not block:
+                break
+            drawn += block
+    finally:
+        os.close(ours)
+    assert process.returncode == 0
+    return output.decode(), drawn.decode()
+
+
+def test_bar_is_drawn_on_a_terminal_only(class_folder: Make, tmp_path: Path) -> None:
+    root = class_folder(100)
+    output, drawn = on_terminal("convert", root, tmp_path / "x.h5", "--workers", 0)
+    assert "listing: " in drawn and "converting: " in drawn and "/100" in drawn and "images/s" in drawn
+    assert output.startswith(f"{tmp_path / 'x.h5'}: 100 images") and "\r" not in output
+    output, drawn = on_terminal("convert", root, tmp_path / "y.h5", "--workers", 0, "--quiet")
+    assert (output, drawn) == ("", "")
+    command = [sys.executable, "-m", "h5chunk.cli", "convert", str(root), str(tmp_path / "z.h5")]
+    piped = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert piped.stderr == b""
+
+
+def test_output_to_a_path_that_is_not_utf8(class_folder: Make, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff.h5"
+    command = [sys.executable, "-m", "h5chunk.cli", "convert", str(class_folder(1)), path]
+    result = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert rb"\xff.h5: 1 images" in result.stdout and os.path.exists(path)
