@@ -154,9 +154,13 @@ class ChunkDataset(Dataset[Any]):
         return self._reader.caches_in_force()
 
     def expect_order(self, order: Order) -> None:
-        """Make room for the chunks that this order leaves partly read; a sampler says it. A given cache stays."""
-        self._order = order
-        self._cache_known = None
+        """Make room for the chunks that this order leaves partly read; a sampler says it. A given cache stays.
+
+        Of several samplers, the one that leaves most chunks open decides.
+        """
+        if self._order is None or order.open_chunks >= self._order.open_chunks:
+            self._order = order
+            self._cache_known = None
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""

@@ -171,7 +171,7 @@ class _Handle:
 
     def cache(self) -> CacheSettings:
         nslots, nbytes, w0 = self._id.get_access_plist().get_chunk_cache()
-        return CacheSettings(nslots, nbytes, w0)
+        return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 says 0 slots where there is no cache
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
