@@ -8,6 +8,7 @@ import os
 import pickle
 import struct
 import tarfile
+import tracemalloc
 import warnings
 import zipfile
 from pathlib import Path
@@ -144,7 +145,13 @@ def test_zip_member_that_inflates_to_more_than_it_says(tmp_path: Path) -> None:
     central = data.index(b"PK\x01\x02")
     data[central + 24 : central + 28] = struct.pack("<I", 100)
     path.write_bytes(data)
-    check_refused(list_images(path).container, b"a.png", "does not match its length")
+    container = list_images(path).container
+    tracemalloc.start()
+    try:
+        check_refused(container, b"a.png", "does not match its length")
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_zip_member_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
