@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import default_collate
 
 import h5chunk
-from h5chunk.feed.collate import Batch, Sample, collate, empty
+from h5chunk.feed.collate import Batch, Sample, collate
+from h5chunk.feed.memory import BatchMemory, shared_empty
 
 
 def batch() -> Batch:
@@ -56,7 +57,7 @@ def test_others_are_collated_as_ever():
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(5, 3, 2), (7,), (0, 3), (4, 0)])
 def test_empty(shape, dtype, shared):
-    tensor = empty(shape, dtype, shared)
+    tensor = shared_empty(shape, dtype) if shared else BatchMemory().empty(shape, dtype)
     assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
     assert tensor.is_shared() == shared or not tensor.numel()
     tensor.zero_()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
+from h5chunk.plan.cache import DIRECT_BYTES
 from h5chunk.plan.layout import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -30,8 +31,12 @@ def test_chosen_chunks(num_samples, sample_bytes):
     assert layout.num_chunks >= MIN_CHUNKS or size == 1 or layout.chunk_bytes <= MIN_CHUNK_BYTES
     assert 1 <= layout.window_chunks <= layout.num_chunks
     assert layout.window_chunks == 1 or INTERLEAVE * layout.window_chunks * layout.chunk_bytes <= OPEN_WINDOWS_BYTES
-    assert layout.cache.room_chunks(layout.chunk_bytes) >= min(INTERLEAVE * layout.window_chunks, layout.num_chunks)
-    assert layout.cache.nslots >= min(layout.num_chunks, 1 << 20)
+    if sample_bytes >= DIRECT_BYTES:
+        assert layout.cache.nbytes == 0
+    else:
+        room = layout.cache.room_chunks(layout.chunk_bytes)
+        assert room >= min(INTERLEAVE * layout.window_chunks, layout.num_chunks)
+        assert layout.cache.nslots >= min(layout.num_chunks, 1 << 20)
     assert len(layout.reasons) >= 2 or size == num_samples
 
 
@@ -55,15 +60,18 @@ def test_choices_and_their_reasons(num_samples, sample_bytes, chunk_samples, why
 
 
 def test_window_reason_gives_the_memory():
-    layout = plan_layout(12_000, 150_528)
-    assert layout.reasons[-1] == (
-        "windows of 9 chunks: 24 of them, open side by side for the workers, take 248.1 MiB of cache over all processes"
+    assert plan_layout(50_000, 3072).reasons[-1] == (
+        "windows of 14 chunks are shuffled together; the 24 open ones take 147.0 MiB of cache over all processes"
+    )
+    assert plan_layout(12_000, 150_528).reasons[-1] == (
+        "windows of 9 chunks are shuffled together; no chunk cache: samples of 147.0 KiB are read straight, "
+        "a cache would only copy them twice"
     )
 
 
 @pytest.mark.parametrize("num_samples", [12_000, 60_001, 1_281_167])
 def test_the_recommended_cache_holds_the_recommended_windows(num_samples):
-    layout = plan_layout(num_samples, 150_528)
+    layout = plan_layout(num_samples, 3072)
     for batch_size in (1, 8, 32, 256):
         order = Order(num_samples, layout.chunk_samples, batch_size, layout.window_chunks)
         assert layout.cache.room_chunks(layout.chunk_bytes) >= order.open_chunks

@@ -13,8 +13,8 @@ from h5chunk.feed.memory import KEPT, BatchMemory, shared_empty
 
 def test_memory_is_used_again_when_the_tensor_is_gone() -> None:
     memory = BatchMemory()
-    place = memory.empty((4, 1000), torch.uint8).data_ptr()
-    assert memory.empty((4, 1000), torch.uint8).data_ptr() == place
+    place = memory.empty((4, 1 << 20), torch.uint8).data_ptr()
+    assert memory.empty((4, 1 << 20), torch.uint8).data_ptr() == place
 
 
 @pytest.mark.parametrize(
@@ -33,31 +33,31 @@ def test_memory_is_used_again_when_the_tensor_is_gone() -> None:
 )
 def test_memory_that_anything_holds_is_not_given_away(hold: object) -> None:
     memory = BatchMemory()
-    tensor = memory.empty((4, 1000), torch.uint8).fill_(7)
+    tensor = memory.empty((4, 1 << 20), torch.uint8).fill_(7)
     place = tensor.data_ptr()
     held = hold(tensor)
     del tensor
     gc.collect()
-    other = memory.empty((4, 1000), torch.uint8)
+    other = memory.empty((4, 1 << 20), torch.uint8)
     assert other.data_ptr() != place
     del held
     gc.collect()
-    assert memory.empty((4, 1000), torch.uint8).data_ptr() == place
+    assert memory.empty((4, 1 << 20), torch.uint8).data_ptr() == place
 
 
 def test_few_free_buffers_are_kept() -> None:
     memory = BatchMemory()
-    held = [memory.empty((1000,), torch.float32) for _ in range(5)]
+    held = [memory.empty((1 << 20,), torch.float32) for _ in range(5)]
     del held
     assert len(memory._free) == KEPT
 
 
 def test_a_much_smaller_tensor_takes_a_buffer_of_its_own() -> None:
     memory = BatchMemory()
-    del_me = memory.empty((1000,), torch.uint8)
+    del_me = memory.empty((9 << 20,), torch.uint8)
     del del_me
-    small = memory.empty((10,), torch.uint8)
-    assert small.untyped_storage().nbytes() == 10
+    small = memory.empty((1 << 20,), torch.uint8)
+    assert small.untyped_storage().nbytes() == 1 << 20
     assert len(memory._free) == 1
 
 

@@ -7,11 +7,9 @@ torch as the sequence of samples that torch expects of ``__getitems__``, and tor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -62,12 +60,3 @@ def _collate_samples(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> 
 
 
 default_collate_fn_map.setdefault(Sample, _collate_samples)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> torch.Tensor:
-    """An uninitialised tensor, in memory shared between processes if asked: a worker then sends no bytes."""
-    num_bytes = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
-    if not shared or not num_bytes:
-        return torch.empty(shape, dtype=dtype)
-    storage = torch.UntypedStorage._new_shared(num_bytes)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from h5chunk.errors import FieldError
-from h5chunk.feed.collate import Batch, Sample, empty
+from h5chunk.feed.collate import Batch, Sample
+from h5chunk.feed.memory import BatchMemory, shared_empty
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order
@@ -63,14 +64,11 @@ class ChunkDataset(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         cache: CacheSettings | Sequence[float] | None = None,
     ) -> None:
-        if isinstance(fields, str):
-            fields = (fields,)
-        if fields is not None and not isinstance(fields, Mapping):
-            fields = {name: name for name in fields}
-        self._reader = H5Reader(path, fields)
-        self._dtypes = {name: _torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
+        self._reader = H5Reader(path, field_mapping(fields))
+        self._dtypes = {name: torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
         self.transform = transform
         self._given_cache = None if cache is None else CacheSettings.of(cache)
+        self._memory = BatchMemory()
         self._order: Order | None = None  # what a sampler said
         self._cache_known: tuple[int, CacheSettings] | None = None  # by number of workers
 
@@ -105,16 +103,12 @@ class ChunkDataset(Dataset[Any]):
     @property
     def window_chunks(self) -> int:
         """Recommended number of chunks to shuffle together."""
-        if self._reader.header is not None:
-            return self._reader.header.window_chunks
-        num_chunks = math.ceil(len(self) / self.chunk_samples)
-        return choose_window_chunks(self.chunk_bytes, num_chunks)
+        return recommended_window(self._reader)
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
-        grid = self._reader.main.grid
-        return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
+        return self._reader.chunk_bytes
 
     @property
     def cache(self) -> CacheSettings:
@@ -203,7 +197,7 @@ class ChunkDataset(Dataset[Any]):
             text = np.empty(shape, field.dtype)
             self._reader.read(name, rows, text)
             return np.char.decode(text, "utf-8", "backslashreplace").tolist()
-        out = empty(shape, dtype, shared)
+        out = shared_empty(shape, dtype) if shared else self._memory.empty(shape, dtype)
         self._reader.read(name, rows, out.numpy())
         return out
 
@@ -217,6 +211,20 @@ class ChunkDataset(Dataset[Any]):
         )
 
 
+def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
+    """Fields as users name them, as datasets by name."""
+    if fields is None or isinstance(fields, Mapping):
+        return fields
+    return {name: name for name in ((fields,) if isinstance(fields, str) else fields)}
+
+
+def recommended_window(reader: H5Reader) -> int:
+    """How many chunks to shuffle together: what the file says, or what the model does."""
+    if reader.header is not None:
+        return reader.header.window_chunks
+    return choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
+
+
 def _numbers(indices: Any) -> np.ndarray:
     """Sample numbers as an array; what would be rounded or taken for 0 and 1 is refused."""
     numbers = np.asarray(indices)
@@ -225,7 +233,7 @@ def _numbers(indices: Any) -> np.ndarray:
     return numbers.astype(np.int64, copy=False)
 
 
-def _torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
+def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
     """torch's dtype for a field's; None for strings."""
     if dtype.kind == "S":
         return None

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 KEPT = 2  # free buffers to keep: a loop holds one batch while the next is read
+REUSED_BYTES = 1 << 20  # smaller ones are left to malloc, which keeps their memory itself
 
 
 class BatchMemory:
@@ -20,15 +21,21 @@ class BatchMemory:
 
     A tensor, all its views and everything that shares its storage keep the memory: it is never used twice at a time.
     Buffers are NumPy's, which asks the system for huge pages.
+
+    Parameters
+    ----------
+    keep : int
+        Free buffers to keep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int = KEPT) -> None:
+        self._keep = keep
         self._free: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not num_bytes:
+        if num_bytes < REUSED_BYTES:
             return torch.empty(shape, dtype=dtype)
         buffer = self._take(num_bytes)
         owned = buffer[:num_bytes]
@@ -42,13 +49,16 @@ class BatchMemory:
         return np.empty(num_bytes, np.uint8)
 
     def _give_back(self, buffer: np.ndarray) -> None:
-        self._free = [buffer, *self._free[: KEPT - 1]]
+        self._free = [buffer, *self._free[: self._keep - 1]]
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_free": []}  # memory stays in its process
+        return {"_keep": self._keep, "_free": []}  # memory stays in its process
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor in memory shared between processes: a worker that fills it sends no bytes."""
-    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    storage = torch.UntypedStorage._new_shared(num_bytes)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]

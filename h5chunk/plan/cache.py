@@ -8,6 +8,7 @@ The rules of the cache itself (HDF5 calls it rdcc) that matter here:
 - with ``w0 = 0`` the oldest chunk is evicted. The larger ``w0``, the longer a share of the list is searched first
   for chunks that have been read in full, counted in the bytes of all requests: a request for more rows than are
   wanted, or for a row twice, counts too much, and the chunk at the end of the data never counts as read in full;
+- a chunk larger than ``nbytes`` is never cached; without a filter, a read then fetches exactly the bytes it wants;
 - with ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits nothing.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
@@ -23,6 +24,7 @@ from h5chunk.errors import OptionError
 
 OLDEST_FIRST = 0.0  # w0: no chunk of a round of windows is evicted before the round ends
 FINISHED_FIRST = 0.75  # w0: keeps the chunk at the border of two batches while others are read in passing
+DIRECT_BYTES = 32 << 10  # samples from here on are read straight from the file; scripts/sweep_reads.py measures it
 MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: past 8 MiB, rare collisions are the better bargain
 
 
@@ -181,6 +183,17 @@ class ChunkGrid:
         for count in counts:
             last = (last << max(0, count - 1).bit_length()) + max(0, count - 1)
         return last + 1
+
+    @property
+    def needs_cache(self) -> bool:
+        """Whether chunks should be kept between reads.
+
+        A large sample that lies in one piece in the file is better read straight: exactly its bytes, once; a cache
+        would read as much and copy it twice. Small samples, parts of samples and filtered chunks need a cache.
+        """
+        if self.chunks is None:
+            return False
+        return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def amplification(self, cached: bool) -> float:
         """Bytes read for one single random sample over the bytes of that sample.

@@ -7,10 +7,10 @@ Layout(num_samples=12000, sample_bytes=150528, chunk_samples=8, window_chunks=9)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.cache import CacheSettings, cache_for
+from h5chunk.plan.cache import DIRECT_BYTES, CacheSettings, cache_for
 from h5chunk.plan.order import INTERLEAVE
 
 # scripts/sweep_chunks.py measures both: from 1 MiB on, larger chunks read no faster, and smaller ones mix better.
@@ -58,6 +58,8 @@ class Layout:
     @property
     def cache(self) -> CacheSettings:
         """Recommended chunk cache of one process that reads all windows; each of W workers needs a W-th."""
+        if self.sample_bytes >= DIRECT_BYTES:
+            return CacheSettings(1, 0)
         return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
 
 
@@ -93,11 +95,16 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
         )
     num_chunks = math.ceil(num_samples / chunk_samples)
     window_chunks = choose_window_chunks(chunk_bytes, num_chunks)
-    reasons.append(
-        f"windows of {window_chunks} chunks: {INTERLEAVE} of them, open side by side for the workers, take "
-        f"{human_bytes(INTERLEAVE * window_chunks * chunk_bytes)} of cache over all processes"
-    )
-    return Layout(num_samples, sample_bytes, chunk_samples, window_chunks, tuple(reasons))
+    layout = Layout(num_samples, sample_bytes, chunk_samples, window_chunks, tuple(reasons))
+    return replace(layout, reasons=(*reasons, _cache_reason(layout)))
+
+
+def _cache_reason(layout: Layout) -> str:
+    windows = f"windows of {layout.window_chunks} chunks are shuffled together"
+    if not layout.cache.nbytes:
+        size = human_bytes(layout.sample_bytes)
+        return f"{windows}; no chunk cache: samples of {size} are read straight, a cache would only copy them twice"
+    return f"{windows}; the {INTERLEAVE} open ones take {human_bytes(layout.cache.nbytes)} of cache over all processes"
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:

@@ -92,6 +92,12 @@ class H5Reader:
         """A contiguous dataset has no chunks: neighbours are read together as if it had good ones."""
         return plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes)).chunk_samples
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
+        grid = self.main.grid
+        return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
+
     def set_caches(self, main: CacheSettings) -> None:
         """Give the largest field the cache ``main``, and each other field room for the same samples.
 
@@ -245,7 +251,7 @@ def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) ->
 
 
 def _cache_of(grid: ChunkGrid, open_bands: int, w0: float) -> CacheSettings:
-    if grid.chunks is None:
+    if not grid.needs_cache:
         return CacheSettings(1, 0)
     nbytes = cache_for(open_bands, grid.band_bytes, max(1, grid.num_bands)).nbytes
     return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, w0)
