@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import types
 
@@ -181,6 +182,7 @@ class Told(ChunkDataset):
     def __getitems__(self, indices):
         super().__getitems__(indices)
         worker = get_worker_info()
+        assert self._reader._opened[0] == os.getpid()  # not the parent's handles
         return [(worker.id if worker else -1, self.caches_in_force()["images"].nbytes)]
 
 

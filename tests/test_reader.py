@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.reader import H5Reader, model_cache
+from h5chunk.store.reader import H5Reader, _Handle, model_cache
 
 __all__ = ["counted"]
 
@@ -142,21 +142,28 @@ def test_any_rows_of_any_chunks(tmp_path, rows, chunk_samples, width, cache, gzi
 # What is read
 
 
-@pytest.mark.parametrize("gzip", [True, False])
-@pytest.mark.parametrize("room", [0, 1, 50])
-def test_a_request_reads_each_chunk_once(tmp_path, counted, gzip, room):
-    path = make_images(tmp_path / "a.h5", 400, 8, (3000,), **({"compression": "gzip"} if gzip else {}))
+@pytest.mark.parametrize("num_rows", [120, 400])  # two or three of a chunk of eight, and all
+@pytest.mark.parametrize(("gzip", "room"), [(True, 0), (True, 1), (False, 1), (False, 50)])
+def test_a_request_reads_each_chunk_once(tmp_path, counted, gzip, room, num_rows):
+    path = make_images(tmp_path / "a.h5", 400, 8, (20_000,), **({"compression": "lzf"} if gzip else {}))
     reader = H5Reader(path)
-    reader.set_caches(CacheSettings(50, room * 24_000))
-    rows = np.random.default_rng(0).permutation(400)
-    reader.read("images", rows[:1], np.empty((1, 3000), np.uint8))
-    counted[-1].reads.clear()
-    reader.read("images", rows[1:], np.empty((399, 3000), np.uint8))
-    table = chunk_table(path)
-    if gzip or room:
-        times = [sum(offset == start for offset, _ in counted[-1].reads) for start in table]
-        assert max(times) == 1
-    assert sum(size for _, size in counted[-1].reads) <= 1.01 * sum(table.values()) + 5000
+    reader.set_caches(CacheSettings(50, room * 160_000))
+    rows = np.random.default_rng(0).permutation(400)[:num_rows]
+    reader.read("images", rows[:0], np.empty((0, 20_000), np.uint8))
+    reader.read("images", rows, np.empty((num_rows, 20_000), np.uint8))
+    times = [sum(offset == start for offset, _ in counted[-1].reads) for start in chunk_table(path)]
+    assert max(times) == 1
+    assert sum(times) == len(np.unique(rows // 8))
+
+
+@pytest.mark.parametrize(("width", "calls"), [(100, 1), (200_000, 3)])
+def test_small_neighbours_are_read_in_one_call(tmp_path, monkeypatch, width, calls):
+    reader = H5Reader(make_images(tmp_path / "a.h5", 32, 32, (width,)))
+    made = []
+    read_run = _Handle._read_run
+    monkeypatch.setattr(_Handle, "_read_run", lambda *args: (made.append(args), read_run(*args)))
+    reader.read("images", np.array([30, 1, 20]), np.empty((3, width), np.uint8))
+    assert len(made) == calls
 
 
 def test_rows_without_a_cache_cost_their_bytes(tmp_path, counted):
