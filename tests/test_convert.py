@@ -479,7 +479,8 @@ def test_file_that_changes_between_listing_and_reading(class_folder: Make, tmp_p
 # ---- processes that end early
 
 SLOW = """
-import os, sys, time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 import h5chunk.sources.images as images
 read = images.ImageSource.read_into
 def slow(self, index, out):

@@ -121,8 +121,13 @@ def test_workers_stop_in_the_middle_of_a_task(tmp_path: Path) -> None:
     """After an error nobody waits for the 64 samples of each task that was begun."""
     each = job(tmp_path, 1000, 1, Numbers(slow=1))
     done = []
+
+    def interrupt(count: int) -> None:
+        done.append(count)
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        fill(each, 2, False, lambda count: done.append(count) or os.kill(os.getpid(), signal.SIGINT))
+        fill(each, 2, False, interrupt)
     written = np.frombuffer(each.part.read_bytes()[OFFSET:], np.uint8).reshape(-1, *SHAPE)
     assert len(done) == 1
     assert (written.any(axis=(1, 2))).sum() < 3 * 64  # five tasks are past cancelling
