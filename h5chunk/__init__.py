@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
+    "ChunkLoader": "h5chunk.feed.loader",
     "ChunkSampler": "h5chunk.feed.sampler",
     "ConvertPlan": "h5chunk.tools.report",
     "ConvertReport": "h5chunk.tools.report",

@@ -75,6 +75,13 @@ class Round(NamedTuple):
     window_batches: int
 
 
+class Window(NamedTuple):
+    """Samples that are shuffled together: (num_samples,) int64, batch after batch; ``batches``: which batches."""
+
+    samples: Indices
+    batches: range
+
+
 @dataclass(frozen=True)
 class Order:
     """The batches of one epoch.
@@ -189,23 +196,27 @@ class Order:
 
     def batches(self, start: int = 0) -> Iterator[Indices]:
         """The samples of each batch from batch ``start`` on: (batch_size,) int64 each; the last may be shorter."""
-        if not self.shuffle:
-            for batch in range(start, self.num_batches):
-                first = batch * self.batch_size
-                yield np.arange(first, min(first + self.batch_size, self.num_samples), dtype=np.int64)
-            return
-        chunks, short_turn = self._turns()
+        waiting: dict[int, Indices] = {}
+        windows = self.windows(start)
+        for batch in range(start, self.num_batches):
+            while batch not in waiting:
+                samples, numbers = next(windows)
+                cuts = range(self.batch_size, len(samples), self.batch_size)
+                waiting.update(zip(numbers, np.split(samples, cuts), strict=True))
+            yield waiting.pop(batch)
+
+    def windows(self, start: int = 0) -> Iterator[Window]:
+        """The windows that hold batches from ``start`` on, in the order in which they are first wanted."""
+        chunks, short_turn = self._turns() if self.shuffle else (np.empty(0, np.int64), 0)
         for first_batch, num_windows, window_batches in self.rounds():
             num_batches = num_windows * window_batches
             if first_batch + num_batches <= start:
                 continue
-            windows = [
-                self._window(chunks, short_turn, first_batch + window * window_batches, window_batches)
-                for window in range(num_windows)
-            ]
-            for turn in range(max(0, start - first_batch), num_batches):
-                batch, window = divmod(turn, num_windows)
-                yield windows[window][batch * self.batch_size : (batch + 1) * self.batch_size]
+            for window in range(num_windows):
+                numbers = range(first_batch + window, first_batch + num_batches, num_windows)
+                if numbers[-1] >= start:
+                    first = first_batch + window * window_batches
+                    yield Window(self._window(chunks, short_turn, first, window_batches), numbers)
 
     def _turns(self) -> tuple[Indices, int]:
         """The chunks in the order of their turns, and the turn of the file's last one.
@@ -226,6 +237,8 @@ class Order:
         """The samples of the window that holds batches ``first_batch`` and on of the line, shuffled."""
         start = first_batch * self.batch_size
         stop = min(start + window_batches * self.batch_size, self.num_samples)
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
         samples = self._line(chunks, short_turn, start, stop)
         return samples[permutation(stop - start, self.seed, stream=(_WINDOW, self.epoch, first_batch))]
 

@@ -36,12 +36,15 @@ class Field:
     grid : ChunkGrid
     dtype : np.dtype
         Native byte order.
+    axes : str
+        Such as NCHW, as the file says; empty if it does not.
     """
 
     name: str
     dataset: str
     grid: ChunkGrid
     dtype: np.dtype
+    axes: str = ""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -137,8 +140,7 @@ class H5Reader:
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = None
             file = open_file(self.path)
-            if _stamp(self.path) != self._stamp:
-                raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
+            self.check_unchanged()
             handles = {
                 field.name: _Handle(
                     file, field, self._caches.get(field.name), field.grid.band_samples or self.chunk_samples
@@ -147,6 +149,11 @@ class H5Reader:
             }
             self._opened = os.getpid(), handles
         return self._opened[1]
+
+    def check_unchanged(self, descriptor: int | None = None) -> None:
+        """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
+        if _stamp(self.path if descriptor is None else descriptor) != self._stamp:
+            raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
@@ -209,9 +216,9 @@ class _Handle:
         out[places] = scratch[rows - first]
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _stamp(path: Path | int) -> tuple[int, ...]:
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError:
         return ()  # opening it says why
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -242,7 +249,8 @@ def _look_at(file: h5py.File, path: Path, name: str, dataset: str) -> Field:
         raise FieldError(f"{where} has the type {item.dtype}: a field holds numbers or strings of fixed length")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
-    return Field(name, dataset, grid, item.dtype.newbyteorder("="))
+    axes = item.attrs.get("axes", b"")
+    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes.decode() if isinstance(axes, bytes) else "")
 
 
 def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:

@@ -1,0 +1,182 @@
+"""From uint8 windows to what the network takes: on the CPU, or on a GPU with a stream of its own.
+
+On a GPU a slot is a pair of buffers, pinned host memory and device memory. Two events guard its reuse: the host
+overwrites the pinned buffer only after the copy out of it is done, and a copy overwrites the device buffer only after
+the consumer's kernels that read it are done. Batches are made on the consumer's stream, so that nothing else needs a
+guard: no ``record_stream``, no new stream an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.memory import BatchMemory
+
+
+@dataclass(frozen=True)
+class FieldSpace:
+    """Shape and dtype of a field's samples in a slot."""
+
+    sample_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def sample_bytes(self) -> int:
+        return math.prod(self.sample_shape) * self.dtype.itemsize
+
+
+Spaces = Mapping[str, FieldSpace]
+
+
+class CpuSlot:
+    """A window in ordinary memory. Each window gets memory of its own from ``memory``, or, reused, the same again."""
+
+    def __init__(self, spaces: Spaces, num_samples: int, memory: BatchMemory | None) -> None:
+        self._spaces, self._memory = spaces, memory
+        self._held: dict[str, torch.Tensor] = {}
+        if memory is None:
+            self._held = {
+                name: BatchMemory().empty((num_samples, *space.sample_shape), space.dtype)
+                for name, space in spaces.items()
+            }
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self, num_samples: int) -> dict[str, memoryview]:
+        for name, space in self._spaces.items():
+            if self._memory is None:
+                self.tensors[name] = self._held[name][:num_samples]
+            else:
+                self.tensors[name] = self._memory.empty((num_samples, *space.sample_shape), space.dtype)
+        return {name: _bytes_of(tensor) for name, tensor in self.tensors.items()}
+
+    def filled(self) -> None:
+        pass
+
+    def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
+        """Samples ``first`` to ``last`` of the window."""
+        return {name: tensor[first:last] for name, tensor in self.tensors.items()}
+
+    def release(self) -> None:
+        """The consumer is done with all batches of the window."""
+        if self._memory is not None:
+            self.tensors = {}
+
+
+class CudaSlot:
+    """A window in pinned memory and its copy on the device."""
+
+    def __init__(self, spaces: Spaces, num_samples: int, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
+        shapes = {name: (num_samples, *space.sample_shape) for name, space in spaces.items()}
+        self._pinned = {n: torch.empty(s, dtype=spaces[n].dtype, pin_memory=True) for n, s in shapes.items()}
+        self._there = {n: torch.empty(s, dtype=spaces[n].dtype, device=device) for n, s in shapes.items()}
+        self._copied = torch.cuda.Event()
+        self._consumed = torch.cuda.Event()
+        self._num_samples = 0
+
+    def begin(self, num_samples: int) -> dict[str, memoryview]:
+        self._num_samples = num_samples
+        self._copied.synchronize()  # the host may overwrite the pinned buffer
+        return {name: _bytes_of(tensor[:num_samples]) for name, tensor in self._pinned.items()}
+
+    def filled(self) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
+            for name, pinned in self._pinned.items():
+                self._there[name][: self._num_samples].copy_(pinned[: self._num_samples], non_blocking=True)
+            self._copied.record(self._stream)
+
+    def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
+        """Views of the device buffer, ordered behind the copy on the current stream; valid until `release`."""
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
+        return {name: tensor[first:last] for name, tensor in self._there.items()}
+
+    def release(self) -> None:
+        """The consumer has queued, on its current stream, all that reads the device buffer."""
+        self._consumed.record(torch.cuda.current_stream(self._device))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class Convert:
+    """uint8 images to the numbers that the network takes, in one kernel.
+
+    Parameters
+    ----------
+    dtype : torch.dtype, optional
+        None: float32 if ``normalize`` is given, else images stay uint8.
+    normalize : (mean, std), optional
+        One number, or one a channel, each; of images in 0..1, as torchvision states them. A floating ``dtype``
+        without it gives 0..1.
+    channels_last : bool
+        Memory format of batches of images.
+    channel_axis : int
+        Axis of the channels in a sample: 0 for (C, H, W), 2 for (H, W, C).
+
+    Raises
+    ------
+    OptionError
+        They do not fit each other.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None,
+        channels_last: bool,
+        sample_shape: tuple[int, ...],
+        channel_axis: int,
+    ) -> None:
+        self.dtype = dtype or (torch.float32 if normalize is not None else None)
+        if normalize is not None and self.dtype is not None and not self.dtype.is_floating_point:
+            raise OptionError(f"normalize gives fractions but dtype is {self.dtype}: give a floating dtype")
+        if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
+            raise OptionError(f"channels_last needs samples of (C, H, W), these are {sample_shape}")
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._scale, self._shift = _scale_and_shift(normalize, sample_shape, channel_axis)
+
+    def to(self, device: torch.device) -> None:
+        """Put the constants on the device."""
+        self._scale, self._shift = self._scale.to(device), self._shift.to(device)
+
+    def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
+        """The batch as it was asked for; ``keep``: the input may be handed on as it is."""
+        if self.dtype is None or images.dtype == self.dtype:
+            if keep and images.is_contiguous(memory_format=self._format):
+                return images
+            return images.clone(memory_format=self._format)
+        out = torch.empty(images.shape, dtype=self.dtype, device=images.device, memory_format=self._format)
+        if not self.dtype.is_floating_point or images.is_floating_point():
+            return out.copy_(images)
+        return torch.addcmul(self._shift, images, self._scale, out=out)
+
+
+def _scale_and_shift(
+    normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None,
+    sample_shape: tuple[int, ...],
+    channel_axis: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / 255 - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
+    mean, std = normalize if normalize is not None else (0.0, 1.0)
+    means, stds = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
+    if (stds == 0).any():
+        raise OptionError(f"normalize has a std of 0: {std}")
+    scale, shift = 1 / (255 * stds), -means / stds
+    shape = [1] * len(sample_shape)
+    for values, name in ((scale, "std"), (shift, "mean")):
+        if values.numel() > 1:
+            channels = sample_shape[channel_axis] if sample_shape else 1
+            if values.numel() != channels:
+                raise OptionError(f"normalize has {values.numel()} values of {name} for {channels} channels")
+            shape[channel_axis] = channels
+    scale, shift = scale.expand(math.prod(shape)), shift.expand(math.prod(shape))
+    return scale.reshape(shape).float(), shift.reshape(shape).float()

@@ -1,0 +1,82 @@
+"""Where the chunks of a dataset lie in the file: listed once, carried to any thread or process.
+
+Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; asking for them one by one
+walks the index each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """The stored chunks of one dataset, in the order of their places in the dataset (row-major).
+
+    Attributes
+    ----------
+    offsets, sizes : (num_chunks,) int64
+        Byte range of each chunk in the file; offset -1: never written, its samples are the fill value.
+    filter_masks : (num_chunks,) uint32
+        Bit i set: filter i was skipped for this chunk.
+    chunk_shape : tuple of int
+        Of a stored chunk; edge chunks are stored in full. A contiguous dataset is one chunk of its own shape.
+    """
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+    filter_masks: np.ndarray
+    chunk_shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether chunks lie one behind the other in order, all of one size: then any rows are one byte range."""
+        if len(self) == 0 or self.offsets[0] < 0:
+            return False
+        return bool((self.offsets == self.offsets[0] + np.arange(len(self)) * self.sizes[0]).all())
+
+
+def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
+    """The chunks of a dataset in one pass.
+
+    Raises
+    ------
+    FileError
+        A chunk reaches out of the file.
+    """
+    name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
+    if dataset.chunks is None:
+        offset = dataset.id.get_offset()
+        table = ChunkTable(
+            np.array([-1 if offset is None else offset], np.int64),
+            np.array([dataset.nbytes], np.int64),
+            np.zeros(1, np.uint32),
+            tuple(dataset.shape),
+        )
+    else:
+        grid = tuple(-(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+        count = int(np.prod(grid))
+        table = ChunkTable(
+            np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32), tuple(dataset.chunks)
+        )
+        strides = [int(np.prod(grid[axis + 1 :])) for axis in range(len(grid))]
+
+        def add(chunk: h5py.h5d.StoreInfo) -> None:
+            place = sum(o // c * s for o, c, s in zip(chunk.chunk_offset, dataset.chunks, strides, strict=True))
+            table.offsets[place] = -1 if chunk.byte_offset is None else chunk.byte_offset
+            table.sizes[place], table.filter_masks[place] = chunk.size, chunk.filter_mask
+
+        dataset.id.chunk_iter(add)
+    end = int((table.offsets + table.sizes).max(initial=0))
+    length = dataset.file.id.get_filesize()
+    if end > length:
+        raise FileError(f"{name} has a chunk that ends at byte {end}, but the file has only {length}: it is damaged")
+    return table
