@@ -114,6 +114,20 @@ def test_num_slots_is_the_least_without_collisions(case):
     assert grid.num_slots == max(hashes) + 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "chunks", "filtered", "needed"),
+    [
+        ((100, 32_768), (8, 32_768), False, False),
+        ((100, 32_767), (8, 32_767), False, True),
+        ((100, 32_768), (8, 32_768), True, True),
+        ((100, 32_768), (8, 16_384), False, True),
+        ((100, 10), None, False, False),
+    ],
+)
+def test_what_needs_a_cache(shape, chunks, filtered, needed):
+    assert ChunkGrid(shape, chunks, 1, filtered).needs_cache == needed
+
+
 def test_contiguous():
     grid = ChunkGrid((100, 3, 4), None, 4)
     assert (grid.sample_bytes, grid.chunk_bytes, grid.band_bytes) == (48, 48, 48)

@@ -222,6 +222,13 @@ def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch):
     assert dataset.cache.room_chunks(4 * 60) == 8  # each worker sees three of the six windows
 
 
+def test_workers_that_read_straight_share_nothing(tmp_path, monkeypatch):
+    dataset = ChunkDataset(make_images(tmp_path / "b.h5", 80, 4, (40_000,)))
+    ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
+    monkeypatch.setattr("h5chunk.feed.dataset.get_worker_info", lambda: types.SimpleNamespace(id=0, num_workers=4))
+    assert dataset.cache.nbytes == 0  # and no warning
+
+
 def test_the_recommendation_is_shared_without_a_sampler(tmp_path, class_folder):
     path = tmp_path / "b.h5"
     h5chunk.convert(class_folder(200, height=6, width=6), path, workers=0, chunk_samples=1)

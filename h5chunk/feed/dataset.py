@@ -134,7 +134,8 @@ class ChunkDataset(Dataset[Any]):
         """Say so, from one worker, if chunks will be read by several."""
         readers = num_workers // math.gcd(num_workers, order.interleave)
         worker = get_worker_info()
-        if readers > 1 and order.window_batches > 1 and worker is not None and worker.id == 0:
+        matters = order.window_batches > 1 and self._reader.main.grid.needs_cache
+        if readers > 1 and matters and worker is not None and worker.id == 0:
             warnings.warn(
                 f"num_workers is {num_workers} but the sampler's interleave is {order.interleave}: {readers} workers "
                 "will read each chunk; take a number of workers that divides it, or give ChunkSampler "
