@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, get_worker_info
 
 import h5chunk
 from h5chunk.errors import FileError
-from h5chunk.feed.collate import Batch, Sample
+from h5chunk.feed.collate import Sample
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -85,20 +86,46 @@ def test_used_before_a_fork(path):
     assert all(a.equal(b) for a, b in zip(loader.dataset[[5, 9]], before, strict=True))
 
 
+def lies_in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes belong to a mapping of shared memory of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.split()[1][3] == "s"
+    raise AssertionError("not mapped")
+
+
 def test_default_collate_copies_nothing(path):
     images, labels = next(iter(make_loader(path, 1, "fork")))
-    assert images.is_shared() and labels.is_shared()
+    assert lies_in_shared_memory(images) and lies_in_shared_memory(labels)
+    assert images.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr()  # both came in one buffer
     assert images.shape == (16, 3, 4, 5) and images.dtype == torch.uint8
+    assert not lies_in_shared_memory(next(iter(make_loader(path)))[0])
 
 
-def owner(batch: Batch) -> tuple[torch.Tensor, list[bool]]:
-    """Collates, and tells whether the tensors were in shared memory before they were sent."""
-    return batch.fields[1], [field.is_shared() for field in batch.fields]
+def test_memory_of_workers_is_used_again_but_never_while_it_is_held(path):
+    expected = epoch(make_loader(path))
+    loader = make_loader(path, 1, "fork", persistent_workers=True)
+    held = list(loader)  # all of an epoch at once
+    assert [[field.tolist() for field in batch] for batch in held] == expected
+    views = [images[3:5, 1] for images, _ in held]
+    wanted = [view.clone() for view in views]
+    del held
+    for _ in loader:
+        pass
+    assert all(view.equal(clone) for view, clone in zip(views, wanted, strict=True))
+    del views
+    inodes = {shared_inode(images) for _ in range(4) for images, _ in loader}
+    assert len(inodes) < 20  # of 52 batches
 
 
-def test_workers_read_into_shared_memory(path):
-    assert next(iter(make_loader(path, 1, "fork", collate_fn=owner)))[1] == [True, True]
-    assert next(iter(make_loader(path, 0, collate_fn=owner)))[1] == [False, False]
+def shared_inode(tensor: torch.Tensor) -> str:
+    """The shared memory that a tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.split()[4]
+    raise AssertionError("not mapped")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

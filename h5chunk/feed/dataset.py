@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from h5chunk.errors import FieldError
 from h5chunk.feed.collate import Batch, Sample
-from h5chunk.feed.memory import BatchMemory, shared_empty
+from h5chunk.feed.memory import BatchMemory, SharedMemory
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order
@@ -68,7 +68,7 @@ class ChunkDataset(Dataset[Any]):
         self._dtypes = {name: torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
         self.transform = transform
         self._given_cache = None if cache is None else CacheSettings.of(cache)
-        self._memory = BatchMemory()
+        self._memory, self._shared = BatchMemory(), SharedMemory()
         self._order: Order | None = None  # what a sampler said
         self._cache_known: tuple[int, CacheSettings] | None = None  # by number of workers
 
@@ -189,18 +189,25 @@ class ChunkDataset(Dataset[Any]):
             raise IndexError(f"sample {wrong} of {len(self)}: {self.path} has samples 0 to {len(self) - 1}")
         rows = np.where(rows < 0, rows + len(self), rows)
         self._reader.set_caches(self.cache)
-        return Batch(tuple(self._read_field(name, rows, shared) for name in self.fields))
+        spaces = [
+            ((len(rows), *self._reader.fields[name].sample_shape), dtype)
+            for name, dtype in self._dtypes.items()
+            if dtype is not None
+        ]
+        tensors = self._shared.empty(spaces) if shared else tuple(self._memory.empty(*space) for space in spaces)
+        numbers = [name for name, dtype in self._dtypes.items() if dtype is not None]
+        for name, tensor in zip(numbers, tensors, strict=True):
+            self._reader.read(name, rows, tensor.numpy())
+        if len(numbers) == len(self._dtypes):
+            return Batch(tensors)
+        there = dict(zip(numbers, tensors, strict=True))
+        return Batch(tuple(there[name] if name in there else self._read_text(name, rows) for name in self.fields))
 
-    def _read_field(self, name: str, rows: np.ndarray, shared: bool) -> torch.Tensor | list[str]:
-        field, dtype = self._reader.fields[name], self._dtypes[name]
-        shape = (len(rows), *field.sample_shape)
-        if dtype is None:
-            text = np.empty(shape, field.dtype)
-            self._reader.read(name, rows, text)
-            return np.char.decode(text, "utf-8", "backslashreplace").tolist()
-        out = shared_empty(shape, dtype) if shared else self._memory.empty(shape, dtype)
-        self._reader.read(name, rows, out.numpy())
-        return out
+    def _read_text(self, name: str, rows: np.ndarray) -> list[str]:
+        field = self._reader.fields[name]
+        text = np.empty((len(rows), *field.sample_shape), field.dtype)
+        self._reader.read(name, rows, text)
+        return np.char.decode(text, "utf-8", "backslashreplace").tolist()
 
     def __repr__(self) -> str:
         fields = ", ".join(

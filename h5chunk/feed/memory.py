@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 KEPT = 2  # free buffers to keep: a loop holds one batch while the next is read
+FLAG_BYTES = 64  # at the end of a shared buffer: fields start at multiples of it
 REUSED_BYTES = 1 << 20  # smaller ones are left to malloc, which keeps their memory itself
+
+
+Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each field
 
 
 class BatchMemory:
@@ -53,6 +58,70 @@ class BatchMemory:
 
     def __getstate__(self) -> dict[str, object]:
         return {"_keep": self._keep, "_free": []}  # memory stays in its process
+
+
+class SharedMemory:
+    """Batches in memory shared with the main process, for a DataLoader's worker: no bytes are sent, no page is new.
+
+    torch hands a shared tensor over as a file descriptor, but makes a fresh one for each batch, whose pages the system
+    has to find and clear. Here the buffers stay. A buffer is used again once no tensor of this process refers to it,
+    and the receiving process has cleared the flag in its last bytes, when its last reference was gone.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[torch.Tensor] = []
+
+    def empty(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> SharedFields:
+        """Uninitialised tensors of these shapes and dtypes, in one buffer."""
+        places, end = [], 0
+        for shape, dtype in fields:
+            places.append((end, shape, dtype))
+            end += -(-math.prod(shape) * dtype.itemsize // FLAG_BYTES) * FLAG_BYTES
+        buffer = self._take(end + FLAG_BYTES)
+        owned = buffer.numpy()[:end]
+        weakref.finalize(owned, self._idle.append, buffer).atexit = False
+        return SharedFields(buffer, owned, tuple(places))
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        returned = [buffer for buffer in self._idle if not buffer[-1]]
+        for buffer in returned:
+            self._idle[:] = [other for other in self._idle if other is not buffer]
+            if buffer.numel() >= num_bytes:
+                return buffer
+        buffer = shared_empty((num_bytes,), torch.uint8)
+        buffer[-1] = 0
+        return buffer
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_idle": []}  # memory stays in its process
+
+
+class SharedFields(tuple[torch.Tensor, ...]):
+    """Tensors in one shared buffer; sent to another process, they arrive as a plain tuple of tensors."""
+
+    _buffer: torch.Tensor
+    _places: Places
+
+    def __new__(cls, buffer: torch.Tensor, owned: np.ndarray, places: Places) -> SharedFields:
+        self = super().__new__(cls, _views(owned, places))
+        self._buffer, self._places = buffer, places
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self._buffer[-1] = 1  # in use there
+        return _receive, (self._buffer, self._places)
+
+
+def _receive(buffer: torch.Tensor, places: Places) -> tuple[torch.Tensor, ...]:
+    owned = buffer.numpy()[:-FLAG_BYTES]
+    weakref.finalize(owned, buffer[-1:].zero_).atexit = False
+    return tuple(_views(owned, places))
+
+
+def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
+    whole = torch.from_numpy(owned)
+    for start, shape, dtype in places:
+        yield whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
