@@ -2,11 +2,14 @@
 
     python scripts/bench_convert.py                # makes 12,000 JPEGs of 224 x 224 in bench-data/ once
     python scripts/bench_convert.py --folder DIR   # any folder of images of one size
+    python scripts/bench_convert.py --out /dev/shm # the output in memory: what the processor does, without the disk
 
-Limit: the same decoder (Pillow: open, convert to RGB) on the same files, in the same order, in as many processes,
-results thrown away. Convert: the whole of `h5chunk.convert`, from listing the folder until the file is on the disk.
-Both in turn, ``--rounds`` times; prints the median of each in images/s, their ratio, the peak memory of all processes
-of a conversion, and the rate at which this disk takes a file of that size. Writes it as JSON with ``--json FILE``.
+Decode limit: the same decoder (Pillow) on the same files, in the same order, in as many processes, up to a uint8 array
+of (C, H, W), results thrown away. Disk limit: writing as many bytes to the same folder and syncing them. Convert: the
+whole of `h5chunk.convert`, from listing the folder until the file is on the disk. All three in turn, ``--rounds``
+times; prints the median of each in images/s, of the ratio to each limit, and the peak memory of all processes of a
+conversion. ``loader`` is what torchvision's loader does, ``Image.open(path).convert("RGB")``, for comparison. Writes
+it all as JSON with ``--json FILE``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,16 +41,26 @@ TASK = 64
 def decode_all(paths: list[str]) -> int:
     for path in paths:
         with Image.open(path) as image:
+            image.load()
+            pixels = np.empty((3, image.height, image.width), np.uint8)
+            for channel, band in zip(pixels, "RGB", strict=True):
+                channel[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(channel.shape)
+    return len(paths)
+
+
+def load_all(paths: list[str]) -> int:
+    for path in paths:
+        with Image.open(path) as image:
             image.convert("RGB")
     return len(paths)
 
 
-def decode_rate(paths: list[str], workers: int) -> float:
-    """Images/s of decoding alone."""
+def rate(work: Callable[[list[str]], int], paths: list[str], workers: int) -> float:
+    """Images/s of doing this with all images."""
     tasks = [paths[i : i + TASK] for i in range(0, len(paths), TASK)]
     started = time.perf_counter()
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        done = sum(pool.imap_unordered(decode_all, tasks))
+        done = sum(pool.imap_unordered(work, tasks))
     return done / (time.perf_counter() - started)
 
 
@@ -58,7 +72,7 @@ class PeakMemory(threading.Thread):
         self.peak_bytes, self._done = 0, threading.Event()
 
     def run(self) -> None:
-        while not self._done.wait(0.2):
+        while not self._done.wait(1):
             pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
             total = 0
             for pid in pids:
@@ -80,13 +94,13 @@ def disk_rate(path: Path, num_bytes: int) -> float:
     block = os.urandom(8 << 20)
     started = time.perf_counter()
     with path.open("wb") as file:
-        for _ in range(max(1, num_bytes // len(block))):
-            file.write(block)
+        for start in range(0, num_bytes, len(block)):
+            file.write(block[: num_bytes - start])
         file.flush()
         os.fsync(file.fileno())
-    rate = file_bytes / (time.perf_counter() - started) if (file_bytes := path.stat().st_size) else 0.0
+    seconds = time.perf_counter() - started
     path.unlink()
-    return rate
+    return num_bytes / seconds
 
 
 def main() -> None:
@@ -95,6 +109,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, help="folder of the output")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = args.folder
@@ -105,38 +120,51 @@ def main() -> None:
     listing = list_images(folder)
     paths = [os.path.join(os.fsencode(folder), name).decode() for name in listing.names]
     paths = [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
-    out = folder.with_suffix(".h5")
-
-    decode_rate(paths[:2000], args.workers)  # warm the page cache
-    limits, rates, peaks = [], [], []
+    out = (args.out or folder.parent) / "bench-convert.h5"
+    figures: dict[str, list[float]] = {name: [] for name in ("decode", "loader", "disk", "convert", "peak_bytes")}
+    rate(decode_all, paths[:2000], args.workers)  # warm the page cache
+    report = h5chunk.convert(folder, out, workers=args.workers, overwrite=True)
+    image_bytes = report.num_bytes / report.num_samples
     for number in range(args.rounds):
-        limits.append(decode_rate(paths, args.workers))
+        out.unlink()
+        figures["decode"].append(rate(decode_all, paths, args.workers))
+        figures["loader"].append(rate(load_all, paths, args.workers))
+        figures["disk"].append(disk_rate(out.with_suffix(".disk"), report.num_bytes) / image_bytes)
         memory = PeakMemory()
         memory.start()
-        report = h5chunk.convert(folder, out, workers=args.workers, overwrite=True)
-        peaks.append(memory.stop())
-        rates.append(report.num_samples / report.seconds)
-        print(f"round {number + 1}: limit {limits[-1]:,.0f} images/s, convert {rates[-1]:,.0f}", flush=True)
+        report = h5chunk.convert(folder, out, workers=args.workers)
+        figures["peak_bytes"].append(memory.stop())
+        figures["convert"].append(report.num_samples / report.seconds)
+        print(
+            f"round {number + 1}: " + ", ".join(f"{name} {each[-1]:,.0f}" for name, each in figures.items()), flush=True
+        )
+    out.unlink()
+    both = [min(pair) for pair in zip(figures["decode"], figures["disk"], strict=True)]
+    medians = {name: statistics.median(each) for name, each in figures.items()}
     result = {
         "images": len(paths),
         "workers": args.workers,
-        "limit_images_per_s": statistics.median(limits),
-        "convert_images_per_s": statistics.median(rates),
-        "ratio": statistics.median(rate / limit for rate, limit in zip(rates, limits, strict=True)),
-        "ratios": [rate / limit for rate, limit in zip(rates, limits, strict=True)],
-        "peak_memory_bytes": max(peaks),
-        "output_bytes": report.num_bytes,
-        "disk_bytes_per_s": disk_rate(out.with_suffix(".disk"), report.num_bytes),
+        "images_per_s": medians,
+        "rounds": figures,
+        "of_decode_limit": ratio(figures["convert"], figures["decode"]),
+        "of_both_limits": ratio(figures["convert"], both),
+        "of_loader": ratio(figures["convert"], figures["loader"]),
         "versions": {"h5chunk": h5chunk.__version__, "pillow": PIL.__version__, "python": platform.python_version()},
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
     }
-    print(f"decode limit {result['limit_images_per_s']:>9,.0f} images/s")
-    print(f"convert      {result['convert_images_per_s']:>9,.0f} images/s, {result['ratio']:.2f} of the limit")
-    print(f"peak memory  {result['peak_memory_bytes'] / 2**20:>9,.0f} MiB in all processes together")
-    disk = result["disk_bytes_per_s"] / (report.num_bytes / report.num_samples)
-    print(f"disk         {disk:>9,.0f} images/s would be its limit")
+    print(f"decode limit  {medians['decode']:>9,.0f} images/s   disk limit {medians['disk']:>9,.0f}")
+    print(f"convert       {medians['convert']:>9,.0f} images/s")
+    print(f"of the decode limit            {result['of_decode_limit']:.2f}")
+    print(f"of the smaller of both limits  {result['of_both_limits']:.2f}")
+    print(f"of torchvision's loader        {result['of_loader']:.2f}")
+    print(f"peak memory   {medians['peak_bytes'] / 2**20:>9,.0f} MiB in all processes together")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def ratio(rates: list[float], limits: list[float]) -> float:
+    """Median of the rounds' ratios."""
+    return statistics.median(rate / limit for rate, limit in zip(rates, limits, strict=True))
 
 
 if __name__ == "__main__":

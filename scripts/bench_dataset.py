@@ -134,9 +134,12 @@ def private_bytes(pid: int) -> int:
 
 def epoch(data: DataLoader) -> dict[str, float]:
     """One epoch: images/s, bytes read an image, and memory of the first reading process at its end."""
+    running = processes(data._iterator) if data._iterator else []  # persistent workers read ahead from iter() on
+    before = read_bytes(running)
+    started, images = time.perf_counter(), 0
     iterator = iter(data)
     pids = processes(iterator)
-    before, started, images = read_bytes(pids), time.perf_counter(), 0
+    before = before if running else read_bytes(pids)
     for batch in iterator:
         images += len(batch[0])
     seconds = time.perf_counter() - started

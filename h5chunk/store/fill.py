@@ -71,6 +71,10 @@ class FillJob:
     def num_chunks(self) -> int:
         return -(-len(self.order) // self.chunk_samples)
 
+    def new_buffer(self) -> np.ndarray:
+        """Memory of one chunk."""
+        return np.zeros((self.chunk_samples, *self.sample_shape), np.uint8)
+
 
 class Failure(NamedTuple):
     """A sample that could not be had: its row, the reason, and the name of the error's class."""
@@ -106,10 +110,18 @@ class _Part(NamedTuple):
 
 
 def write_chunks(
-    job: FillJob, descriptor: int, first: int, last: int, stopped: Callable[[], bool] = lambda: False
+    job: FillJob,
+    descriptor: int,
+    buffer: np.ndarray,
+    first: int,
+    last: int,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> _Part:
-    """Write chunks ``first`` to ``last`` (excluded), unless told that nobody wants them any more."""
-    buffer = np.zeros((job.chunk_samples, *job.sample_shape), np.uint8)
+    """Write chunks ``first`` to ``last`` (excluded), unless told that nobody wants them any more.
+
+    ``buffer`` is one chunk, (chunk_samples, *sample_shape) uint8, used again and again: new memory would cost more
+    than writing does.
+    """
     part = _Part(first, [], Counter(), [])
     for chunk in range(first, last):
         start = chunk * job.chunk_samples
@@ -175,9 +187,10 @@ def fill(job: FillJob, num_workers: int, stop_at_failure: bool, written: Written
 def _in_this_process(job: FillJob, tasks: list[tuple[int, int]]) -> Generator[_Part]:
     descriptor = os.open(job.part, os.O_WRONLY | os.O_CLOEXEC)
     try:
+        buffer = job.new_buffer()
         with job.source.session():
             for first, last in tasks:
-                yield write_chunks(job, descriptor, first, last)
+                yield write_chunks(job, descriptor, buffer, first, last)
     finally:
         os.close(descriptor)
 
@@ -224,16 +237,17 @@ def _start_method() -> str:
 
 _job: FillJob
 _descriptor: int
+_buffer: np.ndarray
 _session: AbstractContextManager[None]
 _stop: Any
 
 
 def _start_worker(job: FillJob, stop: Any) -> None:
-    global _job, _descriptor, _session, _stop
+    global _job, _descriptor, _buffer, _session, _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _job, _descriptor = job, os.open(job.part, os.O_WRONLY | os.O_CLOEXEC)
-    _stop = stop
+    _buffer, _stop = job.new_buffer(), stop
     _session = job.source.session()  # in force for the life of this process
     _session.__enter__()
 
@@ -246,4 +260,4 @@ def _end_with_parent() -> None:
 
 
 def _run_task(first: int, last: int) -> _Part:
-    return write_chunks(_job, _descriptor, first, last, lambda: bool(_stop.value))
+    return write_chunks(_job, _descriptor, _buffer, first, last, lambda: bool(_stop.value))
