@@ -17,6 +17,8 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.feed.memory import BatchMemory
 
+ALIGNMENT = 512  # of a field in a slot's buffer
+
 
 @dataclass(frozen=True)
 class FieldSpace:
@@ -54,8 +56,8 @@ class CpuSlot:
                 self.tensors[name] = self._memory.empty((num_samples, *space.sample_shape), space.dtype)
         return {name: _bytes_of(tensor) for name, tensor in self.tensors.items()}
 
-    def filled(self) -> None:
-        pass
+    def send(self) -> None:
+        """It is where it shall be."""
 
     def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
         """Samples ``first`` to ``last`` of the window."""
@@ -68,33 +70,59 @@ class CpuSlot:
 
 
 class CudaSlot:
-    """A window in pinned memory and its copy on the device."""
+    """A window in pinned memory and its copy on the device: one buffer each for all fields, one copy for a window.
 
-    def __init__(self, spaces: Spaces, num_samples: int, device: torch.device, stream: torch.cuda.Stream) -> None:
+    All calls that take the GIL in turns cost several times their time beside threads that read: so views are made once.
+    """
+
+    def __init__(
+        self, spaces: Spaces, num_samples: int, batch_size: int, device: torch.device, stream: torch.cuda.Stream
+    ) -> None:
         self._device, self._stream = device, stream
-        shapes = {name: (num_samples, *space.sample_shape) for name, space in spaces.items()}
-        self._pinned = {n: torch.empty(s, dtype=spaces[n].dtype, pin_memory=True) for n, s in shapes.items()}
-        self._there = {n: torch.empty(s, dtype=spaces[n].dtype, device=device) for n, s in shapes.items()}
+        starts, end = {}, 0
+        for name, space in spaces.items():
+            starts[name] = end
+            end += -(-num_samples * space.sample_bytes // ALIGNMENT) * ALIGNMENT
+        self._pinned = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+        self._there = torch.empty(end, dtype=torch.uint8, device=device)
+        whole = self._pinned.numpy().data
+        self._bytes = {n: whole[starts[n] : starts[n] + num_samples * s.sample_bytes] for n, s in spaces.items()}
+        self._spaces, self._num_samples = spaces, num_samples
+        self._fields = {
+            name: self._there[starts[name] : starts[name] + num_samples * space.sample_bytes]
+            .view(space.dtype)
+            .view(num_samples, *space.sample_shape)
+            for name, space in spaces.items()
+        }
+        self._batches = {
+            (first, first + batch_size): self._cut(first, first + batch_size)
+            for first in range(0, num_samples - batch_size + 1, batch_size)
+        }
         self._copied = torch.cuda.Event()
         self._consumed = torch.cuda.Event()
-        self._num_samples = 0
 
     def begin(self, num_samples: int) -> dict[str, memoryview]:
-        self._num_samples = num_samples
-        self._copied.synchronize()  # the host may overwrite the pinned buffer
-        return {name: _bytes_of(tensor[:num_samples]) for name, tensor in self._pinned.items()}
+        if not self._copied.query():
+            self._copied.synchronize()  # the host may overwrite the pinned buffer
+        if num_samples == self._num_samples:
+            return self._bytes
+        return {name: self._bytes[name][: num_samples * space.sample_bytes] for name, space in self._spaces.items()}
 
-    def filled(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
-            for name, pinned in self._pinned.items():
-                self._there[name][: self._num_samples].copy_(pinned[: self._num_samples], non_blocking=True)
-            self._copied.record(self._stream)
+    def send(self) -> None:
+        """Start the copy to the device."""
+        self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
+        with torch.cuda.stream(self._stream):
+            self._there.copy_(self._pinned, non_blocking=True)
+        self._copied.record(self._stream)
 
     def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
         """Views of the device buffer, ordered behind the copy on the current stream; valid until `release`."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
-        return {name: tensor[first:last] for name, tensor in self._there.items()}
+        ready = self._batches.get((first, last))
+        return self._cut(first, last) if ready is None else ready
+
+    def _cut(self, first: int, last: int) -> dict[str, torch.Tensor]:
+        return {name: field[first:last] for name, field in self._fields.items()}
 
     def release(self) -> None:
         """The consumer has queued, on its current stream, all that reads the device buffer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -191,7 +192,8 @@ class ChunkLoader:
             slots = [CpuSlot(self._spaces, self._slot_samples, memory) for _ in range(self._num_slots)]
         else:
             stream = torch.cuda.Stream(self._device)
-            slots = [CudaSlot(self._spaces, self._slot_samples, self._device, stream) for _ in range(self._num_slots)]
+            sizes = self._slot_samples, min(self._order.batch_size, self._slot_samples)
+            slots = [CudaSlot(self._spaces, *sizes, self._device, stream) for _ in range(self._num_slots)]
         self._convert.to(self._device)
         if len(self._direct) < len(self._spaces):
             self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
@@ -233,6 +235,7 @@ class _Feed:
         self._batch_size = order.batch_size
         self._left: dict[int, int] = {}  # batches that a slot still has to give, by its id
         self._used: list[Any] = []
+        self._unsent: deque[Load] = deque()
         self._late = late  # whether a batch is used until the next one is asked for
         self._fill()
 
@@ -241,6 +244,7 @@ class _Feed:
             epoch, window = next(self._windows)
             slot = self._free.pop(0)
             load = self._readers.load(window, slot)
+            self._unsent.append(load)
             self._left[id(slot)] = len(window.batches)
             for place, number in enumerate(window.batches):
                 self._batches[epoch, number] = load, place
@@ -251,6 +255,7 @@ class _Feed:
             self._release()
         load, place = self._batches.pop((epoch, number))
         load.wait(WAIT_S)
+        self._send()
         slot = load.slot
         first = place * self._batch_size
         self._left[id(slot)] -= 1
@@ -258,6 +263,11 @@ class _Feed:
             self._used.append(slot)
         last = min(first + self._batch_size, len(load.window.samples))
         return slot.batch(first, last)
+
+    def _send(self) -> None:
+        """Hand on the windows that are there, in their order; copies to a device then run beside its work."""
+        while self._unsent and self._unsent[0].is_ready and self._unsent[0].error is None:
+            self._unsent.popleft().slot.send()
 
     def release_used(self) -> None:
         """The consumer has taken what it needs of the last batch."""

@@ -7,7 +7,9 @@ loop that takes a fresh batch of 38 MB each time spends most of its time in page
 from __future__ import annotations
 
 import math
+import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,7 +27,8 @@ class BatchMemory:
     """Gives tensors whose memory returns here when the last reference to it is gone.
 
     A tensor, all its views and everything that shares its storage keep the memory: it is never used twice at a time.
-    Buffers are NumPy's, which asks the system for huge pages.
+    Buffers are NumPy's, which asks the system for huge pages. The last reference may go in any thread, or in the
+    middle of a call here (the garbage collector's), so that free buffers come and go in steps that cannot be divided.
 
     Parameters
     ----------
@@ -34,8 +37,7 @@ class BatchMemory:
     """
 
     def __init__(self, keep: int = KEPT) -> None:
-        self._keep = keep
-        self._free: list[np.ndarray] = []
+        self._free: deque[np.ndarray] = deque(maxlen=keep)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
@@ -44,20 +46,22 @@ class BatchMemory:
             return torch.empty(shape, dtype=dtype)
         buffer = self._take(num_bytes)
         owned = buffer[:num_bytes]
-        weakref.finalize(owned, self._give_back, buffer).atexit = False
+        weakref.finalize(owned, self._free.append, buffer).atexit = False
         return torch.from_numpy(owned).view(dtype).view(shape)
 
     def _take(self, num_bytes: int) -> np.ndarray:
-        for number, buffer in enumerate(self._free):
+        for _ in range(len(self._free)):
+            try:
+                buffer = self._free.pop()
+            except IndexError:  # another thread took the last one
+                break
             if num_bytes <= buffer.nbytes <= 2 * num_bytes:
-                return self._free.pop(number)
+                return buffer
+            self._free.appendleft(buffer)
         return np.empty(num_bytes, np.uint8)
 
-    def _give_back(self, buffer: np.ndarray) -> None:
-        self._free = [buffer, *self._free[: self._keep - 1]]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_keep": self._keep, "_free": []}  # memory stays in its process
+    def __reduce__(self) -> tuple[object, ...]:
+        return BatchMemory, (self._free.maxlen,)  # memory stays in its process
 
 
 class SharedMemory:
@@ -114,8 +118,13 @@ class SharedFields(tuple[torch.Tensor, ...]):
 
 def _receive(buffer: torch.Tensor, places: Places) -> tuple[torch.Tensor, ...]:
     owned = buffer.numpy()[:-FLAG_BYTES]
-    weakref.finalize(owned, buffer[-1:].zero_).atexit = False
+    weakref.finalize(owned, _clear, buffer[-1:], os.getpid()).atexit = False
     return tuple(_views(owned, places))
+
+
+def _clear(flag: torch.Tensor, process: int) -> None:
+    if os.getpid() == process:  # a fork that lets go of its copy says nothing about ours
+        flag.zero_()
 
 
 def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Reading ahead: threads fill slots with windows, in the order in which their batches will be wanted.
 
 A slot holds one window, each of its samples at its place in the shuffled window: a batch is a slice of it. Windows are
-cut into parts of a few megabytes, which threads read side by side; the thread that reads the last part finishes the
-slot (on a GPU it starts the copy). Nothing here knows what a batch is for; `h5chunk.feed.loader` does.
+cut into parts of a few megabytes, which threads read side by side. Nothing here knows what a batch is for;
+`h5chunk.feed.loader` does.
 """
 
 from __future__ import annotations
@@ -10,45 +10,48 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, printable
 from h5chunk.plan.order import Window
 from h5chunk.store.direct import DirectField
 from h5chunk.store.reader import H5Reader
 
 PART_BYTES = 4 << 20  # what a thread reads at a time: small enough to share a window out, large enough not to count
-WAIT_S = 120.0  # after which a thread that does not answer is an error
+WHOLE_ROW_BYTES = 64  # fields of such small rows, labels mostly, are kept in memory whole
+WHOLE_BYTES = 64 << 20  # up to this size
+WAIT_S = 120.0  # after which threads that finish nothing are an error
 
-Task = Callable[[], None]
+Part = Callable[[], None]
 
 
 class Slot(Protocol):
-    """Where a window goes."""
+    """Where a window goes. Only the consumer's thread calls it."""
 
     def begin(self, num_samples: int) -> Mapping[str, memoryview]:
-        """Make room; gives writable bytes of each field, sample after sample. Called by the consumer."""
-
-    def filled(self) -> None:
-        """All bytes are there. Called by the thread that read the last part."""
+        """Make room; gives writable bytes of each field, sample after sample."""
 
 
 class Load:
-    """A window on its way into a slot."""
+    """A window on its way into a slot; ``path`` is where from, for messages."""
 
-    def __init__(self, slot: Any, window: Window, num_parts: int) -> None:
+    def __init__(self, slot: Any, window: Window, num_parts: int, path: Path) -> None:
         self.slot, self.window = slot, window
         self.error: BaseException | None = None
+        self._path = path
         self._left = num_parts
         self._lock = threading.Lock()
         self._ready = threading.Event()
+        self._process = os.getpid()
 
-    def run(self, part: Task) -> None:
+    def run(self, part: Part) -> None:
         """Do one part; the last one finishes the slot. An error is kept for the consumer."""
         try:
             if self.error is None:
@@ -66,10 +69,23 @@ class Load:
                 self.error = error
             self._ready.set()
 
+    def drop(self) -> None:
+        """Do one part no more."""
+        self.run(self._closed)
+
+    def _closed(self) -> None:
+        raise FileError(f"{printable(self._path)}: closed while it was read")
+
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the slot is filled; raise what went wrong."""
-        if not self._ready.wait(timeout_s):
-            raise FileError(f"no data came for {timeout_s:.0f} s: a reading thread or the file system hangs")
+        """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` some part has to be done."""
+        if os.getpid() != self._process:
+            raise FileError(f"{printable(self._path)}: read ahead before a fork, whose threads stay behind: start again")
+        left = self._left
+        while not self._ready.wait(timeout_s):
+            if self._left == left:
+                shown = printable(self._path)
+                raise FileError(f"{shown}: no data came for {timeout_s:.0f} s: a thread or the file system hangs")
+            left = self._left
         if self.error is not None:
             raise self.error
 
@@ -91,6 +107,11 @@ class Readers:
         self._descriptor = os.open(reader.path, os.O_RDONLY | os.O_CLOEXEC)
         reader.check_unchanged(self._descriptor)
         self._hdf5 = threading.Lock()
+        self._whole = {
+            name: field.read_all(self._descriptor)
+            for name, field in direct.items()
+            if field.is_one_run and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+        }
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=_work, args=(self._tasks,), name="h5chunk-reader", daemon=True)
@@ -101,56 +122,78 @@ class Readers:
 
     def load(self, window: Window, slot: Slot) -> Load:
         """Start reading a window into a slot."""
-        buffers = slot.begin(len(window.samples))
-        parts = [part for name, buffer in buffers.items() for part in self._parts(name, buffer, window.samples)]
-        load = Load(slot, window, len(parts))
+        parts: list[Task] = []
+        for name, buffer in slot.begin(len(window.samples)).items():
+            if name in self._whole:
+                _gather(self._whole[name], window.samples, buffer)
+            elif name in self._direct:
+                parts += self._parts(self._direct[name], buffer, window.samples)
+            else:
+                parts.append(partial(self._read_by_hdf5, name, buffer, window.samples))
+        load = Load(slot, window, len(parts), self._reader.path)
         for part in parts:
-            self._tasks.put(partial(load.run, part))
+            self._tasks.put((load, part))
         return load
 
-    def _parts(self, name: str, buffer: memoryview, samples: np.ndarray) -> Iterator[Task]:
-        field = self._direct.get(name)
-        if field is None:
-            yield partial(self._read_by_hdf5, name, buffer, samples)
-            return
+    def _parts(self, field: DirectField, buffer: memoryview, samples: np.ndarray) -> Iterator[Part]:
+        """The runs of a window, in parts for the threads: plain lists, as NumPy calls there would fight for the GIL."""
         places, borders = field.runs(samples)
-        num_parts = max(1, min(len(buffer) // PART_BYTES, len(borders) - 1))
-        cuts = np.linspace(0, len(borders) - 1, num_parts + 1).astype(int)
-        for first, last in pairwise(cuts):
-            yield partial(self._read_runs, field, buffer, samples, places, borders[first : last + 1])
+        rows = samples[places[borders[:-1]]].tolist()
+        starts, cuts = (places * field.row_bytes).tolist(), borders.tolist()
+        per_part = max(1, PART_BYTES * len(rows) // max(1, len(buffer)))
+        for first in range(0, len(rows), per_part):
+            last = min(first + per_part, len(rows))
+            yield partial(self._read_runs, field, buffer, rows[first:last], starts, cuts[first : last + 1])
 
     def _read_runs(
-        self, field: DirectField, buffer: memoryview, samples: np.ndarray, places: np.ndarray, borders: np.ndarray
+        self, field: DirectField, buffer: memoryview, rows: list[int], starts: list[int], cuts: list[int]
     ) -> None:
         size = field.row_bytes
-        starts = (places[borders[0] : borders[-1]] * size).tolist()
-        rows = samples[places[borders[:-1]]].tolist()
-        cuts = (borders - borders[0]).tolist()
-        for number, row in enumerate(rows):
-            run = [buffer[start : start + size] for start in starts[cuts[number] : cuts[number + 1]]]
-            field.read_run(self._descriptor, row, run)
+        for row, (first, last) in zip(rows, pairwise(cuts), strict=True):
+            field.read_run(self._descriptor, row, [buffer[start : start + size] for start in starts[first:last]])
 
     def _read_by_hdf5(self, name: str, buffer: memoryview, samples: np.ndarray) -> None:
         field = self._reader.fields[name]
         out = np.frombuffer(buffer, field.dtype).reshape(len(samples), *field.sample_shape)
         with self._hdf5:
             self._reader.read(name, samples, out)
+        self._reader.check_unchanged(self._descriptor)  # HDF5 gives zeros for what was cut off
 
     def close(self) -> None:
         """Stop and join the threads, and close the file. Parts that no thread has begun are dropped."""
-        while not self._tasks.empty():
-            self._tasks.get()
+        if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
+            os.close(self._descriptor)
+            return
+        if threading.current_thread() in self._threads:  # the garbage collector's call, in the middle of a part
+            threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
+            return
+        with suppress(Empty):
+            while task := self._tasks.get_nowait():
+                task[0].drop()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()
         os.close(self._descriptor)
-        with self._hdf5:
-            self._reader.close()
+        self._reader.close()
 
 
-def _work(tasks: SimpleQueue[Task | None]) -> None:
+def _open(reader: H5Reader) -> int:
+    """A descriptor of the reader's file."""
+    try:
+        descriptor = os.open(reader.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(f"{printable(reader.path)}: cannot be opened: {error.strerror}") from None
+    try:
+        reader.check_unchanged(descriptor)
+    except FileError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _work(tasks: SimpleQueue[tuple[Load, Part] | None]) -> None:
     while (task := tasks.get()) is not None:
-        task()
-        del task  # it holds a slot
+        load, part = task
+        load.run(part)
+        del task, load, part  # they hold a slot

@@ -6,6 +6,7 @@ walks the index each time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import h5py
@@ -41,7 +42,8 @@ class ChunkTable:
         """Whether chunks lie one behind the other in order, all of one size: then any rows are one byte range."""
         if len(self) == 0 or self.offsets[0] < 0:
             return False
-        return bool((self.offsets == self.offsets[0] + np.arange(len(self)) * self.sizes[0]).all())
+        size = self.sizes[0]
+        return bool((self.sizes == size).all() and (self.offsets == self.offsets[0] + np.arange(len(self)) * size).all())
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
@@ -50,7 +52,7 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     Raises
     ------
     FileError
-        A chunk reaches out of the file.
+        A chunk reaches out of the file, or the index of chunks makes no sense.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if dataset.chunks is None:
@@ -62,21 +64,30 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
             tuple(dataset.shape),
         )
     else:
-        grid = tuple(-(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-        count = int(np.prod(grid))
-        table = ChunkTable(
-            np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32), tuple(dataset.chunks)
-        )
-        strides = [int(np.prod(grid[axis + 1 :])) for axis in range(len(grid))]
-
-        def add(chunk: h5py.h5d.StoreInfo) -> None:
-            place = sum(o // c * s for o, c, s in zip(chunk.chunk_offset, dataset.chunks, strides, strict=True))
-            table.offsets[place] = -1 if chunk.byte_offset is None else chunk.byte_offset
-            table.sizes[place], table.filter_masks[place] = chunk.size, chunk.filter_mask
-
-        dataset.id.chunk_iter(add)
+        table = _list_index(dataset, name)
     end = int((table.offsets + table.sizes).max(initial=0))
     length = dataset.file.id.get_filesize()
     if end > length:
         raise FileError(f"{name} has a chunk that ends at byte {end}, but the file has only {length}: it is damaged")
     return table
+
+
+def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
+    chunks = dataset.chunks
+    grid = tuple(-(-length // chunk) for length, chunk in zip(dataset.shape, chunks, strict=True))
+    strides = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+    count = math.prod(grid)
+    offsets, sizes, masks = np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32)
+
+    def add(chunk: h5py.h5d.StoreInfo) -> None:
+        place = sum(o // c * s for o, c, s in zip(chunk.chunk_offset, chunks, strides, strict=True))
+        offsets[place] = -1 if chunk.byte_offset is None else chunk.byte_offset
+        sizes[place], masks[place] = chunk.size, chunk.filter_mask
+
+    try:
+        dataset.id.chunk_iter(add)
+    except (IndexError, OverflowError) as error:
+        raise FileError(f"{name} lists a chunk that cannot be: {error}: it is damaged") from None
+    except (OSError, RuntimeError) as error:
+        raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
+    return ChunkTable(offsets, sizes, masks, tuple(chunks))
