@@ -50,9 +50,16 @@ class Load:
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self._process = os.getpid()
+        if not num_parts:
+            self._ready.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all parts are done, or have failed."""
+        return self._ready.is_set()
 
     def run(self, part: Part) -> None:
-        """Do one part; the last one finishes the slot. An error is kept for the consumer."""
+        """Do one part; the last one makes it ready. An error is kept for the consumer."""
         try:
             if self.error is None:
                 part()
@@ -62,11 +69,6 @@ class Load:
             self._left -= 1
             last = self._left == 0
         if last:
-            try:
-                if self.error is None:
-                    self.slot.filled()
-            except BaseException as error:
-                self.error = error
             self._ready.set()
 
     def drop(self) -> None:
@@ -79,7 +81,7 @@ class Load:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` some part has to be done."""
         if os.getpid() != self._process:
-            raise FileError(f"{printable(self._path)}: read ahead before a fork, whose threads stay behind: start again")
+            raise FileError(f"{printable(self._path)}: read ahead by threads that a fork leaves behind: start again")
         left = self._left
         while not self._ready.wait(timeout_s):
             if self._left == left:
@@ -104,25 +106,29 @@ class Readers:
 
     def __init__(self, reader: H5Reader, direct: Mapping[str, DirectField], num_threads: int) -> None:
         self._reader, self._direct = reader, direct
-        self._descriptor = os.open(reader.path, os.O_RDONLY | os.O_CLOEXEC)
-        reader.check_unchanged(self._descriptor)
+        self._process = os.getpid()
         self._hdf5 = threading.Lock()
-        self._whole = {
-            name: field.read_all(self._descriptor)
-            for name, field in direct.items()
-            if field.is_one_run and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
-        }
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._tasks,), name="h5chunk-reader", daemon=True)
-            for _ in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._tasks: SimpleQueue[tuple[Load, Part] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._descriptor = _open(reader.path)
+        try:
+            reader.check_unchanged(self._descriptor)
+            self._whole = {
+                name: field.read_all(self._descriptor)
+                for name, field in direct.items()
+                if field.is_one_run and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+            }
+            for _ in range(num_threads):
+                thread = threading.Thread(target=_work, args=(self._tasks,), name="h5chunk-reader", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def load(self, window: Window, slot: Slot) -> Load:
         """Start reading a window into a slot."""
-        parts: list[Task] = []
+        parts: list[Part] = []
         for name, buffer in slot.begin(len(window.samples)).items():
             if name in self._whole:
                 _gather(self._whole[name], window.samples, buffer)
@@ -151,6 +157,7 @@ class Readers:
         size = field.row_bytes
         for row, (first, last) in zip(rows, pairwise(cuts), strict=True):
             field.read_run(self._descriptor, row, [buffer[start : start + size] for start in starts[first:last]])
+        self._reader.check_unchanged(self._descriptor)
 
     def _read_by_hdf5(self, name: str, buffer: memoryview, samples: np.ndarray) -> None:
         field = self._reader.fields[name]
@@ -178,18 +185,16 @@ class Readers:
         self._reader.close()
 
 
-def _open(reader: H5Reader) -> int:
-    """A descriptor of the reader's file."""
+def _open(path: Path) -> int:
     try:
-        descriptor = os.open(reader.path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise FileError(f"{printable(reader.path)}: cannot be opened: {error.strerror}") from None
-    try:
-        reader.check_unchanged(descriptor)
-    except FileError:
-        os.close(descriptor)
-        raise
-    return descriptor
+        raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
+
+
+def _gather(values: np.ndarray, samples: np.ndarray, buffer: memoryview) -> None:
+    out = np.frombuffer(buffer, values.dtype).reshape(len(samples), *values.shape[1:])
+    np.take(values, samples, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
 
 
 def _work(tasks: SimpleQueue[tuple[Load, Part] | None]) -> None:

@@ -42,8 +42,8 @@ class ChunkTable:
         """Whether chunks lie one behind the other in order, all of one size: then any rows are one byte range."""
         if len(self) == 0 or self.offsets[0] < 0:
             return False
-        size = self.sizes[0]
-        return bool((self.sizes == size).all() and (self.offsets == self.offsets[0] + np.arange(len(self)) * size).all())
+        expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
+        return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:

@@ -106,9 +106,7 @@ class DirectField:
                 raise FileError(f"{self._where(first_row + start)}: cannot be read: {reason}") from error
             offset += wanted
 
-    def _read_rest(
-        self, descriptor: int, first_row: int, buffers: Sequence[memoryview], offset: int, got: int
-    ) -> None:
+    def _read_rest(self, descriptor: int, first_row: int, buffers: Sequence[memoryview], offset: int, got: int) -> None:
         """preadv may give less than was asked for, in large requests or where a signal came."""
         for number in range(got // self.row_bytes, len(buffers)):
             done = max(0, got - number * self.row_bytes)
@@ -124,9 +122,13 @@ class DirectField:
         values = np.empty(self._shape, self._dtype)
         done, view = 0, values.reshape(-1).view(np.uint8).data
         while done < len(view):
-            more = os.preadv(descriptor, [view[done:]], int(self._offsets[0]) + done)
+            row = done // self.row_bytes
+            try:
+                more = os.preadv(descriptor, [view[done:]], int(self._offsets[0]) + done)
+            except OSError as error:
+                raise FileError(f"{self._where(row)}: cannot be read: {error.strerror or error}") from error
             if not more:
-                raise FileError(f"{self._where(0)}: the file ends in the middle of its data: it was cut short")
+                raise FileError(f"{self._where(row)}: the file ends in the middle of its data: it was cut short")
             done += more
         return values
 
