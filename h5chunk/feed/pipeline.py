@@ -139,6 +139,8 @@ class Readers:
         load = Load(slot, window, len(parts), self._reader.path)
         for part in parts:
             self._tasks.put((load, part))
+        if not self._threads:  # closed: the consumer shall not wait
+            self._drop_tasks()
         return load
 
     def _parts(self, field: DirectField, buffer: memoryview, samples: np.ndarray) -> Iterator[Part]:
@@ -174,15 +176,19 @@ class Readers:
         if threading.current_thread() in self._threads:  # the garbage collector's call, in the middle of a part
             threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
             return
-        with suppress(Empty):
-            while task := self._tasks.get_nowait():
-                task[0].drop()
+        self._drop_tasks()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
             thread.join()
+        self._threads = []
         os.close(self._descriptor)
         self._reader.close()
+
+    def _drop_tasks(self) -> None:
+        with suppress(Empty):
+            while task := self._tasks.get_nowait():
+                task[0].drop()
 
 
 def _open(path: Path) -> int:

@@ -146,7 +146,7 @@ def _check(file: h5py.File, dataset: h5py.Dataset, properties: h5py.h5p.PropDCID
         raise NotDirect("its data lie in other files")
     if properties.get_nfilters():
         raise NotDirect("it is filtered (compressed)")
-    native = h5py.h5t.py_create(field.dtype, logical=True)
+    native = h5py.h5t.py_create(np.dtype(field.dtype.str), logical=True)  # .str: without names of an enum's values
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and field.dtype.kind != "b":
         stored = stored.get_super()

@@ -1,0 +1,331 @@
+"""Rows read by their byte ranges are what HDF5 reads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from foreign import make_file, values
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_chunktable import create
+
+from h5chunk.errors import FileError
+from h5chunk.store.direct import MAX_VECTORS, RUN_BYTES, DirectField, NotDirect
+from h5chunk.store.reader import H5Reader
+
+N = 37
+SHAPE = (N, 3, 5)
+LATEST = {"libver": "latest"}
+V110 = {"libver": ("v110", "v110")}
+
+LAYOUTS = {
+    "contiguous": ({}, {}),
+    "contiguous, user block": ({"userblock_size": 1024}, {}),
+    "btree": ({}, {"chunks": (4, 3, 5)}),
+    "one sample a chunk": ({}, {"chunks": (1, 3, 5)}),
+    "one chunk": ({}, {"chunks": SHAPE}),
+    "larger than the data": ({}, {"chunks": (64, 3, 5), "maxshape": (None, 3, 5)}),
+    "user block": ({"userblock_size": 512}, {"chunks": (4, 3, 5)}),
+    "fixed array": (LATEST, {"chunks": (4, 3, 5)}),
+    "extensible array": (LATEST, {"chunks": (4, 3, 5), "maxshape": (None, 3, 5)}),
+    "btree of version 2": (LATEST, {"chunks": (4, 3, 5), "maxshape": (None, 9, None)}),
+}
+DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "?"]
+ROWS = [[0], [N - 1], [3, 1, 2], list(range(N)), list(range(N))[::-1], [36, 0], [4, 5, 7, 3, 8], list(range(0, N, 2))]
+
+
+def direct_field(path: Path, dataset: str = "x") -> DirectField:
+    reader = H5Reader(path, {"x": dataset})
+    with h5py.File(path) as file:
+        return DirectField(path, file, reader.fields["x"])
+
+
+def read(field: DirectField, path: Path, rows: np.ndarray, out: np.ndarray) -> None:
+    """Read rows run by run, each where it is wanted."""
+    buffer = out.reshape(-1).view(np.uint8).data
+    size = field.row_bytes
+    places, borders = field.runs(rows)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for start, stop in zip(borders[:-1], borders[1:], strict=True):
+            run = [buffer[place * size : (place + 1) * size] for place in places[start:stop].tolist()]
+            field.read_run(descriptor, int(rows[places[start]]), run)
+    finally:
+        os.close(descriptor)
+
+
+def check_direct(path: Path, data: np.ndarray, rows: list[int], field: DirectField | None = None) -> None:
+    """The direct reader gives what the reader through HDF5 does, which is the data."""
+    numbers = np.array(rows, np.int64)
+    found, reference = np.zeros((2, len(rows), *data.shape[1:]), data.dtype)
+    read(field or direct_field(path), path, numbers, found)
+    H5Reader(path, {"x": "x"}).read("x", numbers, reference)
+    assert found.tobytes() == reference.tobytes() == data[rows].tobytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, layout):
+    file_options, options = LAYOUTS[layout]
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", file=file_options, x=(data, options))
+    for rows in ROWS:
+        check_direct(path, data, rows)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_implicit_index(tmp_path, early):
+    data = values(SHAPE, np.uint8)
+    create(tmp_path / "a.h5", early, SHAPE, (4, 3, 5), data, **V110)
+    for rows in ROWS:
+        check_direct(tmp_path / "a.h5", data, rows)
+    assert direct_field(tmp_path / "a.h5").is_one_run or not early
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": True}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types_and_scalar_fields(tmp_path, dtype, options):
+    data = values((N,), dtype)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    for rows in ROWS:
+        check_direct(path, data, rows)
+
+
+def test_enum(tmp_path):
+    data = np.arange(N, dtype=np.uint8) % 2
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=data, dtype=h5py.enum_dtype({"cat": 0, "dog": 1}, basetype="u1"))
+    check_direct(tmp_path / "a.h5", data, ROWS[2])
+
+
+def test_scattered_chunks(tmp_path):
+    """Chunks that were written out of order, with other things between them."""
+    data = values(SHAPE, np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", SHAPE, "u1", chunks=(4, 3, 5))
+        for chunk in (9, 2, 3, 4, 0, 8, 1, 6, 7, 5):
+            made[4 * chunk : 4 * chunk + 4] = data[4 * chunk : 4 * chunk + 4]
+            file.create_dataset(f"between{chunk}", data=np.zeros(100 * chunk))
+    assert not direct_field(tmp_path / "a.h5").is_one_run
+    for rows in ROWS:
+        check_direct(tmp_path / "a.h5", data, rows)
+
+
+def test_more_rows_than_one_call_takes(tmp_path):
+    num_rows = 2 * MAX_VECTORS + 7
+    data = values((num_rows, 3), np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, {}))
+    field = direct_field(path)
+    assert len(field.runs(np.arange(num_rows))[1]) == 2  # one run
+    check_direct(path, data, list(range(num_rows)))
+    check_direct(path, data, list(range(5, num_rows)))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (7, 300_000)}])
+def test_long_runs_are_cut(tmp_path, options):
+    data = values((20, 300_000), np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    borders = direct_field(path).runs(np.arange(20))[1]
+    assert np.diff(borders).max() * 300_000 <= RUN_BYTES
+    check_direct(path, data, list(range(20))[::-1])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 199), min_size=1, max_size=200, unique=True),
+    chunk_samples=st.integers(0, 201),
+    run_rows=st.sampled_from([1, 3, 1000]),
+)
+def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
+    """Every place once, each run neighbours in one chunk, no longer than it may be, no shorter than it must be."""
+    monkeypatch.setattr("h5chunk.store.direct.RUN_BYTES", 4 * run_rows)
+    options = {"chunks": (chunk_samples, 2), "maxshape": (None, 2)} if chunk_samples else {}
+    data = values((200, 2), np.int16)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    field = direct_field(path)
+    numbers = np.array(rows, np.int64)
+    places, borders = field.runs(numbers)
+    assert sorted(places.tolist()) == list(range(len(rows)))
+    assert borders[0] == 0 and borders[-1] == len(rows) and (np.diff(borders) > 0).all()
+    assert numbers[places].tolist() == sorted(rows)
+    chunk = chunk_samples or 200
+    runs = np.split(numbers[places], borders[1:-1])
+    for run in runs:
+        assert run.tolist() == list(range(run[0], run[0] + len(run)))
+        assert run[0] // chunk == run[-1] // chunk
+        assert len(run) <= run_rows
+    if run_rows == 1000:
+        for one, two in zip(runs[:-1], runs[1:], strict=True):
+            assert one[-1] + 1 != two[0] or one[-1] // chunk != two[0] // chunk
+    check_direct(path, data, rows, field)
+
+
+# What goes wrong while reading
+
+
+@pytest.mark.parametrize("most_bytes", [1, 7, 15, 16, 100])
+def test_short_reads(tmp_path, monkeypatch, most_bytes):
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, {"chunks": (4, 3, 5)}))
+    preadv, calls = os.preadv, []
+
+    def short(descriptor, buffers, offset):
+        calls.append(offset)
+        left, given = most_bytes, []
+        for buffer in buffers:
+            given.append(buffer[: max(0, left)])
+            left -= len(buffer)
+        return preadv(descriptor, [buffer for buffer in given if len(buffer)], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    for rows in ROWS:
+        check_direct(path, data, rows)
+    assert len(calls) > sum(len(rows) for rows in ROWS) * 15 // 200
+
+
+def test_short_reads_of_a_whole_field(tmp_path, monkeypatch):
+    data = values((1000,), np.int32)
+    path = make_file(tmp_path / "a.h5", x=(data, {}))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:111]], offset))
+    with path.open("rb") as file:
+        np.testing.assert_array_equal(direct_field(path).read_all(file.fileno()), data)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "btree"])
+@pytest.mark.parametrize("cut", ["a row", "between rows"])
+def test_a_file_cut_short_while_it_is_open(tmp_path, layout, cut):
+    data = values((N, 3000), np.uint8)
+    options = {} if layout == "contiguous" else {"chunks": (4, 3000)}
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    field = direct_field(path)
+    length = int(field._offsets[0]) + 18 * 3000 + (1000 if cut == "a row" else 0)
+    with path.open("r+b") as file:
+        file.truncate(length)
+    chunk = 0 if layout == "contiguous" else 4
+    out = np.zeros_like(data)
+    with pytest.raises(FileError, match=rf"a\.h5: field 'x', chunk {chunk}: the file ends .*cut short"):
+        read(field, path, np.arange(N), out)
+    np.testing.assert_array_equal(out[:18], data[:18])
+    with path.open("rb") as file, pytest.raises(FileError, match=rf"a\.h5: field 'x', chunk {chunk}: .*cut short"):
+        field.read_all(file.fileno())
+
+
+def test_the_chunk_that_is_named_is_the_one_that_is_lacking(tmp_path, monkeypatch):
+    """Also in a run longer than one call takes, and where only the rest of a call is lacking."""
+    num_rows = 2 * MAX_VECTORS
+    path = make_file(tmp_path / "a.h5", x=(values((4 * num_rows, 3), np.uint8), {"chunks": (num_rows, 3)}))
+    field = direct_field(path)
+    with path.open("r+b") as file:
+        file.truncate(int(field._offsets[3]) + 3 * (num_rows - 1))
+    with pytest.raises(FileError, match="chunk 3: the file ends"):
+        read(field, path, np.arange(3 * num_rows, 4 * num_rows), np.zeros((num_rows, 3), np.uint8))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_error_of_the_system_names_file_field_and_chunk(tmp_path, monkeypatch, whole):
+    path = make_file(tmp_path / "a.h5", x=(values((N, 3), np.uint8), {"chunks": (4, 3)}))
+    field = direct_field(path)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    match = rf"a\.h5: field 'x', chunk {0 if whole else 5}: cannot be read: Input/output error"
+    with path.open("rb") as file, pytest.raises(FileError, match=match):
+        if whole:
+            field.read_all(file.fileno())
+        else:
+            field.read_run(file.fileno(), 21, [memoryview(bytearray(3))])
+
+
+def test_pickles(tmp_path):
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, {"chunks": (4, 3, 5)}))
+    check_direct(path, data, ROWS[3], pickle.loads(pickle.dumps(direct_field(path))))
+
+
+# What is left to HDF5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "reason"),
+    [
+        ("u1", {"chunks": (4, 3, 5), "compression": "gzip"}, "filtered"),
+        ("u1", {"chunks": (4, 3, 5), "fletcher32": True}, "filtered"),
+        ("u1", {"chunks": (4, 2, 5)}, "parts of samples"),
+        ("u1", {"chunks": (4, 3, 8), "maxshape": (None, 3, None)}, "parts of samples"),
+        (">u2", {}, "type >u2"),
+        (">f4", {"chunks": (4, 3, 5)}, "type >f4"),
+        ("S3", {}, "type"),
+    ],
+)
+def test_what_is_not_direct(tmp_path, dtype, options, reason):
+    path = make_file(tmp_path / "a.h5", x=(values(SHAPE, dtype), options))
+    with pytest.raises(NotDirect, match=reason):
+        direct_field(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 3), "maxshape": (None, 3)}])
+def test_an_empty_dataset_is_not_direct(tmp_path, options):
+    with pytest.raises(NotDirect, match="empty"):
+        direct_field(make_file(tmp_path / "a.h5", x=(values((0, 3), "u1"), options)))
+
+
+@pytest.mark.parametrize("chunks", [None, (4, 3, 5)])
+def test_parts_never_written_are_not_direct(tmp_path, chunks):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", SHAPE, "u1", chunks=chunks)
+        if chunks:
+            made[4:] = 1
+    with pytest.raises(NotDirect, match="never written"):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_integers_of_less_than_their_bytes_are_not_direct(tmp_path):
+    """12 bits, shifted by 4: h5py says uint16, and HDF5 shifts them back."""
+    kind = h5py.h5t.STD_U16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(4)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple((N,)))
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(N, dtype=np.uint16))
+    assert H5Reader(tmp_path / "a.h5", {"x": "x"}).fields["x"].dtype == np.uint16
+    with pytest.raises(NotDirect, match="type"):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_compact_external_and_virtual_are_not_direct(tmp_path):
+    data = values(SHAPE, np.uint8)
+    other = make_file(tmp_path / "other.h5", x=(data, {}))
+    layout = h5py.VirtualLayout(SHAPE, "u1")
+    layout[:] = h5py.VirtualSource(other, "x", SHAPE)
+    compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    compact.set_layout(h5py.h5d.COMPACT)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", data=data, external=[(str(tmp_path / "raw"), 0, data.nbytes)])
+        kind, space = h5py.h5t.py_create(data.dtype), h5py.h5s.create_simple(SHAPE)
+        h5py.h5d.create(file.id, b"compact", kind, space, compact).write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+    reasons = {"virtual": "view of other files", "compact": "compactly", "external": "other files"}
+    for name, reason in reasons.items():
+        with pytest.raises(NotDirect, match=reason):
+            direct_field(tmp_path / "a.h5", name)
+
+
+def test_a_link_into_another_file_is_not_direct(tmp_path):
+    """Its offsets are those of the other file."""
+    data = values(SHAPE, np.uint8)
+    make_file(tmp_path / "other.h5", x=(data, {"chunks": (4, 3, 5)}))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("other.h5", "x")
+        file["inner"] = data
+        file["soft"] = h5py.SoftLink("/inner")
+        file["padding"] = np.zeros(10_000)
+    with pytest.raises(NotDirect, match="link"):
+        direct_field(tmp_path / "a.h5")
+    direct_field(tmp_path / "a.h5", "soft")
