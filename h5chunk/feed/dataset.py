@@ -7,6 +7,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from h5chunk.errors import FieldError
 from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.memory import BatchMemory, SharedMemory
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import choose_window_chunks
+from h5chunk.plan.layout import choose_interleave, choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.store.format import Header
 from h5chunk.store.reader import H5Reader, model_cache
@@ -231,6 +232,38 @@ def recommended_window(reader: H5Reader) -> int:
     if reader.header is not None:
         return reader.header.window_chunks
     return choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
+
+
+def make_order(
+    reader: H5Reader,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    window_chunks: int | None,
+    drop_last: bool,
+    interleave: int | None,
+) -> Order:
+    """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
+
+    Raises
+    ------
+    OptionError
+        A number is out of range.
+    """
+    order = Order(
+        num_samples=reader.num_samples,
+        chunk_samples=reader.chunk_samples,
+        batch_size=batch_size,
+        window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
+        interleave=INTERLEAVE if interleave is None else interleave,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+    )
+    if interleave is None:
+        order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
+    return order
 
 
 def _numbers(indices: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FieldError, OptionError
-from h5chunk.feed.dataset import Fields, field_mapping, recommended_window, torch_dtype
+from h5chunk.feed.dataset import Fields, field_mapping, make_order, torch_dtype
 from h5chunk.feed.device import Convert, CpuSlot, CudaSlot, FieldSpace
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.pipeline import WAIT_S, Load, Readers
@@ -25,7 +25,7 @@ from h5chunk.store.reader import H5Reader, model_cache
 
 AHEAD = 6  # windows that are read ahead of the one in use; scripts/LOG.md
 AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
-MAX_THREADS = 16  # one preadv stream gives 4 GB/s, 16 give 36 on a host that moves 48
+MAX_THREADS = 8  # more threads wait for the GIL: 16 gave 33 GB/s, 8 gave 41, on a host that moves 55 to its GPU
 
 
 class ChunkLoader:
@@ -52,7 +52,7 @@ class ChunkLoader:
     memory_bytes : int, optional
         Bound of the windows under way, in host memory (pinned for a GPU) plus device memory.
     num_threads : int, optional
-        That read; default: one a core, at most 16.
+        That read; default: one a core, at most 8.
     normalize : (mean, std), optional
         Of the first field, in 0..1 as torchvision states them, a number or one a channel each.
     dtype : torch.dtype, optional
@@ -102,14 +102,14 @@ class ChunkLoader:
         self._spaces = {name: _space(self._reader, name) for name in self._reader.fields}
         self._first = next(iter(self._spaces))
         self._device = torch.device(device)
-        self._order = Order(
-            num_samples=self._reader.num_samples,
-            chunk_samples=self._reader.chunk_samples,
-            batch_size=batch_size,
-            window_chunks=recommended_window(self._reader) if window_chunks is None else window_chunks,
-            seed=seed,
+        self._order = make_order(
+            self._reader,
+            batch_size,
             shuffle=shuffle,
+            seed=seed,
+            window_chunks=window_chunks,
             drop_last=drop_last,
+            interleave=None,
         )
         self._convert = Convert(
             dtype, normalize, channels_last, self._spaces[self._first].sample_shape, _channel_axis(self._reader)

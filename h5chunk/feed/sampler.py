@@ -9,9 +9,9 @@ from dataclasses import replace
 from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.plan.layout import choose_interleave, human_bytes
-from h5chunk.plan.order import INTERLEAVE, Order
+from h5chunk.feed.dataset import ChunkDataset, make_order
+from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.order import Order
 
 
 class ChunkSampler(Sampler[list[int]]):
@@ -59,19 +59,15 @@ class ChunkSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
-        self._order = Order(
-            num_samples=len(dataset),
-            chunk_samples=dataset.chunk_samples,
-            batch_size=batch_size,
-            window_chunks=dataset.window_chunks if window_chunks is None else window_chunks,
-            interleave=INTERLEAVE if interleave is None else interleave,
-            seed=seed,
+        self._order = make_order(
+            dataset._reader,
+            batch_size,
             shuffle=shuffle,
+            seed=seed,
+            window_chunks=window_chunks,
             drop_last=drop_last,
+            interleave=interleave,
         )
-        if interleave is None:
-            window_bytes = self._order.window_chunks * dataset.chunk_bytes
-            self._order = replace(self._order, interleave=choose_interleave(window_bytes))
         dataset.expect_order(self._order)
         self._check_cache(dataset)
 
