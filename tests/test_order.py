@@ -212,10 +212,10 @@ def test_samples_of_a_window_are_mixed():
 @pytest.mark.parametrize(
     ("order", "digest"),
     [
-        (Order(1000, 8, 32, 4), "820cda22ebd77135"),
-        (Order(1000, 8, 32, 4, epoch=1), "9609cbb5c6a38a39"),
-        (Order(997, 10, 24, 7, seed=2**64 - 1), "cdc8befb3be927d5"),
-        (Order(12_000, 8, 256, 64, interleave=6, seed=42, epoch=3, drop_last=True), "f967ed11ccce0cd3"),
+        (Order(1000, 8, 32, 4), "e761e23990276108"),
+        (Order(1000, 8, 32, 4, epoch=1), "7a7f4c27530db55c"),
+        (Order(997, 10, 24, 7, seed=2**64 - 1), "15b2f67aa513c3cc"),
+        (Order(12_000, 8, 256, 64, interleave=6, seed=42, epoch=3, drop_last=True), "e36da43a39308b87"),
     ],
 )
 def test_the_order_of_a_seed_never_changes(order, digest):

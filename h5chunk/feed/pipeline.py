@@ -133,7 +133,7 @@ class Readers:
             if name in self._whole:
                 _gather(self._whole[name], window.samples, buffer)
             elif name in self._direct:
-                parts += self._parts(self._direct[name], buffer, window.samples)
+                parts += self._parts(self._direct[name], buffer, window)
             else:
                 parts.append(partial(self._read_by_hdf5, name, buffer, window.samples))
         load = Load(slot, window, len(parts), self._reader.path)
@@ -143,11 +143,11 @@ class Readers:
             self._drop_tasks()
         return load
 
-    def _parts(self, field: DirectField, buffer: memoryview, samples: np.ndarray) -> Iterator[Part]:
+    def _parts(self, field: DirectField, buffer: memoryview, window: Window) -> Iterator[Part]:
         """The runs of a window, in parts for the threads: plain lists, as NumPy calls there would fight for the GIL."""
-        places, borders = field.runs(samples)
-        rows = samples[places[borders[:-1]]].tolist()
-        starts, cuts = (places * field.row_bytes).tolist(), borders.tolist()
+        borders = field.borders(window.rows)
+        rows = window.rows[borders[:-1]].tolist()
+        starts, cuts = (window.places * field.row_bytes).tolist(), borders.tolist()
         per_part = max(1, PART_BYTES * len(rows) // max(1, len(buffer)))
         for first in range(0, len(rows), per_part):
             last = min(first + per_part, len(rows))

@@ -15,7 +15,7 @@ Random numbers are raw Philox bits, sorted: NumPy promises the bits of a bit gen
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
-[[0, 1, 5, 4], [9, 3, 2, 8], [7, 6]]
+[[0, 1, 5, 4], [8, 3, 9, 2], [7, 6]]
 """
 
 from __future__ import annotations
@@ -76,9 +76,21 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Samples that are shuffled together: (num_samples,) int64, batch after batch; ``batches``: which batches."""
+    """Samples that are shuffled together.
+
+    Attributes
+    ----------
+    samples : (n,) int64
+        Batch after batch.
+    rows, places : (n,) int64
+        The same in the order of the line, neighbours in a chunk side by side: ``samples[places] == rows``.
+    batches : range
+        Which batches of the epoch they are.
+    """
 
     samples: Indices
+    rows: Indices
+    places: Indices
     batches: range
 
 
@@ -200,9 +212,9 @@ class Order:
         windows = self.windows(start)
         for batch in range(start, self.num_batches):
             while batch not in waiting:
-                samples, numbers = next(windows)
-                cuts = range(self.batch_size, len(samples), self.batch_size)
-                waiting.update(zip(numbers, np.split(samples, cuts), strict=True))
+                window = next(windows)
+                cuts = range(self.batch_size, len(window.samples), self.batch_size)
+                waiting.update(zip(window.batches, np.split(window.samples, cuts), strict=True))
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
@@ -212,11 +224,16 @@ class Order:
             num_batches = num_windows * window_batches
             if first_batch + num_batches <= start:
                 continue
+            size = window_batches * self.batch_size
+            first = first_batch * self.batch_size
+            rows, places = self._round(chunks, short_turn, first, size, num_windows)
             for window in range(num_windows):
                 numbers = range(first_batch + window, first_batch + num_batches, num_windows)
                 if numbers[-1] >= start:
-                    first = first_batch + window * window_batches
-                    yield Window(self._window(chunks, short_turn, first, window_batches), numbers)
+                    part = slice(window * size, (window + 1) * size)
+                    samples = np.empty_like(rows[part])
+                    samples[places[part]] = rows[part]
+                    yield Window(samples, rows[part], places[part], numbers)
 
     def _turns(self) -> tuple[Indices, int]:
         """The chunks in the order of their turns, and the turn of the file's last one.
@@ -233,14 +250,24 @@ class Order:
             short_turn = drawn_turn
         return chunks, short_turn
 
-    def _window(self, chunks: Indices, short_turn: int, first_batch: int, window_batches: int) -> Indices:
-        """The samples of the window that holds batches ``first_batch`` and on of the line, shuffled."""
-        start = first_batch * self.batch_size
-        stop = min(start + window_batches * self.batch_size, self.num_samples)
+    def _round(
+        self, chunks: Indices, short_turn: int, first: int, size: int, num_windows: int
+    ) -> tuple[Indices, Indices]:
+        """The samples of a round of windows in the order of the line, and the place of each in its window.
+
+        One sort for all windows: the time of an order is that of the calls it takes, not of the numbers in it.
+        """
+        stop = min(first + num_windows * size, self.num_samples)
         if not self.shuffle:
-            return np.arange(start, stop, dtype=np.int64)
-        samples = self._line(chunks, short_turn, start, stop)
-        return samples[permutation(stop - start, self.seed, stream=(_WINDOW, self.epoch, first_batch))]
+            rows = np.arange(first, stop, dtype=np.int64)
+            return rows, (rows - first) % size
+        keys = _bits(stop - first, self.seed, (_WINDOW, self.epoch, first))
+        places = np.empty(stop - first, np.int64)
+        full = (stop - first) // size * size
+        turns = np.argsort(keys[:full].reshape(-1, size), axis=1, kind="stable")
+        np.put_along_axis(places[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
+        places[full:][np.argsort(keys[full:], kind="stable")] = np.arange(stop - first - full, dtype=np.int64)
+        return self._line(chunks, short_turn, first, stop), places
 
     def _line(self, chunks: Indices, short_turn: int, start: int, stop: int) -> Indices:
         """Samples ``start`` to ``stop`` of the line.

@@ -62,25 +62,26 @@ class DirectField:
         self.is_one_run = table.is_one_run
 
     def runs(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Group rows into runs of neighbours in one chunk, none much longer than RUN_BYTES.
+        """`borders` of rows in any order: (places sorted by row, borders among these)."""
+        places = np.argsort(rows, kind="stable")
+        return places, self.borders(rows[places])
+
+    def borders(self, rows: np.ndarray) -> np.ndarray:
+        """Cut rows into runs of neighbours in one chunk, none much longer than RUN_BYTES.
 
         Parameters
         ----------
-        rows : (n,) int64, all different, at least one
+        rows : (n,) int64, at least one
 
         Returns
         -------
-        places : (n,) int64
-            Places in ``rows``, sorted by row.
-        borders : (num_runs + 1,) int64
-            Run i is ``places[borders[i]:borders[i + 1]]``.
+        (num_runs + 1,) int64
+            Run i is ``rows[borders[i]:borders[i + 1]]``.
         """
-        places = np.argsort(rows, kind="stable")
-        ordered = rows[places]
-        chunks, offsets = np.divmod(ordered, self._rows_per_chunk)
+        chunks, offsets = np.divmod(rows, self._rows_per_chunk)
         groups = chunks * -(-self._rows_per_chunk // self._rows_per_run) + offsets // self._rows_per_run
-        apart = (ordered[1:] != ordered[:-1] + 1) | (groups[1:] != groups[:-1])
-        return places, np.concatenate(([0], np.flatnonzero(apart) + 1, [len(rows)]))
+        apart = (rows[1:] != rows[:-1] + 1) | (groups[1:] != groups[:-1])
+        return np.concatenate(([0], np.flatnonzero(apart) + 1, [len(rows)]))
 
     def read_run(self, descriptor: int, first_row: int, buffers: Sequence[memoryview]) -> None:
         """Read ``len(buffers)`` rows from ``first_row`` on, one into each buffer of ``row_bytes`` bytes.
