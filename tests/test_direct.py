@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -52,7 +53,7 @@ def read(field: DirectField, path: Path, rows: np.ndarray, out: np.ndarray) -> N
     places, borders = field.runs(rows)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        for start, stop in zip(borders[:-1], borders[1:], strict=True):
+        for start, stop in itertools.pairwise(borders):
             run = [buffer[place * size : (place + 1) * size] for place in places[start:stop].tolist()]
             field.read_run(descriptor, int(rows[places[start]]), run)
     finally:
@@ -159,7 +160,7 @@ def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
         assert run[0] // chunk == run[-1] // chunk
         assert len(run) <= run_rows
     if run_rows == 1000:
-        for one, two in zip(runs[:-1], runs[1:], strict=True):
+        for one, two in itertools.pairwise(runs):
             assert one[-1] + 1 != two[0] or one[-1] // chunk != two[0] // chunk
     check_direct(path, data, rows, field)
 

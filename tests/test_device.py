@@ -1,0 +1,255 @@
+"""Windows as slots hold them, and images as the network takes them."""
+
+from __future__ import annotations
+
+import gc
+
+
+import numpy as np
+import pytest
+import torch
+from foreign import values
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.device import Convert, CpuSlot, CudaSlot, FieldSpace
+from h5chunk.feed.memory import BatchMemory
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SPACES = {"x": FieldSpace((3, 70, 50), torch.uint8), "y": FieldSpace((), torch.int64)}
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def reference(images: torch.Tensor, mean: object, std: object, axis: int) -> torch.Tensor:
+    """torchvision's to_tensor and normalize, in float64."""
+    shape = [1] * images.ndim
+    shape[axis] = -1
+    means, stds = (torch.as_tensor(numbers, dtype=torch.float64).reshape(shape) for numbers in (mean, std))
+    return (images.double() / 255 - means) / stds
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """Off by no more than one rounding of ``found``'s type, and three of float32, of numbers up to ``bound``."""
+    single = 3 * torch.finfo(torch.float32).eps * bound
+    allowed = torch.finfo(found.dtype).eps / 2 * expected.abs() + single
+    assert ((found.double() - expected).abs() <= allowed).all()
+
+
+def all_bytes(channels: int = 3) -> torch.Tensor:
+    """(2, channels, 16, 16): every value of a byte in every channel."""
+    plane = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    return torch.stack([plane.expand(channels, 16, 16), plane.flip(0).expand(channels, 16, 16)])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [None, *FLOATS])
+@pytest.mark.parametrize(("mean", "std"), [(MEAN, STD), (0.5, 0.25), (MEAN, 0.5), (0.5, STD), ([0.5], [0.5])])
+def test_normalize(dtype, channels_last, mean, std):
+    images = all_bytes()
+    convert = Convert(dtype, (mean, std), channels_last, (3, 16, 16), 0)
+    found = convert(images, keep=True)
+    assert found.dtype == (dtype or torch.float32)
+    assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    check_close(found, reference(images, mean, std, 1), bound=5)
+
+
+def test_normalize_channels_at_the_end():
+    images = all_bytes().permute(0, 2, 3, 1).contiguous()
+    found = Convert(None, (MEAN, STD), False, (16, 16, 3), 2)(images, keep=True)
+    check_close(found, reference(images, MEAN, STD, 3), bound=5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_floating_dtype_alone_gives_0_to_1(dtype):
+    images = all_bytes()
+    found = Convert(dtype, None, False, (3, 16, 16), 0)(images, keep=True)
+    check_close(found, images.double() / 255, bound=1)
+    assert (found.min(), found.max()) == (0, 1)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_bytes_stay_bytes(keep):
+    images = all_bytes()
+    found = Convert(None, None, False, (3, 16, 16), 0)(images, keep=keep)
+    assert found.equal(images) and found.dtype == torch.uint8
+    assert (found.data_ptr() == images.data_ptr()) == keep
+    last = Convert(None, None, True, (3, 16, 16), 0)(images, keep=keep)
+    assert last.equal(images) and last.is_contiguous(memory_format=torch.channels_last)
+    assert Convert(torch.int16, None, False, (3, 16, 16), 0)(images, keep=keep).equal(images.short())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"normalize": (0.5, 0.0)}, "std of 0"),
+        ({"normalize": (MEAN, (0.1, 0.0, 0.1))}, "std of 0"),
+        ({"normalize": ((0.1, 0.2), 0.5)}, "2 values of mean for 3 channels"),
+        ({"normalize": (0.5, (0.1, 0.2))}, "2 values of std for 3 channels"),
+        ({"normalize": (0.5, 0.5), "dtype": torch.uint8}, "floating dtype"),
+        ({"channels_last": True, "sample_shape": (16, 16)}, "channels_last needs"),
+        ({"channels_last": True, "channel_axis": 2}, "channels_last needs"),
+    ],
+)
+def test_options_that_do_not_fit(options, match):
+    known = {"dtype": None, "normalize": None, "channels_last": False, "sample_shape": (3, 16, 16), "channel_axis": 0}
+    with pytest.raises(OptionError, match=match):
+        Convert(**{**known, **options})
+
+
+@pytest.mark.parametrize("normalize", [(0.5,), ((0.1, 0.2, 0.3), (0.1, 0.2)), ("a", 0.5), 0.5])
+@pytest.mark.xfail(strict=False, reason="Convert does not check the form of normalize")
+def test_normalize_that_is_no_pair_of_numbers(normalize):
+    with pytest.raises(OptionError, match="normalize"):
+        Convert(None, normalize, False, (3, 16, 16), 0)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+@pytest.mark.xfail(strict=False, reason="Convert drops normalize where images are floats already")
+def test_normalize_is_not_dropped_for_floats(source, dtype):
+    """Refused, or done."""
+    images = (all_bytes().double() / 255).to(source)
+    try:
+        found = Convert(dtype, (MEAN, STD), False, (3, 16, 16), 0)(images, keep=True)
+    except OptionError:
+        return
+    expected = (images.double() - torch.tensor(MEAN).double().reshape(3, 1, 1)) / torch.tensor(STD).reshape(3, 1, 1)
+    assert torch.allclose(found.double(), expected, atol=1e-2)
+
+
+@pytest.mark.xfail(strict=False, reason="Convert divides any integer by 255")
+def test_wider_integers_are_not_divided_by_255():
+    """Refused, or divided by what makes them 0..1."""
+    images = torch.tensor([0, 32767], dtype=torch.int16).reshape(1, 1, 1, 2)
+    try:
+        found = Convert(torch.float32, (0.5, 0.5), False, (1, 1, 2), 0)(images, keep=True)
+    except OptionError:
+        return
+    assert found.flatten().tolist() == [-1, 1]
+
+
+# Slots
+
+
+def fill(buffers: dict[str, memoryview], data: dict[str, np.ndarray]) -> None:
+    for name, buffer in buffers.items():
+        assert len(buffer) == data[name].nbytes
+        buffer[:] = data[name].reshape(-1).view(np.uint8).data
+
+
+def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
+    return {
+        "x": values((num_samples, *SPACES["x"].sample_shape), np.uint8, seed),
+        "y": values((num_samples,), np.int64, seed),
+    }
+
+
+def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed: int) -> dict[str, torch.Tensor]:
+    """A window goes through the slot; gives its first batch."""
+    data = window_data(num_samples, seed)
+    fill(slot.begin(num_samples), data)
+    slot.send()
+    for first in range(0, num_samples, batch_size):
+        last = min(first + batch_size, num_samples)
+        batch = slot.batch(first, last)
+        assert list(batch) == list(SPACES)
+        for name, tensor in batch.items():
+            assert (tensor.dtype, tensor.shape[0]) == (SPACES[name].dtype, last - first)
+            np.testing.assert_array_equal(tensor.cpu().numpy(), data[name][first:last])
+    return slot.batch(0, batch_size)
+
+
+def test_sample_bytes():
+    assert [space.sample_bytes for space in SPACES.values()] == [3 * 70 * 50, 8]
+    assert FieldSpace((2, 3), torch.float64).sample_bytes == 48
+
+
+@pytest.mark.parametrize("num_samples", [120, 120, 7])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_cpu_slot(reuse, num_samples):
+    slot = CpuSlot(SPACES, 120, None if reuse else BatchMemory())
+    for seed in range(3):
+        check_slot(slot, num_samples, 50, seed)
+        slot.release()
+
+
+def test_cpu_slot_with_reuse_is_one_place():
+    slot = CpuSlot(SPACES, 120, None)
+    places = set()
+    for seed in range(4):
+        places.add(check_slot(slot, 120 - seed, 50, seed)["x"].data_ptr())
+        slot.release()
+    assert len(places) == 1
+
+
+def test_cpu_slot_without_reuse_never_overwrites_what_is_held():
+    slot = CpuSlot(SPACES, 120, BatchMemory())
+    held = []
+    for seed in range(6):
+        held.append(check_slot(slot, 120, 50, seed)["x"][3:5])
+        slot.release()
+    for seed, part in enumerate(held):
+        np.testing.assert_array_equal(part.numpy(), window_data(120, seed)["x"][3:5])
+
+
+def test_cpu_slot_gives_memory_back_when_batches_are_gone():
+    memory = BatchMemory()
+    slot = CpuSlot(SPACES, 120, memory)
+    place = check_slot(slot, 120, 50, 0)["x"].data_ptr()
+    slot.release()
+    gc.collect()
+    assert check_slot(slot, 120, 50, 1)["x"].data_ptr() == place
+
+
+def test_cpu_slot_of_no_bytes():
+    slot = CpuSlot({"x": FieldSpace((0, 4), torch.uint8)}, 5, None)
+    assert [len(buffer) for buffer in slot.begin(5).values()] == [0]
+    assert slot.batch(1, 3)["x"].shape == (2, 0, 4)
+
+
+class TestCuda:
+    """On a GPU."""
+
+    pytestmark = gpu
+
+    @pytest.fixture
+    def device(self):
+        return torch.device("cuda")
+
+    def test_slot(self, device):
+        slot = CudaSlot(SPACES, 120, 50, device, torch.cuda.Stream(device))
+        for seed, num_samples in enumerate((120, 7, 120, 50, 51)):
+            check_slot(slot, num_samples, 50, seed)
+            slot.release()
+
+    def test_nothing_is_overwritten_while_it_is_used(self, device):
+        """The consumer's stream is late; the slot is filled with others at once."""
+        slot = CudaSlot(SPACES, 120, 60, device, torch.cuda.Stream(device))
+        sums, expected = [], []
+        for seed in range(8):
+            data = window_data(120, seed)
+            expected.append(int(data["x"].astype(np.int64).sum()))
+            fill(slot.begin(120), data)
+            slot.send()
+            batches = [slot.batch(0, 60), slot.batch(60, 120)]
+            torch.cuda._sleep(50_000_000)
+            sums.append(sum(batch["x"].long().sum() for batch in batches))
+            slot.release()
+        assert [int(total) for total in sums] == expected
+
+    @pytest.mark.parametrize("channels_last", [False, True])
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_convert(self, device, dtype, channels_last):
+        images = all_bytes()
+        convert = Convert(dtype, (MEAN, STD), channels_last, (3, 16, 16), 0)
+        convert.to(device)
+        found = convert(images.to(device), keep=False)
+        assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        check_close(found.cpu(), reference(images, MEAN, STD, 1), bound=5)
+
+    def test_bytes_are_copied_out_of_the_slot(self, device):
+        images = all_bytes().to(device)
+        convert = Convert(None, None, False, (3, 16, 16), 0)
+        convert.to(device)
+        assert convert(images, keep=False).data_ptr() != images.data_ptr()

@@ -1,0 +1,331 @@
+"""Threads that read ahead: right bytes, errors that arrive, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import h5py
+import numpy as np
+import pytest
+from foreign import make_file, values
+
+import h5chunk.feed.pipeline
+from h5chunk.errors import FileError
+from h5chunk.feed.pipeline import Load, Readers
+from h5chunk.plan.order import Window
+from h5chunk.store.direct import DirectField
+from h5chunk.store.reader import H5Reader
+
+N = 203
+DATA = {"x": values((N, 500), np.uint8), "z": values((N, 30), np.int16), "y": values((N,), np.int64)}
+FIELDS = {name: name for name in DATA}
+WAIT_S = 30
+
+
+class MemorySlot:
+    """A slot of plain arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def begin(self, num_samples: int) -> dict[str, memoryview]:
+        self.arrays = {name: np.zeros((num_samples, *data.shape[1:]), data.dtype) for name, data in DATA.items()}
+        return {name: array.reshape(-1).view(np.uint8).data for name, array in self.arrays.items()}
+
+
+def window(samples: object) -> Window:
+    numbers = np.asarray(samples, np.int64)
+    places = np.argsort(numbers, kind="stable")
+    return Window(numbers, numbers[places], places, range(1))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return make_file(
+        tmp_path / "a.h5",
+        x=(DATA["x"], {"chunks": (8, 500)}),
+        z=(DATA["z"], {"chunks": (16, 30), "compression": "gzip"}),
+        y=(DATA["y"], {"chunks": (32,)}),
+    )
+
+
+def make_readers(path, num_threads: int = 2, direct: tuple[str, ...] = ("x", "y")) -> Readers:
+    reader = H5Reader(path, FIELDS)
+    with h5py.File(path) as file:
+        fields = {name: DirectField(path, file, reader.fields[name]) for name in direct}
+    return Readers(reader, fields, num_threads)
+
+
+def descriptors() -> set[str]:
+    """What this process has open, without what comes and goes."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if target.endswith(".h5"):
+            found.add(f"{entry}: {target}")
+    return found
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("h5chunk")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    assert not reading_threads() and not descriptors()
+    yield
+    gc.collect()
+    end = time.monotonic() + 10
+    while (reading_threads() or descriptors()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not reading_threads() and not descriptors()
+
+
+@pytest.mark.parametrize("part_bytes", [1, 5000, 1 << 22])
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("direct", [(), ("x",), ("x", "y")])
+def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct):
+    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_BYTES", whole_bytes)
+    readers = make_readers(path, 3, direct)
+    shuffled = np.random.default_rng(0).permutation(N)
+    cuts = [shuffled[:80], shuffled[80:81], shuffled[81:], np.arange(N), np.arange(N)[::-1]]
+    loads = [readers.load(window(samples), MemorySlot()) for samples in cuts]
+    for load, samples in zip(loads, cuts, strict=True):
+        load.wait(WAIT_S)
+        assert load.is_ready
+        for name, data in DATA.items():
+            np.testing.assert_array_equal(load.slot.arrays[name], data[samples])
+    readers.close()
+
+
+def test_parts_are_shared_out(path, monkeypatch):
+    """Two threads work on one window at the same time."""
+    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", 1)
+    both, read_run = threading.Barrier(2, timeout=WAIT_S), DirectField.read_run
+    seen = set()
+
+    def meet(*arguments):
+        if threading.current_thread() not in seen:
+            seen.add(threading.current_thread())
+            both.wait()
+        read_run(*arguments)
+
+    monkeypatch.setattr(DirectField, "read_run", meet)
+    readers = make_readers(path)
+    load = readers.load(window(range(N)), MemorySlot())
+    load.wait(WAIT_S)
+    readers.close()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("field", ["x", "z"])
+def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field):
+    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", 1)
+    name = {"x": "_read_runs", "z": "_read_by_hdf5"}[field]
+    original = getattr(Readers, name)
+    failed: list[int] = []
+
+    def fail_once(*arguments):
+        if not failed:
+            failed.append(1)
+            raise MemoryError("no room")
+        original(*arguments)
+
+    monkeypatch.setattr(Readers, name, fail_once)
+    readers = make_readers(path, 1)
+    bad, good = (readers.load(window(range(N)), MemorySlot()) for _ in range(2))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room"):
+            bad.wait(WAIT_S)
+    good.wait(WAIT_S)
+    np.testing.assert_array_equal(good.slot.arrays[field], DATA[field])
+    readers.close()
+
+
+@pytest.mark.parametrize("field", ["x", "z"])
+def test_a_file_that_changes_is_an_error(path, field):
+    """In its place, by the same number of bytes or fewer."""
+    readers = make_readers(path)
+    status = path.stat()
+    with path.open("r+b") as file:
+        if field == "z":  # HDF5 alone would give zeros
+            file.truncate(status.st_size - 1)
+        else:
+            file.write(file.read(1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000))
+    load = readers.load(window(range(N)), MemorySlot())
+    with pytest.raises(FileError, match=r"a\.h5: (replaced or changed|field)"):
+        load.wait(WAIT_S)
+    readers.close()
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_file_that_is_not_the_one_that_was_looked_at(path, change):
+    reader = H5Reader(path, FIELDS)
+    path.unlink()
+    if change == "replaced":
+        make_file(path, x=(DATA["x"], {}))
+    with pytest.raises(FileError, match=r"a\.h5: (replaced|cannot be opened: No such file)"):
+        Readers(reader, {}, 2)
+
+
+def test_a_thread_that_does_not_start_leaves_nothing(path, monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def start_two(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start"):
+        make_readers(path, 4)
+
+
+def blocked(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Let reading begin and stand still; gives (begun, go on)."""
+    begun, go_on = threading.Event(), threading.Event()
+    read_run = DirectField.read_run
+
+    def wait(*arguments):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        read_run(*arguments)
+
+    monkeypatch.setattr(DirectField, "read_run", wait)
+    return begun, go_on
+
+
+def test_closing_fails_what_was_not_read(path, monkeypatch):
+    begun, go_on = blocked(monkeypatch)
+    readers = make_readers(path, 1)
+    loads = [readers.load(window(range(N)), MemorySlot()) for _ in range(3)]
+    assert begun.wait(WAIT_S)
+    closing = threading.Thread(target=readers.close)
+    closing.start()
+    with pytest.raises(FileError, match=r"a\.h5: closed while it was read"):
+        loads[2].wait(WAIT_S)
+    go_on.set()
+    closing.join(WAIT_S)
+    for load in loads:
+        with pytest.raises(FileError, match="closed"):
+            load.wait(WAIT_S)
+    with pytest.raises(FileError, match="closed"):
+        readers.load(window(range(N)), MemorySlot()).wait(WAIT_S)
+
+
+def test_closing_races_with_threads_that_take_tasks(path, monkeypatch):
+    """The last task may be gone between a look at the queue and taking it."""
+    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", 500)
+    for _ in range(60):
+        readers = make_readers(path, 4)
+        readers.load(window(range(N)), MemorySlot())
+        done = threading.Thread(target=readers.close, daemon=True)
+        done.start()
+        done.join(WAIT_S)
+        assert not done.is_alive()
+
+
+def test_closing_from_a_reading_thread(path, monkeypatch):
+    """The garbage collector may run there, while the lock of HDF5 is held."""
+    readers = make_readers(path)
+    read = H5Reader.read
+
+    def close_and_read(*arguments):
+        readers.close()
+        read(*arguments)
+
+    monkeypatch.setattr(H5Reader, "read", close_and_read)
+    load = readers.load(window(range(N)), MemorySlot())
+    try:
+        load.wait(WAIT_S)
+    except FileError as error:
+        assert "closed" in str(error)
+    else:
+        np.testing.assert_array_equal(load.slot.arrays["z"], DATA["z"])
+
+
+def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
+    begun, go_on = blocked(monkeypatch)
+    readers = make_readers(path, 1)
+    load = readers.load(window(range(N)), MemorySlot())
+    assert begun.wait(WAIT_S)
+    with pytest.raises(FileError, match=r"a\.h5: no data came for 0 s"):
+        load.wait(0.05)
+    go_on.set()
+    load.wait(WAIT_S)
+    readers.close()
+
+
+def test_slow_reading_is_no_error(path):
+    load = Load(MemorySlot(), window([0]), 4, path)
+    waits = iter([False, False, False, True])
+
+    class Slowly:
+        def wait(self, _):
+            load._left -= 1
+            return next(waits)
+
+    load._ready = Slowly()
+    load.wait(0.01)
+    load = Load(MemorySlot(), window([0]), 4, path)
+    load._ready = type("Never", (), {"wait": lambda *_: False})()
+    with pytest.raises(FileError, match="hangs"):
+        load.wait(0.01)
+
+
+def test_a_window_of_nothing_to_read_is_ready(path):
+    Load(MemorySlot(), window([]), 0, path).wait(0)
+
+
+def in_fork(work) -> int:
+    """The exit status of a fork that does some work: 0 if all was well."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -9
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_neither_hangs_nor_disturbs(path, monkeypatch):
+    """While threads hold their locks."""
+    begun, go_on = blocked(monkeypatch)
+    readers = make_readers(path, 2)
+    loads = [readers.load(window(range(N)), MemorySlot()) for _ in range(3)]
+    assert begun.wait(WAIT_S)
+
+    def use_and_close():
+        with pytest.raises(FileError, match="fork"):
+            loads[0].wait(WAIT_S)
+        readers._hdf5.acquire(blocking=False)  # as if a thread held it
+        readers.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(readers._descriptor)
+
+    assert in_fork(use_and_close) == 0
+    go_on.set()
+    for load in loads:
+        load.wait(WAIT_S)
+        np.testing.assert_array_equal(load.slot.arrays["x"], DATA["x"])
+    readers.close()
