@@ -136,15 +136,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Convert:
-    """uint8 images to the numbers that the network takes, in one kernel.
+    """Samples as the file has them to the numbers that the network takes, in one kernel.
+
+    uint8 counts as 0..1, as torchvision does it; floats are taken as they are; other integers are only cast.
 
     Parameters
     ----------
+    stored : torch.dtype
+        In the file.
     dtype : torch.dtype, optional
-        None: float32 if ``normalize`` is given, else images stay uint8.
+        None: float32 if ``normalize`` is given, else as stored.
     normalize : (mean, std), optional
-        One number, or one a channel, each; of images in 0..1, as torchvision states them. A floating ``dtype``
-        without it gives 0..1.
+        One number, or one a channel, each.
     channels_last : bool
         Memory format of batches of images.
     channel_axis : int
@@ -158,19 +161,26 @@ class Convert:
 
     def __init__(
         self,
+        stored: torch.dtype,
         dtype: torch.dtype | None,
         normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None,
         channels_last: bool,
         sample_shape: tuple[int, ...],
         channel_axis: int,
     ) -> None:
-        self.dtype = dtype or (torch.float32 if normalize is not None else None)
-        if normalize is not None and self.dtype is not None and not self.dtype.is_floating_point:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise OptionError(f"dtype is {dtype!r}: give a torch.dtype, such as torch.bfloat16")
+        self.dtype = dtype or (torch.float32 if normalize is not None else stored)
+        if normalize is not None and not self.dtype.is_floating_point:
             raise OptionError(f"normalize gives fractions but dtype is {self.dtype}: give a floating dtype")
+        if normalize is not None and not (stored == torch.uint8 or stored.is_floating_point):
+            raise OptionError(f"normalize is for uint8 and floats, but the field is {stored}: use transform")
+        self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
             raise OptionError(f"channels_last needs samples of (C, H, W), these are {sample_shape}")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._scale, self._shift = _scale_and_shift(normalize, sample_shape, channel_axis)
+        unit = 255 if stored == torch.uint8 else 1
+        self._scale, self._shift = _scale_and_shift(normalize, unit, sample_shape, channel_axis)
 
     def to(self, device: torch.device) -> None:
         """Put the constants on the device."""
@@ -178,27 +188,31 @@ class Convert:
 
     def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
         """The batch as it was asked for; ``keep``: the input may be handed on as it is."""
-        if self.dtype is None or images.dtype == self.dtype:
+        if images.dtype == self.dtype and not self._scaled:
             if keep and images.is_contiguous(memory_format=self._format):
                 return images
             return images.clone(memory_format=self._format)
         out = torch.empty(images.shape, dtype=self.dtype, device=images.device, memory_format=self._format)
-        if not self.dtype.is_floating_point or images.is_floating_point():
+        if not self._scaled:
             return out.copy_(images)
         return torch.addcmul(self._shift, images, self._scale, out=out)
 
 
 def _scale_and_shift(
     normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None,
+    unit: int,
     sample_shape: tuple[int, ...],
     channel_axis: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / 255 - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
-    mean, std = normalize if normalize is not None else (0.0, 1.0)
+    """(x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
+    try:
+        mean, std = normalize if normalize is not None else (0.0, 1.0)
+    except (TypeError, ValueError):
+        raise OptionError(f"normalize is {normalize!r}: give (mean, std), each a number or one a channel") from None
     means, stds = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
     if (stds == 0).any():
         raise OptionError(f"normalize has a std of 0: {std}")
-    scale, shift = 1 / (255 * stds), -means / stds
+    scale, shift = 1 / (unit * stds), -means / stds
     shape = [1] * len(sample_shape)
     for values, name in ((scale, "std"), (shift, "mean")):
         if values.numel() > 1:

@@ -20,6 +20,7 @@ from h5chunk.feed.pipeline import WAIT_S, Load, Readers
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order, Window
 from h5chunk.store.direct import DirectField, NotDirect
+from h5chunk.store.fill import available_cores
 from h5chunk.store.format import open_file
 from h5chunk.store.reader import H5Reader, model_cache
 
@@ -54,10 +55,9 @@ class ChunkLoader:
     num_threads : int, optional
         That read; default: one a core, at most 8.
     normalize : (mean, std), optional
-        Of the first field, in 0..1 as torchvision states them, a number or one a channel each.
+        Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it.
     dtype : torch.dtype, optional
-        Of the first field. Default: as in the file, or float32 with ``normalize``; floating without ``normalize``:
-        0..1.
+        Of the first field. Default: as in the file, or float32 with ``normalize``; uint8 made floating gives 0..1.
     channels_last : bool
         Memory format of the first field's batches.
     transform : callable, optional
@@ -102,6 +102,10 @@ class ChunkLoader:
         self._spaces = {name: _space(self._reader, name) for name in self._reader.fields}
         self._first = next(iter(self._spaces))
         self._device = torch.device(device)
+        if self._device.type not in ("cpu", "cuda"):
+            raise OptionError(f"device is {device!r}: give cpu or cuda")
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
         self._order = make_order(
             self._reader,
             batch_size,
@@ -111,11 +115,14 @@ class ChunkLoader:
             drop_last=drop_last,
             interleave=None,
         )
+        first = self._spaces[self._first]
         self._convert = Convert(
-            dtype, normalize, channels_last, self._spaces[self._first].sample_shape, _channel_axis(self._reader)
+            first.dtype, dtype, normalize, channels_last, first.sample_shape, _channel_axis(self._reader)
         )
         self._direct, self._why = _direct_fields(self._reader, reader)
-        self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        if num_threads is not None and num_threads < 1:
+            raise OptionError(f"num_threads is {num_threads}: give at least 1")
+        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
         self._num_slots = self._choose_slots(memory_bytes)
         self._transform, self._reuse = transform, reuse
         self._feed: _Feed | None = None
@@ -157,6 +164,8 @@ class ChunkLoader:
         self._order = replace(self._order, epoch=epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._feed is not None and self._feed_is_at is None:
+            raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
         order = self._order
         if self._feed is None or self._feed_is_at != order.epoch:
             self.close()

@@ -226,6 +226,11 @@ def _in_workers(job: FillJob, tasks: list[tuple[int, int]], num_workers: int) ->
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _start_method() -> str:
     """How workers are started: by fork on Linux, at once and without a guard in the caller's main module.
 

@@ -24,7 +24,7 @@ from h5chunk.sources.decode import MAX_PIXELS, ImageOptions
 from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
-from h5chunk.store.fill import Filled, FillJob, fill
+from h5chunk.store.fill import Filled, FillJob, available_cores, fill
 from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
 from h5chunk.store.newfile import NewFile, check_output, check_room
 from h5chunk.tools.report import ConvertPlan, ConvertReport
@@ -283,11 +283,6 @@ def _prepare(
     }
     num_workers = available_cores() if workers is None else workers
     return _Conversion(images, path, layout, shape, order, asked, num_workers, on_error == "skip")
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fill(new: NewFile, job: _Conversion, offset: int, progress: Progress | None) -> Filled:
