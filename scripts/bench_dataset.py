@@ -7,6 +7,7 @@ The same images in ``bench-data/``, batches of 256, page cache warm, with 0 and 
 before the first timed one):
 
 ours        ChunkDataset and ChunkSampler on the converted file
+loader      ChunkLoader on the same file: no DataLoader, two reading threads, whatever the number of workers
 plain       ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on a contiguous file
 blog        the same on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; opened anew for
             each round, as with w0 = 1 the cache has no limit and would hold the whole file after the first
@@ -41,7 +42,7 @@ from h5chunk.feed.memory import shared_empty
 
 HERE = Path(__file__).parent
 BLOG_CHUNK = 100
-NAMES = ("ours", "plain", "blog", "ready", "ready-held")
+NAMES = ("ours", "loader", "plain", "blog", "ready", "ready-held")
 
 
 class PlainDataset(Dataset):
@@ -105,6 +106,8 @@ def loader(name: str, paths: dict[str, Path], args: argparse.Namespace, workers:
     """A DataLoader over one of the contenders."""
     count, batch_size = args.count, args.batch_size
     options = {"num_workers": workers, "persistent_workers": workers > 0}
+    if name == "loader":
+        return h5chunk.ChunkLoader(paths["ours"], batch_size, num_threads=2)
     if name == "ours":
         dataset = h5chunk.ChunkDataset(paths[name])
         return DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, batch_size), **options)
@@ -134,7 +137,8 @@ def private_bytes(pid: int) -> int:
 
 def epoch(data: DataLoader) -> dict[str, float]:
     """One epoch: images/s, bytes read an image, and memory of the first reading process at its end."""
-    running = processes(data._iterator) if data._iterator else []  # persistent workers read ahead from iter() on
+    old = getattr(data, "_iterator", None)
+    running = processes(old) if old else []  # persistent workers read ahead from iter() on
     before = read_bytes(running)
     started, images = time.perf_counter(), 0
     iterator = iter(data)

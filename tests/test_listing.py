@@ -62,7 +62,7 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path) -> None:
     assert samples(listing) == expected
     assert listing.class_names == classes == ["10", "9", "B", "a", "a-b", "a.b", "é"]
     assert listing.columns["labels"].dtype == np.int64
-    assert listing.ignored == []
+    assert listing.ignored == ["files whose names do not end like an image's: 1, such as notes.txt"]
 
 
 def test_order_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:

@@ -75,12 +75,17 @@ class ImageOptions:
         ):
             if getattr(self, name) not in allowed:
                 raise OptionError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(allowed)}")
-        if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
-            raise OptionError(f"size is {self.size!r}: give height and width, both at least 1")
+        if self.size is not None and not _is_size(self.size):
+            raise OptionError(f"size is {self.size!r}: give height and width, whole numbers of at least 1")
         if self.size is None and self.fit != "error":
             raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
         if self.max_pixels < 1:
             raise OptionError(f"max_pixels is {self.max_pixels}: give at least 1")
+
+
+def _is_size(size: object) -> bool:
+    """Whether this is (height, width)."""
+    return isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)
 
 
 @contextmanager
@@ -119,7 +124,10 @@ def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, 
     except SampleError:
         raise
     except UnidentifiedImageError:
-        raise SampleError(f"is no image of a known format ({', '.join(FORMATS)}); starts with {data[:16]!r}") from None
+        known, start = ", ".join(FORMATS), repr(data[:16])
+        raise SampleError(
+            f"is no image of a known format ({known}); starts with {start} (or is a variant that Pillow cannot read)"
+        ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise SampleError(
             f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant"

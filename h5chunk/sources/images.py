@@ -95,9 +95,12 @@ class ImageSource:
                 break
         if first is None or other is None:
             return f"the images do not all have the shape {shape_text(shape)}, and changed since"
+        remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
+        if self.options.color == "keep" and (self.options.size or sorted(first[1])[1:] == sorted(other[1])[1:]):
+            remedy = "give the colours that all shall have (--color rgb|gray)"
         return (
             f"images differ: {self.name(first[0])} is {shape_text(first[1])}, {self.name(other[0])} is "
-            f"{shape_text(other[1])}: give a size and how to fit it (--size H W --fit stretch|crop|pad)"
+            f"{shape_text(other[1])}: {remedy}"
         )
 
 

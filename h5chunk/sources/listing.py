@@ -75,10 +75,20 @@ class Listing:
 
 @dataclass
 class Directory:
-    """Files of one folder: their names, and their numbers in the archive (empty for a folder on disk)."""
+    """Files of one folder: their names, and their numbers in the archive (empty for a folder on disk).
+
+    ``others`` counts files that are not called like images; ``other`` is one of them.
+    """
 
     files: list[bytes] = field(default_factory=list)
     members: array[int] = field(default_factory=lambda: array("q"))
+    others: int = 0
+    other: bytes = b""
+
+    def pass_over(self, name: bytes) -> None:
+        """Count a file that is not called like an image."""
+        self.others += 1
+        self.other = min(self.other or name, name)
 
 
 def list_images(source: str | os.PathLike[str], found: Found | None = None) -> Listing:
@@ -154,6 +164,8 @@ def scan_folder(root: bytes, found: Found) -> dict[bytes, Directory]:
                         count += 1
                         if count % 4096 == 0:
                             found(count)
+                    else:
+                        directory.pass_over(entry.name)
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be listed: {error.strerror}") from None
         found(count)
@@ -171,13 +183,17 @@ def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Di
     """Image members of an archive by folder; a folder that wraps all images is taken off."""
     directories: dict[bytes, Directory] = {}
     folders: set[bytes] = set()
+    passed_over = Directory()
     count = 0
     for name, member in members:
         parts = [part for part in name.split(b"/") if part not in (b"", b".")]
         if not parts or any(map(is_hidden, parts)):
             continue
         folders.add(b"/".join(parts if name.endswith(b"/") else parts[:-1]))
-        if name.endswith(b"/") or not parts[-1].lower().endswith(EXTENSIONS):
+        if name.endswith(b"/"):
+            continue
+        if not parts[-1].lower().endswith(EXTENSIONS):
+            passed_over.pass_over(parts[-1])
             continue
         directory = directories.setdefault(b"/".join(parts[:-1]), Directory())
         directory.files.append(parts[-1])
@@ -190,7 +206,10 @@ def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Di
         wrap = tops.pop() + b"/"
         directories = {name[len(wrap) :]: directory for name, directory in directories.items()}
         folders = {name[len(wrap) :] for name in folders if name.startswith(wrap)}
-    return {name: Directory() for name in folders} | directories
+    grouped = {name: Directory() for name in folders} | directories
+    first = next(iter(grouped.values()), passed_over)
+    first.others, first.other = passed_over.others, passed_over.other
+    return grouped
 
 
 def _arrange(source: str, directories: dict[bytes, Directory], container: Container) -> Listing:
@@ -201,6 +220,9 @@ def _arrange(source: str, directories: dict[bytes, Directory], container: Contai
         raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
     classes = sorted({name.split(b"/")[0] for name in with_images if name})
     ignored: list[str] = []
+    if others := sum(directory.others for directory in directories.values()):
+        other = printable(next(directory.other for directory in directories.values() if directory.others))
+        ignored.append(f"files whose names do not end like an image's: {others}, such as {other}")
     if classes:
         empty = sorted({name.split(b"/")[0] for name in directories if name} - set(classes))
         if empty:

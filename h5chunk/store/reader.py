@@ -17,7 +17,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
-from h5chunk.store.format import Header, open_file, read_header
+from h5chunk.store.format import GROUP, Header, open_file, read_header
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
 CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
@@ -227,6 +227,7 @@ def _stamp(path: Path | int) -> tuple[int, ...]:
 def _missing(file: h5py.File, path: Path, wanted: str) -> str:
     datasets: list[str] = []
     file.visititems(lambda name, item: datasets.append(name) if isinstance(item, h5py.Dataset) and item.shape else None)
+    datasets = [name for name in datasets if not name.startswith(f"{GROUP}/")]
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name those to read with fields={'name': 'dataset'}"
     return f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}"

@@ -187,7 +187,7 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, amplification: float, cache
         return f"of type {dataset.dtype}: cannot be a field for training (numbers and fixed-length strings can)"
     if 0 in grid.shape:
         return "empty"
-    single = f"a single random sample reads {amplification:,.1f} x its bytes"
+    single = f"a single random sample, with h5py's default cache, reads {amplification:,.1f} x its bytes"
     if dataset.is_virtual:
         return "a view of other files: look at those"
     if grid.chunks is None:
