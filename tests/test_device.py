@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-
 import numpy as np
 import pytest
 import torch
@@ -47,7 +46,7 @@ def all_bytes(channels: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize(("mean", "std"), [(MEAN, STD), (0.5, 0.25), (MEAN, 0.5), (0.5, STD), ([0.5], [0.5])])
 def test_normalize(dtype, channels_last, mean, std):
     images = all_bytes()
-    convert = Convert(dtype, (mean, std), channels_last, (3, 16, 16), 0)
+    convert = Convert(torch.uint8, dtype, (mean, std), channels_last, (3, 16, 16), 0)
     found = convert(images, keep=True)
     assert found.dtype == (dtype or torch.float32)
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
@@ -56,14 +55,14 @@ def test_normalize(dtype, channels_last, mean, std):
 
 def test_normalize_channels_at_the_end():
     images = all_bytes().permute(0, 2, 3, 1).contiguous()
-    found = Convert(None, (MEAN, STD), False, (16, 16, 3), 2)(images, keep=True)
+    found = Convert(torch.uint8, None, (MEAN, STD), False, (16, 16, 3), 2)(images, keep=True)
     check_close(found, reference(images, MEAN, STD, 3), bound=5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_floating_dtype_alone_gives_0_to_1(dtype):
     images = all_bytes()
-    found = Convert(dtype, None, False, (3, 16, 16), 0)(images, keep=True)
+    found = Convert(torch.uint8, dtype, None, False, (3, 16, 16), 0)(images, keep=True)
     check_close(found, images.double() / 255, bound=1)
     assert (found.min(), found.max()) == (0, 1)
 
@@ -71,12 +70,12 @@ def test_a_floating_dtype_alone_gives_0_to_1(dtype):
 @pytest.mark.parametrize("keep", [True, False])
 def test_bytes_stay_bytes(keep):
     images = all_bytes()
-    found = Convert(None, None, False, (3, 16, 16), 0)(images, keep=keep)
+    found = Convert(torch.uint8, None, None, False, (3, 16, 16), 0)(images, keep=keep)
     assert found.equal(images) and found.dtype == torch.uint8
     assert (found.data_ptr() == images.data_ptr()) == keep
-    last = Convert(None, None, True, (3, 16, 16), 0)(images, keep=keep)
+    last = Convert(torch.uint8, None, None, True, (3, 16, 16), 0)(images, keep=keep)
     assert last.equal(images) and last.is_contiguous(memory_format=torch.channels_last)
-    assert Convert(torch.int16, None, False, (3, 16, 16), 0)(images, keep=keep).equal(images.short())
+    assert Convert(torch.uint8, torch.int16, None, False, (3, 16, 16), 0)(images, keep=keep).equal(images.short())
 
 
 @pytest.mark.parametrize(
@@ -92,41 +91,53 @@ def test_bytes_stay_bytes(keep):
     ],
 )
 def test_options_that_do_not_fit(options, match):
-    known = {"dtype": None, "normalize": None, "channels_last": False, "sample_shape": (3, 16, 16), "channel_axis": 0}
+    known = {
+        "stored": torch.uint8,
+        "dtype": None,
+        "normalize": None,
+        "channels_last": False,
+        "sample_shape": (3, 16, 16),
+        "channel_axis": 0,
+    }
     with pytest.raises(OptionError, match=match):
         Convert(**{**known, **options})
 
 
-@pytest.mark.parametrize("normalize", [(0.5,), ((0.1, 0.2, 0.3), (0.1, 0.2)), ("a", 0.5), 0.5])
-@pytest.mark.xfail(strict=False, reason="Convert does not check the form of normalize")
+@pytest.mark.parametrize("normalize", [(0.5,), 0.5, (0.1, 0.2, 0.3)])
+def test_normalize_that_is_no_pair(normalize):
+    with pytest.raises(OptionError, match="normalize is"):
+        Convert(torch.uint8, None, normalize, False, (3, 16, 16), 0)
+
+
+@pytest.mark.parametrize("normalize", [((0.1, 0.2, 0.3), (0.1, 0.2)), ("a", 0.5), (0.5, [[0.5]]), (None, 0.5)])
+@pytest.mark.xfail(strict=False, reason="Convert lets torch complain of what is no number or does not match")
 def test_normalize_that_is_no_pair_of_numbers(normalize):
     with pytest.raises(OptionError, match="normalize"):
-        Convert(None, normalize, False, (3, 16, 16), 0)
+        Convert(torch.uint8, None, normalize, False, (3, 16, 16), 0)
 
 
-@pytest.mark.parametrize("source", [torch.float32, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
-@pytest.mark.xfail(strict=False, reason="Convert drops normalize where images are floats already")
-def test_normalize_is_not_dropped_for_floats(source, dtype):
-    """Refused, or done."""
-    images = (all_bytes().double() / 255).to(source)
-    try:
-        found = Convert(dtype, (MEAN, STD), False, (3, 16, 16), 0)(images, keep=True)
-    except OptionError:
-        return
-    expected = (images.double() - torch.tensor(MEAN).double().reshape(3, 1, 1)) / torch.tensor(STD).reshape(3, 1, 1)
-    assert torch.allclose(found.double(), expected, atol=1e-2)
+def test_floats_are_normalized_as_they_are(stored, dtype):
+    images = (all_bytes().double() / 255).to(stored)
+    found = Convert(stored, dtype, (MEAN, STD), False, (3, 16, 16), 0)(images, keep=True)
+    assert found.dtype == (dtype or torch.float32)
+    check_close(found, reference(images.double() * 255, MEAN, STD, 1), bound=5)
+    assert Convert(stored, None, None, False, (3, 16, 16), 0)(images, keep=True) is images
 
 
-@pytest.mark.xfail(strict=False, reason="Convert divides any integer by 255")
-def test_wider_integers_are_not_divided_by_255():
-    """Refused, or divided by what makes them 0..1."""
-    images = torch.tensor([0, 32767], dtype=torch.int16).reshape(1, 1, 1, 2)
-    try:
-        found = Convert(torch.float32, (0.5, 0.5), False, (1, 1, 2), 0)(images, keep=True)
-    except OptionError:
-        return
-    assert found.flatten().tolist() == [-1, 1]
+@pytest.mark.parametrize("stored", [torch.int16, torch.int64, torch.bool])
+def test_other_integers_are_only_cast(stored):
+    numbers = torch.tensor([0, 1]).to(stored)
+    found = Convert(stored, torch.float32, None, False, (), 0)(numbers, keep=True)
+    assert (found.dtype, found.tolist()) == (torch.float32, [0, 1])
+    with pytest.raises(OptionError, match="normalize is for uint8 and floats"):
+        Convert(stored, None, (0.5, 0.5), False, (), 0)
+
+
+def test_a_dtype_that_is_none():
+    with pytest.raises(OptionError, match="dtype is 'float32'"):
+        Convert(torch.uint8, "float32", None, False, (3, 16, 16), 0)
 
 
 # Slots
@@ -242,7 +253,7 @@ class TestCuda:
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_convert(self, device, dtype, channels_last):
         images = all_bytes()
-        convert = Convert(dtype, (MEAN, STD), channels_last, (3, 16, 16), 0)
+        convert = Convert(torch.uint8, dtype, (MEAN, STD), channels_last, (3, 16, 16), 0)
         convert.to(device)
         found = convert(images.to(device), keep=False)
         assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
@@ -250,6 +261,6 @@ class TestCuda:
 
     def test_bytes_are_copied_out_of_the_slot(self, device):
         images = all_bytes().to(device)
-        convert = Convert(None, None, False, (3, 16, 16), 0)
+        convert = Convert(torch.uint8, None, None, False, (3, 16, 16), 0)
         convert.to(device)
         assert convert(images, keep=False).data_ptr() != images.data_ptr()

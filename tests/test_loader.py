@@ -1,0 +1,727 @@
+"""ChunkLoader: the batches of ChunkSampler and ChunkDataset, whatever happens, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+import weakref
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from foreign import make_file, values
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_pipeline import in_fork, nothing_is_left, reading_threads
+
+import h5chunk
+import h5chunk.feed.loader
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.store.direct import DirectField
+from h5chunk.store.reader import H5Reader
+
+__all__ = ["nothing_is_left"]
+
+N = 203  # images of 90 bytes: larger than what is kept in memory whole
+IMAGES = values((N, 3, 5, 6), np.uint8)
+LABELS = np.arange(N, dtype=np.int64)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+ORDER = {"window_chunks": 4, "seed": 1}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}), labels=(LABELS, {"chunks": (32,)}))
+
+
+@pytest.fixture
+def large(tmp_path):
+    """Batches of a megabyte and more, whose memory is used again."""
+    images = values((N, 3, 100, 60), np.uint8)
+    return make_file(tmp_path / "large.h5", images=(images, {"chunks": (8, 3, 100, 60)}), labels=(LABELS, {}))
+
+
+def as_lists(batches) -> list[list[list]]:
+    return [[field.tolist() for field in batch] for batch in batches]
+
+
+def expected_epochs(path, batch_size: int, num_epochs: int = 1, fields=None, **order) -> list[list[list[list]]]:
+    """What the sampler and the dataset give."""
+    dataset = ChunkDataset(path, fields=fields)
+    sampler = ChunkSampler(dataset, batch_size, **order)
+    epochs = [as_lists(dataset[rows] for rows in sampler) for _ in range(num_epochs)]
+    dataset.close()
+    return epochs
+
+
+def numbers(batches) -> list[int]:
+    return [label for batch in batches for label in batch[-1].tolist()]
+
+
+# The same batches
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_samples=st.integers(1, 120),
+    chunk_samples=st.integers(0, 130),
+    label_chunk=st.integers(0, 40),
+    batch_size=st.integers(1, 130),
+    window_chunks=st.integers(1, 40) | st.none(),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    seed=st.sampled_from([0, 1, (1 << 64) - 1]),
+    reader=st.sampled_from(["auto", "direct", "h5py"]),
+    reuse=st.booleans(),
+    num_threads=st.sampled_from([None, 1, 3]),
+)
+def test_same_batches_as_sampler_and_dataset(
+    tmp_path, num_samples, chunk_samples, label_chunk, batch_size, reader, reuse, num_threads, **order
+):
+    path = make_file(
+        tmp_path / "a.h5",
+        images=(
+            IMAGES[:1].repeat(num_samples, 0) + np.arange(num_samples, dtype=np.uint8)[:, None, None, None],
+            {"chunks": (chunk_samples, 3, 5, 6), "maxshape": (None, 3, 5, 6)} if chunk_samples else {},
+        ),
+        labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,)} if label_chunk else {}),
+    )
+    expected = expected_epochs(path, batch_size, 3, **order)
+    with ChunkLoader(path, batch_size, reader=reader, reuse=reuse, num_threads=num_threads, **order) as loader:
+        if loader.order.num_batches:
+            for epoch in expected:
+                assert len(loader) == len(epoch)
+                assert as_lists(loader) == epoch
+
+
+LAYOUTS = {
+    "contiguous": {},
+    "whole samples": {"chunks": (4, 3, 5, 6)},
+    "edge": {"chunks": (8, 3, 5, 6), "maxshape": (None, 3, 5, 6)},
+    "one sample a chunk": {"chunks": (1, 3, 5, 6)},
+}
+FALLBACKS = {
+    "gzip": {"chunks": (4, 3, 5, 6), "compression": "gzip"},
+    "pieces of samples": {"chunks": (8, 2, 5, 3)},
+}
+DTYPES = ["u1", "i2", "i4", "i8", "f2", "f4", "f8", "?"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_readers_give_the_same_bytes(tmp_path, layout, dtype):
+    path = make_file(
+        tmp_path / "a.h5", file={"userblock_size": 512}, images=(values((50, 3, 5, 6), dtype), LAYOUTS[layout])
+    )
+    [expected] = expected_epochs(path, 16)
+    for reader in ("direct", "h5py", "auto"):
+        with ChunkLoader(path, 16, reader=reader) as loader:
+            batches = list(loader)
+            assert batches[0][0].dtype == torch.from_numpy(np.empty(0, dtype)).dtype
+            assert as_lists(batches) == expected
+
+
+@pytest.mark.parametrize(("layout", "reason"), [("gzip", "filtered"), ("pieces of samples", "parts of samples")])
+def test_falls_back_to_hdf5_and_says_why(tmp_path, layout, reason):
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, FALLBACKS[layout]), labels=(LABELS, {}))
+    [expected] = expected_epochs(path, 16)
+    with pytest.warns(UserWarning, match=f"field 'images' is read through h5py, .*{reason}") as caught:
+        loader = ChunkLoader(path, 16)
+    assert len(caught) == 1
+    assert "images: h5py, labels: direct" in repr(loader)
+    with loader:
+        assert as_lists(loader) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ChunkLoader(path, 16, reader="h5py") as asked:
+            assert as_lists(asked) == expected
+    with pytest.raises(OptionError, match=rf"'images' cannot be read directly: .*{reason}"):
+        ChunkLoader(path, 16, reader="direct")
+
+
+@pytest.mark.xfail(strict=False, reason="stacklevel of the warning is one too high")
+def test_the_warning_points_at_the_caller(tmp_path):
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, FALLBACKS["gzip"]))
+    with pytest.warns(UserWarning, match="h5py") as caught:
+        ChunkLoader(path, 16)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "fields", [["labels", "images"], {"a": "images", "b": "labels", "c": "more/z"}, ["labels"], "labels", ["more/z"]]
+)
+def test_fields(tmp_path, fields):
+    path = make_file(
+        tmp_path / "a.h5",
+        images=(IMAGES, {"chunks": (4, 3, 5, 6)}),
+        labels=(LABELS, {"chunks": (7,)}),
+        more__z=(values((N, 30), np.float32), {"chunks": (10, 30)}),
+    )
+    expected = expected_epochs(path, 16, 2, fields, **ORDER)
+    with ChunkLoader(path, 16, fields=fields, **ORDER) as loader:
+        for epoch in expected:
+            assert as_lists(loader) == epoch
+
+
+def test_a_link_into_another_file(tmp_path):
+    make_file(tmp_path / "other.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["images"] = h5py.ExternalLink("other.h5", "images")
+    [expected] = expected_epochs(tmp_path / "a.h5", 16)
+    with pytest.warns(UserWarning, match="link"), ChunkLoader(tmp_path / "a.h5", 16) as loader:
+        assert as_lists(loader) == expected
+
+
+def test_same_order_with_huge_chunks(path, monkeypatch):
+    """Where fewer windows than usual alternate."""
+    monkeypatch.setattr("h5chunk.plan.layout.MAX_OPEN_BYTES", 4 * 4 * 90 * 6)
+    dataset = ChunkDataset(path)
+    sampler = ChunkSampler(dataset, 8, **ORDER)
+    assert sampler.order.interleave < 24
+    with ChunkLoader(path, 8, **ORDER) as loader:
+        assert loader.order == sampler.order
+        assert numbers(loader) == [row for rows in sampler for row in rows]
+
+
+def test_converted(tmp_path, class_folder):
+    h5chunk.convert(class_folder(count=30), tmp_path / "a.h5")
+    expected = expected_epochs(tmp_path / "a.h5", 7, 2)
+    with h5chunk.ChunkLoader(tmp_path / "a.h5", 7) as loader:
+        assert [as_lists(loader), as_lists(loader)] == expected
+
+
+# Numbers of samples and epochs
+
+
+NO_BATCHES = pytest.mark.xfail(strict=False, reason="an epoch of no batches ends in RuntimeError, its threads stay")
+
+
+@pytest.mark.parametrize("drop_last", [False, pytest.param(True, marks=NO_BATCHES)])
+def test_fewer_samples_than_a_batch(path, drop_last):
+    with ChunkLoader(path, 500, drop_last=drop_last) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            assert len(batches) == len(loader) == (0 if drop_last else 1)
+            assert sorted(numbers(batches)) == ([] if drop_last else list(range(N)))
+
+
+@NO_BATCHES
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 2), "maxshape": (None, 2)}])
+def test_no_samples(tmp_path, options):
+    path = make_file(tmp_path / "a.h5", images=(values((0, 2), np.uint8), options))
+    loader = ChunkLoader(path, 4)
+    assert len(loader) == 0
+    for _ in range(2):
+        assert list(loader) == []
+    assert "0 batches" in repr(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize(("drop_last", "length"), [(False, 13), (True, 12)])
+def test_length(path, drop_last, length):
+    loader = ChunkLoader(path, 16, drop_last=drop_last)
+    assert len(loader) == length == len(list(loader))
+
+
+def test_set_epoch(path):
+    epochs = expected_epochs(path, 16, 8, **ORDER)
+    loader = ChunkLoader(path, 16, **ORDER)
+    for epoch in (5, 0, 0, 7):  # forward, backward, once more
+        loader.set_epoch(epoch)
+        assert loader.order.epoch == epoch
+        assert as_lists(loader) == epochs[epoch]
+    loader.set_epoch(2)
+    assert as_lists(loader) == epochs[2]
+    assert as_lists(loader) == epochs[3]  # and on by itself
+    loader.close()
+    with pytest.raises(OptionError, match="epoch"):
+        loader.set_epoch(-1)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2, 5])
+def test_set_epoch_in_mid_epoch_is_for_the_next(path, epoch):
+    epochs = expected_epochs(path, 16, 8, **ORDER)
+    with ChunkLoader(path, 16, **ORDER) as loader:
+        found = []
+        for number, batch in enumerate(loader):
+            if number == 4:
+                loader.set_epoch(epoch)
+            found.append([field.tolist() for field in batch])
+        assert found == epochs[0]
+        assert as_lists(loader) == epochs[epoch]
+
+
+def test_after_a_break_the_next_epoch_comes(path):
+    """As with ChunkSampler."""
+    epochs = expected_epochs(path, 16, 3, **ORDER)
+    with ChunkLoader(path, 16, **ORDER) as loader:
+        for _ in loader:
+            break
+        assert as_lists(loader) == epochs[1]
+        assert as_lists(loader) == epochs[2]
+
+
+def test_epochs_have_no_seam(path):
+    """The threads and the read-ahead go on from one epoch to the next."""
+    with ChunkLoader(path, 16, **ORDER) as loader:
+        list(loader)
+        threads, feed = set(reading_threads()), loader._feed
+        assert threads and (1, 0) in feed._batches
+        list(loader)
+        assert set(reading_threads()) == threads and loader._feed is feed
+
+
+def test_two_loaders_at_once(path):
+    [one], [two] = (expected_epochs(path, 16, window_chunks=4, seed=seed) for seed in (1, 2))
+    first, second = (ChunkLoader(path, 16, window_chunks=4, seed=seed) for seed in (1, 2))
+    with first, second:
+        pairs = list(zip(first, second, strict=True))
+        assert as_lists(batch for batch, _ in pairs) == one
+        assert as_lists(batch for _, batch in pairs) == two
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_iterating_twice_at_the_same_time_is_refused(path, reuse):
+    """And the older iteration goes on as if nothing had happened."""
+    [expected] = expected_epochs(path, 16, **ORDER)
+    with ChunkLoader(path, 16, reuse=reuse, **ORDER) as loader:
+        older, newer = iter(loader), iter(loader)
+        found = as_lists(next(older) for _ in range(2))
+        for other in (newer, loader):
+            with pytest.raises(OptionError, match="iterated already"):
+                list(other)
+        assert found + as_lists(older) == expected
+
+
+@pytest.mark.xfail(strict=False, reason="an iteration goes on after its loader was closed")
+def test_closing_ends_an_iteration(path):
+    loader = ChunkLoader(path, 16, **ORDER)
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(H5ChunkError, match="close"):
+        list(batches)
+
+
+# Memory
+
+
+def test_batches_that_are_held_are_never_overwritten(large):
+    [expected] = expected_epochs(large, 40, window_chunks=5)
+    with ChunkLoader(large, 40, window_chunks=5) as loader:
+        held = list(loader)
+        list(loader)  # another epoch
+        assert as_lists(held) == expected
+
+
+def test_parts_of_batches_that_are_held_are_never_overwritten(large):
+    with ChunkLoader(large, 40, window_chunks=5) as loader:
+        held = [(images[:1], images[:1].clone()) for _ in range(2) for images, _ in loader]
+        assert all(part.equal(copy) for part, copy in held)
+
+
+def test_memory_is_used_again_without_reuse(large):
+    with ChunkLoader(large, 101, window_chunks=1, shuffle=False) as loader:
+        places = [images.data_ptr() for _ in range(12) for images, _ in loader]
+    assert len(set(places)) < len(places) / 2
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_reuse_gives_right_data_when_it_is_used_at_once(large, shuffle):
+    options = {"window_chunks": 5, "shuffle": shuffle}
+    expected = expected_epochs(large, 40, 2, **options)
+    with ChunkLoader(large, 40, reuse=True, **options) as loader:
+        for epoch in expected:
+            assert as_lists(loader) == epoch
+
+
+def test_reuse_takes_no_new_memory(large):
+    with ChunkLoader(large, 40, reuse=True, window_chunks=5) as loader:
+        places = [{images.data_ptr() for images, _ in loader} for _ in range(4)]
+        slots = {slot.tensors["images"].data_ptr() for slot in loader._feed._free + loader._feed._used}
+        slots |= {load.slot.tensors["images"].data_ptr() for load, _ in loader._feed._batches.values()}
+    for place in set().union(*places):
+        assert any(0 <= place - slot < loader._slot_bytes for slot in slots)
+
+
+@pytest.mark.parametrize("window_chunks", [1, 2, 7])
+def test_memory_bytes(path, window_chunks):
+    loose = ChunkLoader(path, 8, window_chunks=window_chunks, memory_bytes=1 << 30)
+    least = None
+    for memory_bytes in range(0, 200_000, 500):
+        try:
+            loader = ChunkLoader(path, 8, window_chunks=window_chunks, memory_bytes=memory_bytes)
+        except OptionError as error:
+            assert least is None and str(memory_bytes) in str(error)
+            named = int(str(error).split("need ")[1].split(":")[0])
+            assert named > memory_bytes
+            continue
+        least = least or memory_bytes
+        assert least - 500 < named <= least
+        assert loader._num_slots * loader._slot_bytes <= memory_bytes
+    assert least is not None and loose._num_slots >= loader._num_slots
+    with ChunkLoader(path, 8, window_chunks=window_chunks, memory_bytes=named) as tight:
+        assert sorted(numbers(tight)) == list(range(N))
+
+
+def test_repr(path):
+    loader = ChunkLoader(path, 16, num_threads=3, memory_bytes=1 << 30, window_chunks=4, drop_last=True)
+    shown = repr(loader)
+    for part in (str(path), "12 batches of 16", "windows of 1 batches", "KiB", "3 threads", "images: direct", "cpu"):
+        assert part in shown
+    assert f"{loader._num_slots} under way" in shown
+
+
+# What the network takes
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_normalize(path, dtype, channels_last, reuse):
+    """As torchvision states it, in float64."""
+    options = {"normalize": (MEAN, STD), "dtype": dtype, "channels_last": channels_last, "reuse": reuse}
+    means, stds = (torch.tensor(numbers, dtype=torch.float64).reshape(3, 1, 1) for numbers in (MEAN, STD))
+    with ChunkLoader(path, 16, **options, **ORDER) as loader:
+        for images, labels in loader:
+            expected = (torch.from_numpy(IMAGES[labels.numpy()]).double() / 255 - means) / stds
+            assert images.dtype == (dtype or torch.float32)
+            allowed = torch.finfo(images.dtype).eps / 2 * expected.abs() + 2e-6
+            assert ((images.double() - expected).abs() <= allowed).all()
+            assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def test_only_the_first_field_is_converted(path):
+    with ChunkLoader(path, 16, fields=["labels", "images"], dtype=torch.int32, shuffle=False) as loader:
+        labels, images = next(iter(loader))
+    assert (labels.dtype, images.dtype) == (torch.int32, torch.uint8)
+    assert labels.tolist() == list(range(16))
+
+
+def test_axes_of_the_file(tmp_path):
+    images = np.ascontiguousarray(IMAGES.transpose(0, 2, 3, 1))
+    path = make_file(tmp_path / "a.h5", images=(images, {}))
+    with h5py.File(path, "a") as file:
+        file["images"].attrs["axes"] = np.bytes_("NHWC")
+    with ChunkLoader(path, 16, normalize=(MEAN, STD), shuffle=False) as loader:
+        found = torch.cat([batch for (batch,) in loader])
+    expected = (torch.from_numpy(images).double() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_transform(path):
+    [expected] = expected_epochs(path, 16, **ORDER)
+    with ChunkLoader(path, 16, transform=lambda batch: {"n": batch[1] + 1, "t": type(batch)}, **ORDER) as loader:
+        found = list(loader)
+    assert [batch["n"].tolist() for batch in found] == [(np.array(labels) + 1).tolist() for _, labels in expected]
+    assert found[0]["t"] is tuple
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reader": "fast"}, "reader is 'fast'"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 1.5}, "batch_size"),
+        ({"seed": -1}, "seed"),
+        ({"window_chunks": 0}, "window_chunks"),
+        ({"memory_bytes": 0}, "memory_bytes is 0"),
+        ({"normalize": (0.5, 0)}, "std of 0"),
+        ({"normalize": ((1, 2), 1)}, "2 values of mean for 3 channels"),
+        ({"normalize": (0.5, 0.5), "dtype": torch.int32}, "floating"),
+        ({"channels_last": True, "fields": ["labels"]}, "channels_last"),
+        ({"fields": []}, "fields is empty"),
+        ({"num_threads": -1}, "num_threads"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"device": "meta"}, "device is 'meta'"),
+        pytest.param({"device": "cuda"}, "no CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA")),
+    ],
+)
+def test_options_that_cannot_be(path, options, match):
+    with pytest.raises(OptionError, match=match):
+        ChunkLoader(path, **{"batch_size": 16, **options})
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_threads", 2.5), ("device", "nonsense"), ("memory_bytes", "1 GiB")])
+@pytest.mark.xfail(strict=False, reason="ChunkLoader lets Python and torch complain of values of a wrong type")
+def test_options_of_a_wrong_type(path, name, value):
+    with pytest.raises(OptionError, match=name):
+        ChunkLoader(path, 16, **{name: value})
+
+
+def test_files_that_cannot_be(tmp_path):
+    with pytest.raises(FileError, match=r"none\.h5: no such file"):
+        ChunkLoader(tmp_path / "none.h5", 16)
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, {}), names=(values((N,), "S3"), {}))
+    with pytest.raises(FieldError, match="strings"):
+        ChunkLoader(path, 16, fields=["images", "names"])
+    with pytest.raises(FieldError, match="no dataset 'labels'"):
+        ChunkLoader(path, 16, fields=["labels"])
+
+
+def change(path, how: str) -> None:
+    """Change a file behind the loader's back."""
+    status = path.stat()
+    if how == "removed":
+        path.unlink()
+    elif how == "replaced":
+        other = make_file(path.with_name("other.h5"), images=(IMAGES + 1, {}), labels=(LABELS + 1, {}))
+        other.replace(path)
+    elif how == "truncated":
+        with path.open("r+b") as file:
+            file.truncate(2000)
+    else:
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    if path.exists():
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000_000))
+
+
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
+@pytest.mark.parametrize("how", ["removed", "replaced", "truncated", "overwritten"])
+@pytest.mark.parametrize("when", ["before", "between epochs", "after closing", "in an epoch"])
+@pytest.mark.parametrize("kind", ["direct", "h5py"])
+def test_a_file_that_changes(tmp_path, how, when, kind):
+    """An error that names the file, or the data of the file that is still open: never wrong data."""
+    options = {"chunks": (4, 3, 5, 6), **({"compression": "lzf"} if kind == "h5py" else {})}
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (4,)}))
+    epochs = expected_epochs(path, 2, 4, window_chunks=1)
+    loader = ChunkLoader(path, 2, window_chunks=1)
+    found: list[list[list]] = []
+    if when == "before":
+        change(path, how)
+    elif when != "in an epoch":
+        found.append(as_lists(loader))
+        if when == "after closing":
+            loader.close()
+        change(path, how)
+    message = None
+    try:
+        while len(found) < 4:
+            found.append([])
+            for number, batch in enumerate(loader):
+                if number == 3 and when == "in an epoch" and len(found) == 1:
+                    change(path, how)
+                found[-1].append([field.tolist() for field in batch])
+    except FileError as error:
+        message = str(error)
+        assert "a.h5" in message
+    assert found == [epoch[: len(batches)] for epoch, batches in zip(epochs, found, strict=False)]
+    if how in ("truncated", "overwritten") or when in ("before", "after closing"):
+        assert message is not None
+    loader.close()
+
+
+@pytest.mark.parametrize("batch", [0, 6])
+def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch):
+    monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 0)
+    loader = ChunkLoader(path, 16, shuffle=False)
+    read_run = DirectField.read_run
+
+    def fail(self, descriptor, first_row, buffers):
+        if first_row // 16 == batch:
+            raise ZeroDivisionError("on purpose")
+        read_run(self, descriptor, first_row, buffers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectField, "read_run", fail)
+        found = []
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            found += [as_lists([batch])[0] for batch in loader]
+        assert not reading_threads()
+    loader.set_epoch(0)
+    assert numbers(loader) == list(range(N))  # and all is well again
+    loader.close()
+
+
+# Nothing is left: the fixture of test_pipeline looks for threads and open files after each test
+
+
+def test_before_iterating_nothing_is_open(path):
+    loader = ChunkLoader(path, 16)
+    assert not reading_threads()
+    del loader
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_break(path, reader, reuse):
+    loader = ChunkLoader(path, 16, reader=reader, reuse=reuse)
+    for _ in loader:
+        assert reading_threads()
+        break
+    assert not reading_threads()
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_exception_in_the_loop(path, kind):
+    def loop():
+        for _ in loader:
+            raise kind
+
+    loader = ChunkLoader(path, 16)
+    with pytest.raises(kind):
+        loop()
+    assert not reading_threads()
+
+
+def test_an_exception_in_the_transform(path):
+    loader = ChunkLoader(path, 16, transform=lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(iter(loader))
+    assert not reading_threads()
+
+
+def test_interrupted_while_waiting(path, monkeypatch):
+    """Ctrl-C comes where the loop waits for data."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    loader = ChunkLoader(path, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr("h5chunk.feed.pipeline.Load.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+    assert not reading_threads()
+    loader.set_epoch(0)
+    assert sorted(numbers(loader)) == list(range(N))
+    loader.close()
+
+
+def test_del(path):
+    loader = ChunkLoader(path, 16)
+    list(loader)
+    assert reading_threads()
+    del loader
+    assert not reading_threads()
+
+
+def test_a_loader_without_a_name(path):
+    assert sorted(numbers(ChunkLoader(path, 16))) == list(range(N))
+    assert not reading_threads()
+
+
+def test_del_of_an_iteration(path):
+    batches = iter(ChunkLoader(path, 16))
+    next(batches)
+    assert reading_threads()
+    del batches
+    assert not reading_threads()
+
+
+def test_garbage_collection(path):
+    loader = ChunkLoader(path, 16)
+    list(loader)
+    loader.itself = loader
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None and not reading_threads()
+
+
+def test_context_manager(path):
+    with ChunkLoader(path, 16) as loader:
+        list(loader)
+        assert reading_threads()
+    assert not reading_threads()
+    with pytest.raises(ValueError, match="on purpose"), loader:
+        for _ in loader:
+            raise ValueError("on purpose")
+    assert not reading_threads()
+    loader.close()
+    loader.close()
+
+
+@pytest.mark.xfail(strict=False, reason="threads that were started before the error are not ended")
+def test_an_error_in_starting_leaves_nothing(path, monkeypatch):
+    def fail(*_):
+        raise MemoryError("no room")
+
+    loader = ChunkLoader(path, 16)
+    monkeypatch.setattr("h5chunk.feed.device.CpuSlot.begin", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        list(loader)
+
+
+def test_memory_is_free_after_closing(large):
+    with ChunkLoader(large, 40, window_chunks=5) as loader:
+        kept = [weakref.ref(next(iter(loader))[0].untyped_storage())]
+        slots = [weakref.ref(slot) for slot in loader._feed._free] if loader._feed else []
+    gc.collect()
+    assert all(ref() is None for ref in kept + slots)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_a_fork_while_a_loader_is_open(path, reader):
+    """The fork ends as it should, can let go of the loader, and the parent reads on."""
+    loader = ChunkLoader(path, 16, reader=reader, **ORDER)
+    [expected] = expected_epochs(path, 16, **ORDER)
+    batches = iter(loader)
+    found = [next(batches)]
+    assert in_fork(lambda: None) == 0
+    assert in_fork(loader.close) == 0
+    found += list(batches)
+    assert as_lists(found) == expected
+    loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("when", ["between epochs", "in an epoch"])
+def test_a_fork_that_goes_on_iterating(path, when):
+    """It has no threads: an error at once, and after closing it reads with threads of its own."""
+    loader = ChunkLoader(path, 16, **ORDER)
+    epochs = expected_epochs(path, 16, 2, **ORDER)
+    batches = iter(loader)
+    if when == "between epochs":
+        list(batches)
+        batches = iter(loader)
+    else:
+        next(batches)
+
+    def iterate():
+        with pytest.raises(FileError, match=r"a\.h5: .*fork"):
+            next(batches)
+        loader.close()
+        loader.set_epoch(1)
+        assert as_lists(loader) == epochs[1]
+        loader.close()
+
+    assert in_fork(iterate) == 0
+    if when == "in an epoch":
+        list(batches)
+    assert as_lists(loader) == epochs[1]
+    loader.close()
+
+
+def test_the_loader_is_used_from_another_thread(path):
+    found: list[list[int]] = []
+    with ChunkLoader(path, 16) as loader:
+        thread = threading.Thread(target=lambda: found.append(numbers(loader)))
+        thread.start()
+        thread.join(60)
+        found.append(numbers(loader))
+    assert [sorted(each) for each in found] == [list(range(N))] * 2
+
+
+def test_readers_of_hdf5_do_not_disturb_each_other(path):
+    """A dataset and a loader on the same file, in turns."""
+    dataset, reader = ChunkDataset(path), H5Reader(path)
+    with ChunkLoader(path, 16, reader="h5py", **ORDER) as loader:
+        for images, labels in loader:
+            assert dataset[labels][0].equal(images)
+            out = np.empty((len(labels), 3, 5, 6), np.uint8)
+            reader.read("images", labels.numpy(), out)
+            np.testing.assert_array_equal(out, images.numpy())
+    dataset.close()
+    reader.close()
