@@ -7,7 +7,7 @@ The same images in ``bench-data/``, batches of 256, page cache warm, with 0 and 
 before the first timed one):
 
 ours        ChunkDataset and ChunkSampler on the converted file
-loader      ChunkLoader on the same file: no DataLoader, two reading threads, whatever the number of workers
+loader      ChunkLoader on the same file: no DataLoader, two reading threads
 plain       ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on a contiguous file
 blog        the same on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; opened anew for
             each round, as with w0 = 1 the cache has no limit and would hold the whole file after the first
@@ -181,13 +181,14 @@ def main() -> None:
 
 def measure(paths: dict[str, Path], args: argparse.Namespace, workers: int) -> Iterator[tuple[str, dict]]:
     """Each contender's figures with this number of workers."""
-    loaders, rounds, grown = {}, {name: [] for name in NAMES}, {}
-    for name in NAMES:
+    names = [name for name in NAMES if name != "loader" or workers == 0]
+    loaders, rounds, grown = {}, {name: [] for name in names}, {}
+    for name in names:
         start_bytes = private_bytes(os.getpid()) if workers == 0 else 0
         loaders[name] = loader(name, paths, args, workers)
         grown[name] = epoch(loaders[name])["private_bytes"] - start_bytes
     for _ in range(args.rounds):
-        for name in NAMES:
+        for name in names:
             if name == "blog":
                 loaders[name] = loader(name, paths, args, workers)
             rounds[name].append(epoch(loaders[name]))
@@ -196,7 +197,7 @@ def measure(paths: dict[str, Path], args: argparse.Namespace, workers: int) -> I
     chunks = {"blog": BLOG_CHUNK}
     if loaders["ours"].dataset.cache.nbytes:
         chunks["ours"] = dataset.chunk_samples
-    for name in NAMES:
+    for name in names:
         last = rounds[name][-1]
         reads = last["read_bytes"] / image_bytes
         rates = [each["images_per_s"] for each in rounds[name]]

@@ -3,7 +3,7 @@
     python scripts/train_demo.py demo-data         # needs train/, test/, train.h5 and test.h5 there: scripts/demo.sh
 
 folder   one file an image, decoded in ``__getitem__``, as torchvision's ImageFolder does it
-h5py     ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on the converted file: each draw reads a whole chunk of it
+h5py     ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on the same file: a draw reads a whole chunk
 h5chunk  ChunkDataset and ChunkSampler
 
 Each trains the same network from the same start for ``--epochs`` epochs with torch's own DataLoader. Prints accuracy
