@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 
 import pytest
 import torch
+from test_pipeline import in_fork
 
-from h5chunk.feed.memory import KEPT, BatchMemory, shared_empty
+from h5chunk.feed.memory import KEPT, BatchMemory, SharedMemory, shared_empty
 
 
 def test_memory_is_used_again_when_the_tensor_is_gone() -> None:
@@ -75,3 +77,35 @@ def test_shared_memory_is_shared() -> None:
     assert tensor.is_shared()
     assert tensor.shape == (3, 4)
     assert shared_empty((0, 4), torch.int32).shape == (0, 4)
+
+
+def test_memory_that_comes_back_while_other_is_taken() -> None:
+    """As from another thread, or from the garbage collector, in the middle of the search."""
+    memory = BatchMemory(keep=3)
+    held = [memory.empty((size << 20,), torch.uint8) for size in (1, 4, 16)]
+    held.pop()
+
+    class Misfit:
+        @property
+        def nbytes(self) -> int:
+            held.clear()
+            return 1
+
+    memory._free.append(Misfit())  # type: ignore[arg-type]
+    tensor = memory.empty((16 << 20,), torch.uint8)
+    assert tensor.numel() == 16 << 20
+    assert not held
+
+
+def test_a_fork_that_lets_go_of_a_batch_does_not_free_it() -> None:
+    memory = SharedMemory()
+    sent = memory.empty([((1000,), torch.uint8)])
+    receive, arguments = sent.__reduce__()
+    received = [receive(*arguments)]  # type: ignore[operator]
+    flag = arguments[0][-1:]  # type: ignore[index]
+    assert flag.item() == 1
+    pid = os.getpid()
+    assert in_fork(received.clear) == 0
+    assert (os.getpid(), flag.item()) == (pid, 1)
+    received.clear()
+    assert flag.item() == 0

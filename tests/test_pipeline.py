@@ -85,7 +85,8 @@ def nothing_is_left():
     left_behind.update(reading_threads())
     files = descriptors()
     yield
-    gc.collect()
+    if reading_threads() or descriptors() - files:
+        gc.collect()
     end = time.monotonic() + 2
     while (reading_threads() or descriptors() - files) and time.monotonic() < end:
         time.sleep(0.01)
