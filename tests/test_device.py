@@ -110,7 +110,6 @@ def test_normalize_that_is_no_pair(normalize):
 
 
 @pytest.mark.parametrize("normalize", [((0.1, 0.2, 0.3), (0.1, 0.2)), ("a", 0.5), (0.5, [[0.5]]), (None, 0.5)])
-@pytest.mark.xfail(strict=False, reason="Convert lets torch complain of what is no number or does not match")
 def test_normalize_that_is_no_pair_of_numbers(normalize):
     with pytest.raises(OptionError, match="normalize"):
         Convert(torch.uint8, None, normalize, False, (3, 16, 16), 0)

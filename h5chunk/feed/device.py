@@ -207,9 +207,11 @@ def _scale_and_shift(
     """(x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
     try:
         mean, std = normalize if normalize is not None else (0.0, 1.0)
-    except (TypeError, ValueError):
+        means, stds = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
+        if torch.broadcast_tensors(means, stds)[0].ndim > 1:
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError):
         raise OptionError(f"normalize is {normalize!r}: give (mean, std), each a number or one a channel") from None
-    means, stds = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
     if (stds == 0).any():
         raise OptionError(f"normalize has a std of 0: {std}")
     scale, shift = 1 / (unit * stds), -means / stds

@@ -101,7 +101,10 @@ class ChunkLoader:
         self._reader = H5Reader(path, field_mapping(fields))
         self._spaces = {name: _space(self._reader, name) for name in self._reader.fields}
         self._first = next(iter(self._spaces))
-        self._device = torch.device(device)
+        try:
+            self._device = torch.device(device)
+        except RuntimeError as error:
+            raise OptionError(f"device is {device!r}: give cpu or cuda: {error}") from None
         if self._device.type not in ("cpu", "cuda"):
             raise OptionError(f"device is {device!r}: give cpu or cuda")
         if self._device.type == "cuda" and not torch.cuda.is_available():
@@ -120,8 +123,9 @@ class ChunkLoader:
             first.dtype, dtype, normalize, channels_last, first.sample_shape, _channel_axis(self._reader)
         )
         self._direct, self._why = _direct_fields(self._reader, reader)
-        if num_threads is not None and num_threads < 1:
-            raise OptionError(f"num_threads is {num_threads}: give at least 1")
+        for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
+            if number is not None and (not isinstance(number, int) or number < least):
+                raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
         self._num_threads = num_threads or min(MAX_THREADS, available_cores())
         self._num_slots = self._choose_slots(memory_bytes)
         self._transform, self._reuse = transform, reuse
@@ -174,6 +178,8 @@ class ChunkLoader:
         self._order = replace(order, epoch=order.epoch + 1)
         try:
             for number in range(order.num_batches):
+                if self._feed is not feed:
+                    raise OptionError("this loader was closed while it was iterated: end the iteration first")
                 yield self._finish(feed.batch(order.epoch, number))
             self._feed_is_at = order.epoch + 1
         finally:
@@ -208,8 +214,12 @@ class ChunkLoader:
             self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
         readers = Readers(self._reader, self._direct, self._num_threads)
         late = self._device.type == "cpu" and self._reuse
-        feed = _Feed(readers, slots, order, late)
         self._finalizer = weakref.finalize(self, readers.close)
+        try:
+            feed = _Feed(readers, slots, order, late)
+        except BaseException:
+            self._finalizer()
+            raise
         return feed
 
     def close(self) -> None:
@@ -249,8 +259,8 @@ class _Feed:
         self._fill()
 
     def _fill(self) -> None:
-        while self._free:
-            epoch, window = next(self._windows)
+        while self._free and (following := next(self._windows, None)) is not None:
+            epoch, window = following
             slot = self._free.pop(0)
             load = self._readers.load(window, slot)
             self._unsent.append(load)
@@ -326,5 +336,5 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], 
         name, reason = next(iter(why.items()))
         raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
-        warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=4)
+        warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=3)
     return direct, why
