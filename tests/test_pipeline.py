@@ -160,6 +160,7 @@ def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field
 def test_a_file_that_changes_is_an_error(path, field):
     """In its place, by the same number of bytes or fewer."""
     readers = make_readers(path, direct=() if field == "z" else ("x", "y"))
+    readers.load(window(range(N)), MemorySlot()).wait(WAIT_S)  # all is open
     status = path.stat()
     with path.open("r+b") as file:
         if field == "z":  # HDF5 alone would give zeros
