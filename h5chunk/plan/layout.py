@@ -13,7 +13,7 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.cache import DIRECT_BYTES, CacheSettings, cache_for
 from h5chunk.plan.order import INTERLEAVE
 
-# Larger chunks read no faster (scripts/LOG.md: 8, 32 and 64 samples of 147 KiB within noise), and smaller ones mix better.
+# Larger chunks read no faster (scripts/LOG.md: 8, 32, 64 samples of 147 KiB within noise), smaller ones mix better.
 TARGET_CHUNK_BYTES = 2 << 20
 MIN_CHUNK_BYTES = 64 << 10
 MIN_CHUNKS = 128  # a shuffle of fewer chunks than this is a poor one
