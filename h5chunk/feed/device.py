@@ -61,7 +61,7 @@ class CpuSlot:
 
     def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
         """Samples ``first`` to ``last`` of the window."""
-        return {name: tensor[first:last] for name, tensor in self.tensors.items()}
+        return {name: tensor[first:last].data for name, tensor in self.tensors.items()}
 
     def release(self) -> None:
         """The consumer is done with all batches of the window."""

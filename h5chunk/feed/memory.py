@@ -130,7 +130,7 @@ def _clear(flag: torch.Tensor, process: int) -> None:
 def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
     whole = torch.from_numpy(owned)
     for start, shape, dtype in places:
-        yield whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        yield whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape).data
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
