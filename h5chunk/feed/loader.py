@@ -180,25 +180,21 @@ class ChunkLoader:
             for number in range(order.num_batches):
                 if self._feed is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
-                yield self._finish(feed.batch(order.epoch, number))
+                yield self._finish(feed, feed.batch(order.epoch, number))
             self._feed_is_at = order.epoch + 1
         finally:
             if self._feed_is_at is None and self._feed is feed:
                 self.close()
 
-    def _finish(self, batch: dict[str, torch.Tensor]) -> Any:
+    def _finish(self, feed: _Feed, batch: dict[str, torch.Tensor]) -> Any:
         """A batch as the user asked for it; on a GPU a copy, so that the slot can be filled again."""
         on_cpu = self._device.type == "cpu"
         first, *others = batch.items()
         tensors = [self._convert(first[1], keep=on_cpu)]
         tensors += [tensor if on_cpu else tensor.clone() for _, tensor in others]
-        self._feed_of_batch().release_used()
+        feed.release_used()
         result = tuple(tensors)
         return result if self._transform is None else self._transform(result)
-
-    def _feed_of_batch(self) -> _Feed:
-        assert self._feed is not None
-        return self._feed
 
     def _start(self, order: Order) -> _Feed:
         slots: list[Any]

@@ -61,11 +61,6 @@ class DirectField:
         self._offsets = table.offsets
         self.is_one_run = table.is_one_run
 
-    def runs(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`borders` of rows in any order: (places sorted by row, borders among these)."""
-        places = np.argsort(rows, kind="stable")
-        return places, self.borders(rows[places])
-
     def borders(self, rows: np.ndarray) -> np.ndarray:
         """Cut rows into runs of neighbours in one chunk, none much longer than RUN_BYTES.
 
