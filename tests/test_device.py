@@ -10,7 +10,8 @@ import torch
 from foreign import values
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.device import Convert, CpuSlot, CudaSlot, FieldSpace
+from h5chunk.feed.convert import Convert
+from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, slot_bytes
 from h5chunk.feed.memory import BatchMemory
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -142,10 +143,10 @@ def test_a_dtype_that_is_none():
 # Slots
 
 
-def fill(buffers: dict[str, memoryview], data: dict[str, np.ndarray]) -> None:
+def fill(buffers: dict[str, np.ndarray], data: dict[str, np.ndarray]) -> None:
     for name, buffer in buffers.items():
-        assert len(buffer) == data[name].nbytes
-        buffer[:] = data[name].reshape(-1).view(np.uint8).data
+        assert buffer.nbytes == data[name].nbytes
+        buffer[:] = data[name].reshape(buffer.shape[0], -1).view(np.uint8)
 
 
 def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
@@ -155,19 +156,26 @@ def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed: int) -> dict[str, torch.Tensor]:
-    """A window goes through the slot; gives its first batch."""
+def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed: int) -> torch.Tensor:
+    """A window goes through the slot; gives "x" of its first batch."""
     data = window_data(num_samples, seed)
     fill(slot.begin(num_samples), data)
     slot.send()
-    for first in range(0, num_samples, batch_size):
-        last = min(first + batch_size, num_samples)
-        batch = slot.batch(first, last)
-        assert list(batch) == list(SPACES)
-        for name, tensor in batch.items():
-            assert (tensor.dtype, tensor.shape[0]) == (SPACES[name].dtype, last - first)
-            np.testing.assert_array_equal(tensor.cpu().numpy(), data[name][first:last])
-    return slot.batch(0, batch_size)
+    slot.receive()
+    batches = slot.batches(batch_size)
+    for number, batch in enumerate(batches):
+        some = slice(number * batch_size, min((number + 1) * batch_size, num_samples))
+        check_fields(batch, data, np.arange(num_samples)[some])
+    assert sum(len(batch[0]) for batch in batches) == num_samples
+    order = np.random.default_rng(seed).permutation(num_samples)[: num_samples // 2 + 1]
+    check_fields(slot.gather(order), data, order)
+    return batches[0][0]
+
+
+def check_fields(batch: tuple[torch.Tensor, ...], data: dict[str, np.ndarray], samples: np.ndarray) -> None:
+    for (name, space), tensor in zip(SPACES.items(), batch, strict=True):
+        assert (tensor.dtype, tensor.shape[0]) == (space.dtype, len(samples))
+        np.testing.assert_array_equal(tensor.cpu().numpy(), data[name][samples])
 
 
 def test_sample_bytes():
@@ -188,7 +196,7 @@ def test_cpu_slot_with_reuse_is_one_place():
     slot = CpuSlot(SPACES, 120, None)
     places = set()
     for seed in range(4):
-        places.add(check_slot(slot, 120 - seed, 50, seed)["x"].data_ptr())
+        places.add(check_slot(slot, 120 - seed, 50, seed).data_ptr())
         slot.release()
     assert len(places) == 1
 
@@ -197,7 +205,7 @@ def test_cpu_slot_without_reuse_never_overwrites_what_is_held():
     slot = CpuSlot(SPACES, 120, BatchMemory())
     held = []
     for seed in range(6):
-        held.append(check_slot(slot, 120, 50, seed)["x"][3:5])
+        held.append(check_slot(slot, 120, 50, seed)[3:5])
         slot.release()
     for seed, part in enumerate(held):
         np.testing.assert_array_equal(part.numpy(), window_data(120, seed)["x"][3:5])
@@ -206,16 +214,16 @@ def test_cpu_slot_without_reuse_never_overwrites_what_is_held():
 def test_cpu_slot_gives_memory_back_when_batches_are_gone():
     memory = BatchMemory()
     slot = CpuSlot(SPACES, 120, memory)
-    place = check_slot(slot, 120, 50, 0)["x"].data_ptr()
+    place = check_slot(slot, 120, 50, 0).data_ptr()
     slot.release()
     gc.collect()
-    assert check_slot(slot, 120, 50, 1)["x"].data_ptr() == place
+    assert check_slot(slot, 120, 50, 1).data_ptr() == place
 
 
 def test_cpu_slot_of_no_bytes():
     slot = CpuSlot({"x": FieldSpace((0, 4), torch.uint8)}, 5, None)
-    assert [len(buffer) for buffer in slot.begin(5).values()] == [0]
-    assert slot.batch(1, 3)["x"].shape == (2, 0, 4)
+    assert [buffer.nbytes for buffer in slot.begin(5).values()] == [0]
+    assert [batch[0].shape for batch in slot.batches(3)] == [(3, 0, 4), (2, 0, 4)]
 
 
 class TestCuda:
@@ -227,24 +235,38 @@ class TestCuda:
     def device(self):
         return torch.device("cuda")
 
-    def test_slot(self, device):
-        slot = CudaSlot(SPACES, 120, 50, device, torch.cuda.Stream(device))
+    @pytest.fixture
+    def slot(self, device):
+        memory = PinnedMemory(slot_bytes(SPACES, 120))
+        slot = CudaSlot(SPACES, 120, memory.bytes[: slot_bytes(SPACES, 120)], torch.cuda.Stream(device))
+        yield slot
+        torch.cuda.synchronize()
+        memory.close()
+
+    def test_pinned_memory(self, device):
+        memory = PinnedMemory(100_000)
+        tensor = torch.from_numpy(memory.bytes)
+        assert tensor.is_pinned()
+        memory.close()
+        assert not tensor.is_pinned()
+
+    def test_slot(self, slot):
         for seed, num_samples in enumerate((120, 7, 120, 50, 51)):
             check_slot(slot, num_samples, 50, seed)
             slot.release()
 
-    def test_nothing_is_overwritten_while_it_is_used(self, device):
+    def test_nothing_is_overwritten_while_it_is_used(self, slot):
         """The consumer's stream is late; the slot is filled with others at once."""
-        slot = CudaSlot(SPACES, 120, 60, device, torch.cuda.Stream(device))
         sums, expected = [], []
         for seed in range(8):
             data = window_data(120, seed)
             expected.append(int(data["x"].astype(np.int64).sum()))
             fill(slot.begin(120), data)
             slot.send()
-            batches = [slot.batch(0, 60), slot.batch(60, 120)]
+            slot.receive()
+            batches = slot.batches(60)
             torch.cuda._sleep(50_000_000)
-            sums.append(sum(batch["x"].long().sum() for batch in batches))
+            sums.append(sum(batch[0].long().sum() for batch in batches))
             slot.release()
         assert [int(total) for total in sums] == expected
 

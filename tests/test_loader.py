@@ -21,9 +21,10 @@ import h5chunk
 import h5chunk.feed.loader
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.device import slot_bytes
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.store.direct import DirectField
+from h5chunk.store.direct import _PlainPart
 from h5chunk.store.reader import H5Reader
 
 __all__ = ["nothing_is_left"]
@@ -107,7 +108,7 @@ LAYOUTS = {
     "one sample a chunk": {"chunks": (1, 3, 5, 6)},
 }
 FALLBACKS = {
-    "gzip": {"chunks": (4, 3, 5, 6), "compression": "gzip"},
+    "scaled": {"chunks": (4, 3, 5, 6), "scaleoffset": 8},
     "pieces of samples": {"chunks": (8, 2, 5, 3)},
 }
 DTYPES = ["u1", "i2", "i4", "i8", "f2", "f4", "f8", "?"]
@@ -127,7 +128,7 @@ def test_readers_give_the_same_bytes(tmp_path, layout, dtype):
             assert as_lists(batches) == expected
 
 
-@pytest.mark.parametrize(("layout", "reason"), [("gzip", "filtered"), ("pieces of samples", "parts of samples")])
+@pytest.mark.parametrize(("layout", "reason"), [("scaled", "scale"), ("pieces of samples", "parts of samples")])
 def test_falls_back_to_hdf5_and_says_why(tmp_path, layout, reason):
     path = make_file(tmp_path / "a.h5", images=(IMAGES, FALLBACKS[layout]), labels=(LABELS, {}))
     [expected] = expected_epochs(path, 16)
@@ -146,7 +147,7 @@ def test_falls_back_to_hdf5_and_says_why(tmp_path, layout, reason):
 
 
 def test_the_warning_points_at_the_caller(tmp_path):
-    path = make_file(tmp_path / "a.h5", images=(IMAGES, FALLBACKS["gzip"]))
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, FALLBACKS["scaled"]))
     with pytest.warns(UserWarning, match="h5py") as caught:
         ChunkLoader(path, 16)
     assert caught[0].filename == __file__
@@ -268,7 +269,7 @@ def test_epochs_have_no_seam(path):
     with ChunkLoader(path, 16, **ORDER) as loader:
         list(loader)
         threads, feed = set(reading_threads()), loader._feed
-        assert threads and (1, 0) in feed._batches
+        assert threads and (1, 0) in feed._places
         list(loader)
         assert set(reading_threads()) == threads and loader._feed is feed
 
@@ -339,10 +340,10 @@ def test_reuse_gives_right_data_when_it_is_used_at_once(large, shuffle):
 def test_reuse_takes_no_new_memory(large):
     with ChunkLoader(large, 40, reuse=True, window_chunks=5) as loader:
         places = [{images.data_ptr() for images, _ in loader} for _ in range(4)]
-        slots = {slot.tensors["images"].data_ptr() for slot in loader._feed._free + loader._feed._used}
-        slots |= {load.slot.tensors["images"].data_ptr() for load, _ in loader._feed._batches.values()}
+        slots = {opened.load.slot.window[0].data_ptr() for opened, _ in loader._feed._places.values()}
+        slots |= {slot.window[0].data_ptr() for slot in loader._feed._free}
     for place in set().union(*places):
-        assert any(0 <= place - slot < loader._slot_bytes for slot in slots)
+        assert any(0 <= place - slot < 3 * 100 * 60 * loader._slot_samples for slot in slots)
 
 
 @pytest.mark.parametrize("window_chunks", [1, 2, 7])
@@ -359,7 +360,7 @@ def test_memory_bytes(path, window_chunks):
             continue
         least = least or memory_bytes
         assert least - 500 < named <= least
-        assert loader._num_slots * loader._slot_bytes <= memory_bytes
+        assert loader._num_slots * slot_bytes(loader._spaces, loader._slot_samples) <= memory_bytes
     assert least is not None and loose._num_slots >= loader._num_slots
     with ChunkLoader(path, 8, window_chunks=window_chunks, memory_bytes=named) as tight:
         assert sorted(numbers(tight)) == list(range(N))
@@ -518,15 +519,16 @@ def test_a_file_that_changes(tmp_path, how, when, kind):
 def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch):
     monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 0)
     loader = ChunkLoader(path, 16, shuffle=False)
-    read_run = DirectField.read_run
+    read, calls = _PlainPart.__call__, []
 
-    def fail(self, descriptor, first_row, buffers):
-        if first_row // 16 == batch:
+    def fail(self, descriptor):
+        calls.append(self)
+        if len(calls) > 2 * batch:  # a part a field
             raise ZeroDivisionError("on purpose")
-        read_run(self, descriptor, first_row, buffers)
+        read(self, descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DirectField, "read_run", fail)
+        patch.setattr(_PlainPart, "__call__", fail)
         found = []
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             found += [as_lists([batch])[0] for batch in loader]

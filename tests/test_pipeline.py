@@ -16,7 +16,8 @@ import h5chunk.feed.pipeline
 from h5chunk.errors import FileError
 from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.order import Window
-from h5chunk.store.direct import DirectField
+from h5chunk.store import direct as direct_module
+from h5chunk.store.direct import _PlainPart, direct_field
 from h5chunk.store.reader import H5Reader
 
 N = 203
@@ -33,9 +34,11 @@ class MemorySlot:
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
 
-    def begin(self, num_samples: int) -> dict[str, memoryview]:
+    def begin(self, num_samples: int) -> dict[str, np.ndarray]:
         self.arrays = {name: np.zeros((num_samples, *data.shape[1:]), data.dtype) for name, data in DATA.items()}
-        return {name: array.reshape(-1).view(np.uint8).data for name, array in self.arrays.items()}
+        return {name: array.reshape(num_samples, -1).view(np.uint8) for name, array in self.arrays.items()}
+
+    def send(self) -> None: ...
 
 
 def window(samples: object) -> Window:
@@ -49,7 +52,7 @@ def path(tmp_path):
     return make_file(
         tmp_path / "a.h5",
         x=(DATA["x"], {"chunks": (8, 500)}),
-        z=(DATA["z"], {"chunks": (16, 30), "compression": "gzip"}),
+        z=(DATA["z"], {"chunks": (16, 15)}),
         y=(DATA["y"], {"chunks": (32,)}),
     )
 
@@ -57,7 +60,7 @@ def path(tmp_path):
 def make_readers(path, num_threads: int = 2, direct: tuple[str, ...] = ("x", "y")) -> Readers:
     reader = H5Reader(path, FIELDS)
     with h5py.File(path) as file:
-        fields = {name: DirectField(path, file, reader.fields[name]) for name in direct}
+        fields = {name: direct_field(path, file, reader.fields[name]) for name in direct}
     return Readers(reader, fields, num_threads)
 
 
@@ -98,7 +101,7 @@ def nothing_is_left():
 @pytest.mark.parametrize("whole_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("direct", [(), ("x",), ("x", "y")])
 def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct):
-    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(direct_module, "PART_BYTES", part_bytes)
     monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_BYTES", whole_bytes)
     readers = make_readers(path, 3, direct)
     shuffled = np.random.default_rng(0).permutation(N)
@@ -114,17 +117,17 @@ def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct):
 
 def test_parts_are_shared_out(path, monkeypatch):
     """Two threads work on one window at the same time."""
-    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", 1)
-    both, read_run = threading.Barrier(2, timeout=WAIT_S), DirectField.read_run
+    monkeypatch.setattr(direct_module, "PART_BYTES", 1)
+    both, read = threading.Barrier(2, timeout=WAIT_S), _PlainPart.__call__
     seen = set()
 
     def meet(*arguments):
         if threading.current_thread() not in seen:
             seen.add(threading.current_thread())
             both.wait()
-        read_run(*arguments)
+        read(*arguments)
 
-    monkeypatch.setattr(DirectField, "read_run", meet)
+    monkeypatch.setattr(_PlainPart, "__call__", meet)
     readers = make_readers(path)
     load = readers.load(window(range(N)), MemorySlot())
     load.wait(WAIT_S)
@@ -134,9 +137,9 @@ def test_parts_are_shared_out(path, monkeypatch):
 
 @pytest.mark.parametrize("field", ["x", "z"])
 def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field):
-    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", 1)
-    name = {"x": "_read_runs", "z": "_read_by_hdf5"}[field]
-    original = getattr(Readers, name)
+    monkeypatch.setattr(direct_module, "PART_BYTES", 1)
+    owner, name = {"x": (_PlainPart, "__call__"), "z": (Readers, "_read_by_hdf5")}[field]
+    original = getattr(owner, name)
     failed: list[int] = []
 
     def fail_once(*arguments):
@@ -145,7 +148,7 @@ def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field
             raise MemoryError("no room")
         original(*arguments)
 
-    monkeypatch.setattr(Readers, name, fail_once)
+    monkeypatch.setattr(owner, name, fail_once)
     readers = make_readers(path, 1)
     bad, good = (readers.load(window(range(N)), MemorySlot()) for _ in range(2))
     for _ in range(2):
@@ -201,14 +204,14 @@ def test_a_thread_that_does_not_start_leaves_nothing(path, monkeypatch):
 def blocked(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """Let reading begin and stand still; gives (begun, go on)."""
     begun, go_on = threading.Event(), threading.Event()
-    read_run = DirectField.read_run
+    read = _PlainPart.__call__
 
     def wait(*arguments):
         begun.set()
         assert go_on.wait(WAIT_S)
-        read_run(*arguments)
+        read(*arguments)
 
-    monkeypatch.setattr(DirectField, "read_run", wait)
+    monkeypatch.setattr(_PlainPart, "__call__", wait)
     return begun, go_on
 
 
@@ -232,7 +235,7 @@ def test_closing_fails_what_was_not_read(path, monkeypatch):
 
 def test_closing_races_with_threads_that_take_tasks(path, monkeypatch):
     """The last task may be gone between a look at the queue and taking it."""
-    monkeypatch.setattr(h5chunk.feed.pipeline, "PART_BYTES", 500)
+    monkeypatch.setattr(direct_module, "PART_BYTES", 500)
     for _ in range(60):
         readers = make_readers(path, 4)
         readers.load(window(range(N)), MemorySlot())
@@ -291,7 +294,11 @@ def test_slow_reading_is_no_error(path):
 
 
 def test_a_window_of_nothing_to_read_is_ready(path):
-    Load(MemorySlot(), window([]), 0, path).wait(0)
+    readers = make_readers(path)
+    load = Load(MemorySlot(), window([]), 0, path)
+    load.finish(readers)
+    load.wait(0)
+    readers.close()
 
 
 def in_fork(work) -> int:
@@ -329,7 +336,7 @@ def test_a_fork_neither_hangs_nor_disturbs(path, monkeypatch):
         readers._hdf5.acquire(blocking=False)  # as if a thread held it
         readers.close()
         with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(readers._descriptor)
+            os.fstat(readers.descriptor)
 
     assert in_fork(use_and_close) == 0
     go_on.set()

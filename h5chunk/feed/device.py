@@ -1,4 +1,4 @@
-"""From uint8 windows to what the network takes: on the CPU, or on a GPU with a stream of its own.
+"""Slots: where windows of samples lie until their batches were taken, on the CPU or on a GPU.
 
 On a GPU a slot is a pair of buffers, pinned host memory and device memory. Two events guard its reuse: the host
 overwrites the pinned buffer only after the copy out of it is done, and a copy overwrites the device buffer only after
@@ -9,12 +9,15 @@ guard: no ``record_stream``, no new stream an epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import mmap
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from h5chunk.errors import OptionError
 from h5chunk.feed.memory import BatchMemory
 
 ALIGNMENT = 512  # of a field in a slot's buffer
@@ -33,6 +36,12 @@ class FieldSpace:
 
 
 Spaces = Mapping[str, FieldSpace]
+Tensors = tuple[torch.Tensor, ...]  # one a field
+
+
+def slot_bytes(spaces: Spaces, num_samples: int) -> int:
+    """Of a window of this many samples."""
+    return sum(-(-num_samples * space.sample_bytes // ALIGNMENT) * ALIGNMENT for space in spaces.values())
 
 
 class CpuSlot:
@@ -40,187 +49,172 @@ class CpuSlot:
 
     def __init__(self, spaces: Spaces, num_samples: int, memory: BatchMemory | None) -> None:
         self._spaces, self._memory = spaces, memory
-        self._held: dict[str, torch.Tensor] = {}
+        self._gathered = BatchMemory()
+        self._held: Tensors = ()
         if memory is None:
-            self._held = {
-                name: BatchMemory().empty((num_samples, *space.sample_shape), space.dtype)
-                for name, space in spaces.items()
-            }
-        self.tensors: dict[str, torch.Tensor] = {}
+            self._held = tuple(
+                BatchMemory().empty((num_samples, *space.sample_shape), space.dtype) for space in spaces.values()
+            )
+        self.window: Tensors = ()
 
-    def begin(self, num_samples: int) -> dict[str, memoryview]:
-        for name, space in self._spaces.items():
-            if self._memory is None:
-                self.tensors[name] = self._held[name][:num_samples]
-            else:
-                self.tensors[name] = self._memory.empty((num_samples, *space.sample_shape), space.dtype)
-        return {name: _bytes_of(tensor) for name, tensor in self.tensors.items()}
+    def begin(self, num_samples: int) -> dict[str, np.ndarray]:
+        """Make room for a window; gives memory of each field, (num_samples, sample_bytes) uint8."""
+        if self._memory is None:
+            self.window = tuple(tensor[:num_samples] for tensor in self._held)
+        else:
+            self.window = tuple(
+                self._memory.empty((num_samples, *space.sample_shape), space.dtype) for space in self._spaces.values()
+            )
+        return {name: _bytes_of(tensor) for name, tensor in zip(self._spaces, self.window, strict=True)}
 
     def send(self) -> None:
         """It is where it shall be."""
 
-    def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
-        """Samples ``first`` to ``last`` of the window."""
-        return {name: tensor[first:last].data for name, tensor in self.tensors.items()}
+    @property
+    def has_arrived(self) -> bool:
+        return True
+
+    def receive(self) -> None:
+        """The consumer is about to use the window."""
+
+    def batches(self, batch_size: int) -> list[Tensors]:
+        """The window cut into batches."""
+        return _cut(self.window, batch_size)
+
+    def gather(self, order: np.ndarray) -> Tensors:
+        """These samples of the window, copied."""
+        return gather(self.window, torch.from_numpy(order), self._gathered)
 
     def release(self) -> None:
         """The consumer is done with all batches of the window."""
         if self._memory is not None:
-            self.tensors = {}
+            self.window = ()
+
+
+class PinnedMemory:
+    """Host memory that a GPU copies from at full speed: exactly as much as was asked for, and given back in time.
+
+    torch's own pinned allocator takes powers of two and keeps what was freed.
+
+    Source: cudaHostRegister of the CUDA runtime.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, max(1, num_bytes))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
+
+    def close(self) -> None:
+        """Unpin it; nothing copies from it any more."""
+        error = int(torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data))
+        if error:
+            warnings.warn(f"pinned memory could not be given back: CUDA error {error}", stacklevel=2)
 
 
 class CudaSlot:
     """A window in pinned memory and its copy on the device: one buffer each for all fields, one copy for a window.
 
-    All calls that take the GIL in turns cost several times their time beside threads that read: so views are made once.
+    Parameters
+    ----------
+    spaces : mapping of str to FieldSpace
+    num_samples : int
+        Of the largest window.
+    pinned : (slot_bytes,) uint8
+    stream : torch.cuda.Stream
+        Of the copies.
     """
 
-    def __init__(
-        self, spaces: Spaces, num_samples: int, batch_size: int, device: torch.device, stream: torch.cuda.Stream
-    ) -> None:
-        self._device, self._stream = device, stream
-        starts, end = {}, 0
+    def __init__(self, spaces: Spaces, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
+        self._stream, self._spaces, self._num_samples = stream, spaces, num_samples
+        self._pinned = torch.from_numpy(pinned)
+        self._there = torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device)
+        self._parts: dict[str, slice] = {}
+        start = 0
         for name, space in spaces.items():
-            starts[name] = end
-            end += -(-num_samples * space.sample_bytes // ALIGNMENT) * ALIGNMENT
-        self._pinned = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-        self._there = torch.empty(end, dtype=torch.uint8, device=device)
-        whole = self._pinned.numpy().data
-        self._bytes = {n: whole[starts[n] : starts[n] + num_samples * s.sample_bytes] for n, s in spaces.items()}
-        self._spaces, self._num_samples = spaces, num_samples
-        self._fields = {
-            name: self._there[starts[name] : starts[name] + num_samples * space.sample_bytes]
-            .view(space.dtype)
-            .view(num_samples, *space.sample_shape)
-            for name, space in spaces.items()
+            self._parts[name] = slice(start, start + num_samples * space.sample_bytes)
+            start += slot_bytes({name: space}, num_samples)
+        self._bytes = {
+            name: pinned[part].reshape(num_samples, spaces[name].sample_bytes) for name, part in self._parts.items()
         }
-        self._batches = {
-            (first, first + batch_size): self._cut(first, first + batch_size)
-            for first in range(0, num_samples - batch_size + 1, batch_size)
-        }
-        self._copied = torch.cuda.Event()
+        self._fields = tuple(
+            self._there[part].view(spaces[name].dtype).view(num_samples, *spaces[name].sample_shape)
+            for name, part in self._parts.items()
+        )
+        self._full: tuple[int, list[Tensors]] = 0, []  # batch size, and batches of a full window: made once
+        self._used = 0
+        self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
 
-    def begin(self, num_samples: int) -> dict[str, memoryview]:
+    def begin(self, num_samples: int) -> dict[str, np.ndarray]:
+        """Make room for a window; gives pinned memory of each field, (num_samples, sample_bytes) uint8."""
         if not self._copied.query():
             self._copied.synchronize()  # the host may overwrite the pinned buffer
+        self._used = num_samples
         if num_samples == self._num_samples:
             return self._bytes
-        return {name: self._bytes[name][: num_samples * space.sample_bytes] for name, space in self._spaces.items()}
+        return {name: part[:num_samples] for name, part in self._bytes.items()}
 
     def send(self) -> None:
-        """Start the copy to the device."""
-        self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
+        """Start the copy to the device; any thread may."""
         with torch.cuda.stream(self._stream):
-            self._there.copy_(self._pinned, non_blocking=True)
-        self._copied.record(self._stream)
+            self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
+            if self._used == self._num_samples:
+                self._there.copy_(self._pinned, non_blocking=True)
+            else:
+                for name, part in self._parts.items():
+                    some = slice(part.start, part.start + self._used * self._spaces[name].sample_bytes)
+                    self._there[some].copy_(self._pinned[some], non_blocking=True)
+            self._copied.record(self._stream)
 
-    def batch(self, first: int, last: int) -> dict[str, torch.Tensor]:
-        """Views of the device buffer, ordered behind the copy on the current stream; valid until `release`."""
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        ready = self._batches.get((first, last))
-        return self._cut(first, last) if ready is None else ready
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copy is done."""
+        return self._copied.query()
 
-    def _cut(self, first: int, last: int) -> dict[str, torch.Tensor]:
-        return {name: field[first:last] for name, field in self._fields.items()}
+    def receive(self) -> None:
+        """The consumer's current stream waits for the copy."""
+        torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    @property
+    def window(self) -> Tensors:
+        """All samples, on the device; valid from `receive` until `release`."""
+        return self._fields if self._used == self._num_samples else tuple(f[: self._used] for f in self._fields)
+
+    def batches(self, batch_size: int) -> list[Tensors]:
+        """The window cut into batches, on the device; valid from `receive` until `release`."""
+        if self._used != self._num_samples:
+            return _cut(self.window, batch_size)
+        if self._full[0] != batch_size:
+            self._full = batch_size, _cut(self._fields, batch_size)
+        return self._full[1]
+
+    def gather(self, order: np.ndarray) -> Tensors:
+        """These samples of the window, copied, on the device."""
+        return gather(self.window, torch.from_numpy(order).to(self._stream.device), None)
 
     def release(self) -> None:
         """The consumer has queued, on its current stream, all that reads the device buffer."""
-        self._consumed.record(torch.cuda.current_stream(self._device))
+        self._consumed.record(torch.cuda.current_stream(self._stream.device))
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def gather(fields: Tensors, samples: torch.Tensor, memory: BatchMemory | None) -> Tensors:
+    """Some samples of each field, in memory of ``memory`` or, on a GPU, of torch's."""
+    if memory is None:
+        return tuple(field.index_select(0, samples) for field in fields)
+    rooms = (memory.empty((len(samples), *field.shape[1:]), field.dtype) for field in fields)
+    return tuple(torch.index_select(field, 0, samples, out=room) for field, room in zip(fields, rooms, strict=True))
+
+
+def _cut(window: Tensors, batch_size: int) -> list[Tensors]:
+    return list(zip(*(tensor.split(batch_size) for tensor in window), strict=True))
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """(num_samples, sample_bytes) uint8, in the same memory."""
     if not tensor.numel():
-        return memoryview(bytearray())
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-class Convert:
-    """Samples as the file has them to the numbers that the network takes, in one kernel.
-
-    uint8 counts as 0..1, as torchvision does it; floats are taken as they are; other integers are only cast.
-
-    Parameters
-    ----------
-    stored : torch.dtype
-        In the file.
-    dtype : torch.dtype, optional
-        None: float32 if ``normalize`` is given, else as stored.
-    normalize : (mean, std), optional
-        One number, or one a channel, each.
-    channels_last : bool
-        Memory format of batches of images.
-    channel_axis : int
-        Axis of the channels in a sample: 0 for (C, H, W), 2 for (H, W, C).
-
-    Raises
-    ------
-    OptionError
-        They do not fit each other.
-    """
-
-    def __init__(
-        self,
-        stored: torch.dtype,
-        dtype: torch.dtype | None,
-        normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None,
-        channels_last: bool,
-        sample_shape: tuple[int, ...],
-        channel_axis: int,
-    ) -> None:
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise OptionError(f"dtype is {dtype!r}: give a torch.dtype, such as torch.bfloat16")
-        self.dtype = dtype or (torch.float32 if normalize is not None else stored)
-        if normalize is not None and not self.dtype.is_floating_point:
-            raise OptionError(f"normalize gives fractions but dtype is {self.dtype}: give a floating dtype")
-        if normalize is not None and not (stored == torch.uint8 or stored.is_floating_point):
-            raise OptionError(f"normalize is for uint8 and floats, but the field is {stored}: use transform")
-        self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
-        if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
-            raise OptionError(f"channels_last needs samples of (C, H, W), these are {sample_shape}")
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
-        unit = 255 if stored == torch.uint8 else 1
-        self._scale, self._shift = _scale_and_shift(normalize, unit, sample_shape, channel_axis)
-
-    def to(self, device: torch.device) -> None:
-        """Put the constants on the device."""
-        self._scale, self._shift = self._scale.to(device), self._shift.to(device)
-
-    def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
-        """The batch as it was asked for; ``keep``: the input may be handed on as it is."""
-        if images.dtype == self.dtype and not self._scaled:
-            if keep and images.is_contiguous(memory_format=self._format):
-                return images
-            return images.clone(memory_format=self._format)
-        out = torch.empty(images.shape, dtype=self.dtype, device=images.device, memory_format=self._format)
-        if not self._scaled:
-            return out.copy_(images)
-        return torch.addcmul(self._shift, images, self._scale, out=out)
-
-
-def _scale_and_shift(
-    normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None,
-    unit: int,
-    sample_shape: tuple[int, ...],
-    channel_axis: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
-    try:
-        mean, std = normalize if normalize is not None else (0.0, 1.0)
-        means, stds = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
-        if torch.broadcast_tensors(means, stds)[0].ndim > 1:
-            raise ValueError
-    except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"normalize is {normalize!r}: give (mean, std), each a number or one a channel") from None
-    if (stds == 0).any():
-        raise OptionError(f"normalize has a std of 0: {std}")
-    scale, shift = 1 / (unit * stds), -means / stds
-    shape = [1] * len(sample_shape)
-    for values, name in ((scale, "std"), (shift, "mean")):
-        if values.numel() > 1:
-            channels = sample_shape[channel_axis] if sample_shape else 1
-            if values.numel() != channels:
-                raise OptionError(f"normalize has {values.numel()} values of {name} for {channels} channels")
-            shape[channel_axis] = channels
-    scale, shift = scale.expand(math.prod(shape)), shift.expand(math.prod(shape))
-    return scale.reshape(shape).float(), shift.reshape(shape).float()
+        return np.empty((len(tensor), 0), np.uint8)
+    return tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()

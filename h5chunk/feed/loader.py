@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,20 +13,26 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FieldError, OptionError
+from h5chunk.feed.convert import Convert
 from h5chunk.feed.dataset import Fields, field_mapping, make_order, torch_dtype
-from h5chunk.feed.device import Convert, CpuSlot, CudaSlot, FieldSpace
+from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, Tensors, slot_bytes
 from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.pipeline import WAIT_S, Load, Readers
+from h5chunk.feed.pipeline import Readers
+from h5chunk.feed.resident import Resident
+from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.order import Order, Window
-from h5chunk.store.direct import DirectField, NotDirect
+from h5chunk.plan.order import Order
+from h5chunk.store.direct import EncodedField, NotDirect, PlainField, direct_field
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import open_file
 from h5chunk.store.reader import H5Reader, model_cache
 
 AHEAD = 6  # windows that are read ahead of the one in use; scripts/LOG.md
 AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
-MAX_THREADS = 8  # more threads wait for the GIL: 16 gave 33 GB/s, 8 gave 41, on a host that moves 55 to its GPU
+MAX_THREADS = 12  # more threads wait for each other; scripts/LOG.md
+LOADING_BYTES, LOADING_SLOTS = 8 << 20, 4  # in what pieces resident data is read, and how many at a time
+RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
 
 
 class ChunkLoader:
@@ -37,8 +43,8 @@ class ChunkLoader:
         for images, labels in h5chunk.ChunkLoader("photos.h5", batch_size=256, device="cuda"):
             ...
 
-    The order is that of `ChunkSampler` with the same arguments. Each iteration is an epoch, and the first windows of
-    the next one are read while this one ends.
+    The order is that of `ChunkSampler` with the same arguments, unless data is resident or echoed. Each iteration is an
+    epoch, and the first windows of the next one are read while this one ends.
 
     Parameters
     ----------
@@ -51,9 +57,11 @@ class ChunkLoader:
     device : str or torch.device
         Where batches shall be: ``"cpu"`` or a CUDA device.
     memory_bytes : int, optional
-        Bound of the windows under way, in host memory (pinned for a GPU) plus device memory.
+        Bound of what the loader holds in host memory (pinned for a GPU) plus device memory: windows under way, or the
+        resident data; chunk caches; memory to decode in. Not of the batches that it gave. Without ``window_chunks``,
+        windows are made smaller than the file recommends if they have to be.
     num_threads : int, optional
-        That read; default: one a core, at most 8.
+        That read; default: one a core, at most 12.
     normalize : (mean, std), optional
         Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it.
     dtype : torch.dtype, optional
@@ -62,11 +70,26 @@ class ChunkLoader:
         Memory format of the first field's batches.
     transform : callable, optional
         Applied to the tuple of tensors of a batch, on the device.
+    echo : float or "auto"
+        How often each sample is trained: whenever a window of chunks has been trained, its samples are shuffled again
+        and cut into other batches. 1.5 does so for every second batch, ``"auto"`` only while the next window is not
+        there yet, and at most three times. For training that reading cannot keep up with; windows are of two batches
+        at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples.
+    resident : bool or "auto"
+        Read everything once, keep it on the device and shuffle it as a whole. ``"auto"``: if the device is a GPU, and
+        the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that is free there.
     reuse : bool
         On the CPU, give batches that are valid only until the next one: none is ever allocated anew. (Without it,
         memory is used again as well, once nothing refers to it.)
     reader : {"auto", "direct", "h5py"}
         How bytes are read: by byte ranges, through HDF5, or by ranges where the file allows it.
+
+    Attributes
+    ----------
+    report : EpochReport
+        What the last epoch gave so far: samples/s, fresh ones, and how long its batches were waited for.
+    resident : bool
+        Whether the data stays on the device.
 
     Raises
     ------
@@ -92,23 +115,23 @@ class ChunkLoader:
         normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None = None,
         dtype: torch.dtype | None = None,
         channels_last: bool = False,
-        transform: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
+        transform: Callable[[Tensors], Any] | None = None,
+        echo: float | str = 1,
+        resident: bool | str = "auto",
         reuse: bool = False,
         reader: str = "auto",
     ) -> None:
-        if reader not in ("auto", "direct", "h5py"):
-            raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
+        _check_options(reader, resident, num_threads, memory_bytes)
+        check_echo(echo)
+        self._device = _device(device)
         self._reader = H5Reader(path, field_mapping(fields))
         self._spaces = {name: _space(self._reader, name) for name in self._reader.fields}
-        self._first = next(iter(self._spaces))
-        try:
-            self._device = torch.device(device)
-        except RuntimeError as error:
-            raise OptionError(f"device is {device!r}: give cpu or cuda: {error}") from None
-        if self._device.type not in ("cpu", "cuda"):
-            raise OptionError(f"device is {device!r}: give cpu or cuda")
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
+        first = next(iter(self._spaces.values()))
+        axis = _channel_axis(self._reader)
+        self._convert = Convert(first.dtype, dtype, normalize, channels_last, first.sample_shape, axis, reuse)
+        self._transform, self._reuse, self._echo = transform, reuse, echo
+        self._direct, self._why = _direct_fields(self._reader, reader)
+        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
         self._order = make_order(
             self._reader,
             batch_size,
@@ -116,47 +139,94 @@ class ChunkLoader:
             seed=seed,
             window_chunks=window_chunks,
             drop_last=drop_last,
-            interleave=None,
+            interleave=1 if echo != 1 else None,
         )
-        first = self._spaces[self._first]
-        self._convert = Convert(
-            first.dtype, dtype, normalize, channels_last, first.sample_shape, _channel_axis(self._reader)
-        )
-        self._direct, self._why = _direct_fields(self._reader, reader)
-        for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
-            if number is not None and (not isinstance(number, int) or number < least):
-                raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
-        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
-        self._num_slots = self._choose_slots(memory_bytes)
-        self._transform, self._reuse = transform, reuse
-        self._feed: _Feed | None = None
+        if echo != 1 and window_chunks is None and self._order.window_batches < 2:
+            self._order = replace(self._order, window_chunks=math.ceil(2 * batch_size / self._order.chunk_samples))
+        self.resident = self._choose_resident(resident, memory_bytes)
+        if self.resident:
+            self._order = replace(self._order, chunk_samples=1, window_chunks=1, interleave=1)
+        else:
+            self._num_slots = self._choose_slots(memory_bytes, window_chunks is None)
+        self.report = EpochReport()
+        self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
 
-    def _choose_slots(self, memory_bytes: int | None) -> int:
-        """Windows under way, within memory_bytes."""
-        copies = 1 if self._device.type == "cpu" else 2
-        least = (self._order.interleave if self._order.window_batches > 1 else 1) + 1
-        ahead = AHEAD if memory_bytes is not None else min(AHEAD, AHEAD_BYTES // max(1, copies * self._slot_bytes))
-        slots = max(least, least - 1 + ahead)
+    def _choose_resident(self, wanted: bool | str, memory_bytes: int | None) -> bool:
+        if not wanted or not self._order.num_samples:
+            return False
+        needed = slot_bytes(self._spaces, self._order.num_samples)
+        room = free = None
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0]
+            room = free // RESIDENT_SHARE
         if memory_bytes is not None:
-            slots = min(slots, memory_bytes // max(1, copies * self._slot_bytes))
-            if slots < least:
-                raise OptionError(
-                    f"memory_bytes is {memory_bytes} but {least} windows of {self._order.window_batches} batches need "
-                    f"{least * copies * self._slot_bytes}: give that, or smaller window_chunks or batch_size"
-                )
-        return slots
+            room = free = memory_bytes if free is None else min(free, memory_bytes)
+        fits = needed + self._loading_bytes + self._other_bytes(self._order) <= (room or 0)
+        if wanted is True and free is not None and needed > free:
+            raise OptionError(
+                f"resident=True, but the data is {human_bytes(needed)} and there is room for {human_bytes(free)}: "
+                "raise memory_bytes, or leave resident out"
+            )
+        return wanted is True or (self._device.type == "cuda" and fits)
+
+    @property
+    def _loading_samples(self) -> int:
+        """Of the pieces in which resident data is read."""
+        sample_bytes = sum(space.sample_bytes for space in self._spaces.values())
+        return max(1, min(LOADING_BYTES // max(1, sample_bytes), self._order.num_samples))
+
+    @property
+    def _loading_bytes(self) -> int:
+        return self._copies * LOADING_SLOTS * slot_bytes(self._spaces, self._loading_samples)
+
+    @property
+    def _copies(self) -> int:
+        """Of a window: on the host, and on the device."""
+        return 1 if self._device.type == "cpu" else 2
+
+    def _choose_slots(self, memory_bytes: int | None, may_shrink: bool) -> int:
+        """Windows under way, within memory_bytes; smaller windows if that is what it takes."""
+        while True:
+            each = max(1, self._copies * slot_bytes(self._spaces, self._slot_samples))
+            least = self._open_windows + (2 if self._echo == AUTO else 1)
+            if memory_bytes is None:
+                return least + min(AHEAD, AHEAD_BYTES // each) - 1
+            room = max(0, memory_bytes - self._other_bytes(self._order)) // each
+            if room >= least:
+                return min(room, least + AHEAD - 1)
+            if not may_shrink or self._order.window_chunks == 1:
+                break
+            self._order = replace(self._order, window_chunks=self._order.window_chunks // 2)
+        raise OptionError(
+            f"memory_bytes is {memory_bytes} but {least} windows of {self._order.window_batches} batches need "
+            f"{least * each + self._other_bytes(self._order)}: give that, or smaller window_chunks or batch_size"
+        )
+
+    @property
+    def _open_windows(self) -> int:
+        """Whose batches alternate."""
+        first = next(self._order.rounds(), None)
+        return 1 if first is None or first.window_batches == 1 else first.num_windows
 
     @property
     def _slot_samples(self) -> int:
-        return min(self._order.window_batches * self._order.batch_size, max(1, self._order.num_samples))
+        """Of the largest window."""
+        first = next(self._order.rounds(), None)
+        batches = 1 if first is None else first.window_batches
+        return max(1, min(batches * self._order.batch_size, self._order.num_samples))
 
-    @property
-    def _slot_bytes(self) -> int:
-        return self._slot_samples * sum(space.sample_bytes for space in self._spaces.values())
+    def _other_bytes(self, order: Order) -> int:
+        """Memory beside the windows: what HDF5 caches, what compressed chunks are decoded in."""
+        total = sum(field.scratch_bytes(self._num_threads) for field in self._direct.values())
+        if len(self._direct) < len(self._spaces):
+            total += model_cache(self._reader, order.open_chunks, order.cache_w0).nbytes
+        return total
 
     def __len__(self) -> int:
-        return self._order.num_batches
+        """Batches of an epoch; with ``echo="auto"`` those without echoes."""
+        fresh = self._order.num_batches
+        return fresh if self._echo == AUTO else fresh + num_echoed(float(self._echo), fresh)
 
     @property
     def order(self) -> Order:
@@ -171,52 +241,80 @@ class ChunkLoader:
         if self._feed is not None and self._feed_is_at is None:
             raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
         order = self._order
-        if self._feed is None or self._feed_is_at != order.epoch:
+        if self._feed is None or (self._feed_is_at != order.epoch and not self.resident):
             self.close()
             self._feed = self._start(order)
         feed, self._feed_is_at = self._feed, None
         self._order = replace(order, epoch=order.epoch + 1)
+        self.report = EpochReport()
         try:
-            for number in range(order.num_batches):
+            for batch in feed.batches(order, self.report):
+                yield batch
                 if self._feed is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
-                yield self._finish(feed, feed.batch(order.epoch, number))
             self._feed_is_at = order.epoch + 1
         finally:
-            if self._feed_is_at is None and self._feed is feed:
-                self.close()
+            if self._feed is feed and self._feed_is_at is None:
+                if self.resident:
+                    self._feed_is_at = order.epoch + 1  # what is on the device stays right
+                else:
+                    self.close()
 
-    def _finish(self, feed: _Feed, batch: dict[str, torch.Tensor]) -> Any:
-        """A batch as the user asked for it; on a GPU a copy, so that the slot can be filled again."""
-        on_cpu = self._device.type == "cpu"
-        first, *others = batch.items()
-        tensors = [self._convert(first[1], keep=on_cpu)]
-        tensors += [tensor if on_cpu else tensor.clone() for _, tensor in others]
-        feed.release_used()
-        result = tuple(tensors)
-        return result if self._transform is None else self._transform(result)
-
-    def _start(self, order: Order) -> _Feed:
-        slots: list[Any]
-        if self._device.type == "cpu":
-            memory = None if self._reuse else BatchMemory(keep=self._num_slots)
-            slots = [CpuSlot(self._spaces, self._slot_samples, memory) for _ in range(self._num_slots)]
-        else:
-            stream = torch.cuda.Stream(self._device)
-            sizes = self._slot_samples, min(self._order.batch_size, self._slot_samples)
-            slots = [CudaSlot(self._spaces, *sizes, self._device, stream) for _ in range(self._num_slots)]
+    def _start(self, order: Order) -> WindowStream | Resident:
         self._convert.to(self._device)
-        if len(self._direct) < len(self._spaces):
-            self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
-        readers = Readers(self._reader, self._direct, self._num_threads)
-        late = self._device.type == "cpu" and self._reuse
-        self._finalizer = weakref.finalize(self, readers.close)
+        finish = _Finish(self._convert, self._transform, keep=self.resident or self._device.type == "cpu")
+        if not self.resident:
+            late = self._device.type == "cpu" and self._reuse
+            feed, close = self._stream(order, self._num_slots, self._slot_samples, finish, late, self._echo)
+            self._finalizer = weakref.finalize(self, close)
+            return feed
+        return self._start_resident(finish)
+
+    def _start_resident(self, finish: _Finish) -> Resident:
+        """Read the whole file, in its order."""
+        pieces = replace(self._order, shuffle=False, batch_size=self._loading_samples, epoch=0, drop_last=False)
+        stream, close = self._stream(pieces, LOADING_SLOTS, self._loading_samples, _as_it_is, True, 1)
         try:
-            feed = _Feed(readers, slots, order, late)
+            read = stream.batches(pieces, EpochReport())
+            echo = 1.0 if self._echo == AUTO else float(self._echo)
+            resident = Resident(self._spaces, self._order.num_samples, self._device, read, finish, echo=echo)
+        finally:
+            close()
+        self._finalizer = weakref.finalize(self, resident.close)
+        return resident
+
+    def _stream(
+        self, order: Order, num_slots: int, num_samples: int, finish: Callable[[Tensors], Any], late: bool, echo: Any
+    ) -> tuple[WindowStream, Callable[[], None]]:
+        """Threads that read windows, and what ends them."""
+        pinned: PinnedMemory | None = None
+        readers: Readers | None = None
+        slots: list[Any]
+
+        def close() -> None:
+            if readers is not None:
+                readers.close()
+            if pinned is not None:
+                copies.synchronize()
+                pinned.close()
+
+        try:
+            if self._device.type == "cpu":
+                memory = None if late else BatchMemory(keep=num_slots)
+                slots = [CpuSlot(self._spaces, num_samples, memory) for _ in range(num_slots)]
+            else:
+                copies = torch.cuda.Stream(self._device)
+                each = slot_bytes(self._spaces, num_samples)
+                pinned = PinnedMemory(num_slots * each)
+                parts = pinned.bytes[: num_slots * each].reshape(num_slots, each)
+                slots = [CudaSlot(self._spaces, num_samples, part, copies) for part in parts]
+            if len(self._direct) < len(self._spaces):
+                self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
+            readers = Readers(self._reader, self._direct, self._num_threads)
+            return WindowStream(readers, slots, order, finish, late=late, echo=echo), close
         except BaseException:
-            self._finalizer()
+            close()
             raise
-        return feed
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
@@ -231,77 +329,56 @@ class ChunkLoader:
         self.close()
 
     def __repr__(self) -> str:
-        copies = 1 if self._device.type == "cpu" else 2
         how = ", ".join(f"{name}: {'h5py' if name in self._why else 'direct'}" for name in self._spaces)
+        if self.resident:
+            held = human_bytes(slot_bytes(self._spaces, self._order.num_samples))
+            what = f"all {self._order.num_samples} samples resident ({held}), shuffled as a whole"
+        else:
+            held = human_bytes(self._copies * self._num_slots * slot_bytes(self._spaces, self._slot_samples))
+            what = f"windows of {self._order.window_batches} batches, {self._num_slots} under way ({held})"
+        echo = "" if self._echo == 1 else f"; echo {self._echo}"
         return (
             f"ChunkLoader({str(self._reader.path)!r} to {self._device}: {len(self)} batches of "
-            f"{self._order.batch_size}; windows of {self._order.window_batches} batches, {self._num_slots} under way "
-            f"({human_bytes(copies * self._num_slots * self._slot_bytes)}); {self._num_threads} threads; {how})"
+            f"{self._order.batch_size}; {what}{echo}; {self._num_threads} threads; {how})"
         )
 
 
-class _Feed:
-    """Keeps windows coming, epoch after epoch, and gives their batches in order."""
+class _Finish:
+    """A batch of views as the user asked for it; without ``keep`` a copy, as the slot will be filled again."""
 
-    def __init__(self, readers: Readers, slots: list[Any], order: Order, late: bool) -> None:
-        self._readers, self._free = readers, slots
-        self._windows = _endless(order)
-        self._batches: dict[tuple[int, int], tuple[Load, int]] = {}
-        self._batch_size = order.batch_size
-        self._left: dict[int, int] = {}  # batches that a slot still has to give, by its id
-        self._used: list[Any] = []
-        self._unsent: deque[Load] = deque()
-        self._late = late  # whether a batch is used until the next one is asked for
-        self._fill()
+    def __init__(self, convert: Convert, transform: Callable[[Tensors], Any] | None, *, keep: bool) -> None:
+        self._convert, self._transform, self._keep = convert, transform, keep
 
-    def _fill(self) -> None:
-        while self._free and (following := next(self._windows, None)) is not None:
-            epoch, window = following
-            slot = self._free.pop(0)
-            load = self._readers.load(window, slot)
-            self._unsent.append(load)
-            self._left[id(slot)] = len(window.batches)
-            for place, number in enumerate(window.batches):
-                self._batches[epoch, number] = load, place
-
-    def batch(self, epoch: int, number: int) -> dict[str, torch.Tensor]:
-        """Batch ``number`` of an epoch; batches are asked for in order."""
-        if self._late:
-            self._release()
-        load, place = self._batches.pop((epoch, number))
-        load.wait(WAIT_S)
-        self._send()
-        slot = load.slot
-        first = place * self._batch_size
-        self._left[id(slot)] -= 1
-        if not self._left[id(slot)]:
-            self._used.append(slot)
-        last = min(first + self._batch_size, len(load.window.samples))
-        return slot.batch(first, last)
-
-    def _send(self) -> None:
-        """Hand on the windows that are there, in their order; copies to a device then run beside its work."""
-        while self._unsent and self._unsent[0].is_ready and self._unsent[0].error is None:
-            self._unsent.popleft().slot.send()
-
-    def release_used(self) -> None:
-        """The consumer has taken what it needs of the last batch."""
-        if not self._late:
-            self._release()
-
-    def _release(self) -> None:
-        for slot in self._used:
-            slot.release()
-            self._free.append(slot)
-        self._used = []
-        self._fill()
+    def __call__(self, views: Tensors) -> Any:
+        first, *others = views
+        result = (self._convert(first, self._keep), *(others if self._keep else [other.clone() for other in others]))
+        return result if self._transform is None else self._transform(result)
 
 
-def _endless(order: Order) -> Iterator[tuple[int, Window]]:
-    while order.num_batches:
-        for window in order.windows():
-            yield order.epoch, window
-        order = replace(order, epoch=order.epoch + 1)
+def _as_it_is(views: Tensors) -> Tensors:
+    return views
+
+
+def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:
+    if reader not in ("auto", "direct", "h5py"):
+        raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
+    if resident not in (True, False, "auto"):
+        raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
+    for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
+        if number is not None and (not isinstance(number, int) or number < least):
+            raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device is {device!r}: give cpu or cuda: {error}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise OptionError(f"device is {device!r}: give cpu or cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
+    return found
 
 
 def _space(reader: H5Reader, name: str) -> FieldSpace:
@@ -316,16 +393,16 @@ def _channel_axis(reader: H5Reader) -> int:
     return 2 if next(iter(reader.fields.values())).axes == "NHWC" else 0
 
 
-def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], Mapping[str, str]]:
+def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, PlainField | EncodedField], Mapping[str, str]]:
     """The fields that can be read by byte ranges, and why the others cannot."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
-    direct: dict[str, DirectField] = {}
+    direct: dict[str, PlainField | EncodedField] = {}
     why: dict[str, str] = {}
     with open_file(reader.path) as file:
         for name, field in reader.fields.items():
             try:
-                direct[name] = DirectField(reader.path, file, field)
+                direct[name] = direct_field(reader.path, file, field)
             except NotDirect as error:
                 why[name] = str(error)
     if why and how == "direct":

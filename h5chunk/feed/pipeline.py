@@ -1,18 +1,17 @@
 """Reading ahead: threads fill slots with windows, in the order in which their batches will be wanted.
 
 A slot holds one window, each of its samples at its place in the shuffled window: a batch is a slice of it. Windows are
-cut into parts of a few megabytes, which threads read side by side. Nothing here knows what a batch is for;
-`h5chunk.feed.loader` does.
+cut into parts of a few megabytes, which threads read side by side; whoever does the last part of a window hands it on.
+Nothing here knows what a batch is for; `h5chunk.feed.loader` does.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -21,22 +20,22 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.order import Window
-from h5chunk.store.direct import DirectField
+from h5chunk.store.direct import EncodedField, Part, PlainField
 from h5chunk.store.reader import H5Reader
 
-PART_BYTES = 4 << 20  # what a thread reads at a time: small enough to share a window out, large enough not to count
 WHOLE_ROW_BYTES = 64  # fields of such small rows, labels mostly, are kept in memory whole
 WHOLE_BYTES = 64 << 20  # up to this size
 WAIT_S = 120.0  # after which threads that finish nothing are an error
 
-Part = Callable[[], None]
-
 
 class Slot(Protocol):
-    """Where a window goes. Only the consumer's thread calls it."""
+    """Where a window goes."""
 
-    def begin(self, num_samples: int) -> Mapping[str, memoryview]:
-        """Make room; gives writable bytes of each field, sample after sample."""
+    def begin(self, num_samples: int) -> Mapping[str, np.ndarray]:
+        """Make room; gives memory of each field: (num_samples, row_bytes) uint8. The consumer's thread calls it."""
+
+    def send(self) -> None:
+        """The window is there; any thread calls it."""
 
 
 class Load:
@@ -50,32 +49,40 @@ class Load:
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self._process = os.getpid()
-        if not num_parts:
-            self._ready.set()
 
     @property
     def is_ready(self) -> bool:
         """Whether all parts are done, or have failed."""
         return self._ready.is_set()
 
-    def run(self, part: Part) -> None:
-        """Do one part; the last one makes it ready. An error is kept for the consumer."""
+    def run(self, part: Part, readers: Readers) -> None:
+        """Do one part; the last one hands the window on. An error is kept for the consumer."""
         try:
             if self.error is None:
-                part()
+                part(readers.descriptor)
         except BaseException as error:  # raised again by wait()
             self.error = error
         with self._lock:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._ready.set()
+            self.finish(readers)
 
-    def drop(self) -> None:
+    def finish(self, readers: Readers) -> None:
+        """All parts are done."""
+        try:
+            if self.error is None:
+                readers.check_unchanged()
+                self.slot.send()
+        except BaseException as error:
+            self.error = error
+        self._ready.set()
+
+    def drop(self, readers: Readers) -> None:
         """Do one part no more."""
-        self.run(self._closed)
+        self.run(self._closed, readers)
 
-    def _closed(self) -> None:
+    def _closed(self, _descriptor: int) -> None:
         raise FileError(f"{printable(self._path)}: closed while it was read")
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -99,79 +106,68 @@ class Readers:
     ----------
     reader : H5Reader
         For the fields that need HDF5: one thread at a time reads those.
-    direct : dict of str to DirectField
+    direct : dict of str to PlainField or EncodedField
         For the others.
     num_threads : int
     """
 
-    def __init__(self, reader: H5Reader, direct: Mapping[str, DirectField], num_threads: int) -> None:
+    def __init__(self, reader: H5Reader, direct: Mapping[str, PlainField | EncodedField], num_threads: int) -> None:
         self._reader, self._direct = reader, direct
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
         self._tasks: SimpleQueue[tuple[Load, Part] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._descriptor = _open(reader.path)
+        self.descriptor = _open(reader.path)
         try:
-            reader.check_unchanged(self._descriptor)
+            self.check_unchanged()
             self._whole = {
-                name: field.read_all(self._descriptor)
+                name: field.read_all(self.descriptor)
                 for name, field in direct.items()
-                if field.is_one_run and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+                if isinstance(field, PlainField)
+                and field.is_one_run
+                and field.row_bytes <= WHOLE_ROW_BYTES
+                and field.num_bytes <= WHOLE_BYTES
             }
             for _ in range(num_threads):
-                thread = threading.Thread(target=_work, args=(self._tasks,), name="h5chunk-reader", daemon=True)
+                thread = threading.Thread(target=_work, args=(self, self._tasks), name="h5chunk-reader", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
             self.close()
             raise
 
+    def check_unchanged(self) -> None:
+        """Raise FileError unless the open file is what it was when the reader was made."""
+        self._reader.check_unchanged(self.descriptor)
+
     def load(self, window: Window, slot: Slot) -> Load:
         """Start reading a window into a slot."""
         parts: list[Part] = []
-        for name, buffer in slot.begin(len(window.samples)).items():
+        for name, out in slot.begin(len(window.samples)).items():
             if name in self._whole:
-                _gather(self._whole[name], window.samples, buffer)
+                _gather(self._whole[name], window.samples, out)
             elif name in self._direct:
-                parts += self._parts(self._direct[name], buffer, window)
+                parts += self._direct[name].parts(window.rows, window.places, out)
             else:
-                parts.append(partial(self._read_by_hdf5, name, buffer, window.samples))
+                parts.append(partial(self._read_by_hdf5, name, window.samples, out))
         load = Load(slot, window, len(parts), self._reader.path)
         for part in parts:
             self._tasks.put((load, part))
+        if not parts:
+            load.finish(self)
         if not self._threads:  # closed: the consumer shall not wait
             self._drop_tasks()
         return load
 
-    def _parts(self, field: DirectField, buffer: memoryview, window: Window) -> Iterator[Part]:
-        """The runs of a window, in parts for the threads: plain lists, as NumPy calls there would fight for the GIL."""
-        borders = field.borders(window.rows)
-        rows = window.rows[borders[:-1]].tolist()
-        starts, cuts = (window.places * field.row_bytes).tolist(), borders.tolist()
-        per_part = max(1, PART_BYTES * len(rows) // max(1, len(buffer)))
-        for first in range(0, len(rows), per_part):
-            last = min(first + per_part, len(rows))
-            yield partial(self._read_runs, field, buffer, rows[first:last], starts, cuts[first : last + 1])
-
-    def _read_runs(
-        self, field: DirectField, buffer: memoryview, rows: list[int], starts: list[int], cuts: list[int]
-    ) -> None:
-        size = field.row_bytes
-        for row, (first, last) in zip(rows, pairwise(cuts), strict=True):
-            field.read_run(self._descriptor, row, [buffer[start : start + size] for start in starts[first:last]])
-        self._reader.check_unchanged(self._descriptor)
-
-    def _read_by_hdf5(self, name: str, buffer: memoryview, samples: np.ndarray) -> None:
+    def _read_by_hdf5(self, name: str, samples: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
         field = self._reader.fields[name]
-        out = np.frombuffer(buffer, field.dtype).reshape(len(samples), *field.sample_shape)
         with self._hdf5:
-            self._reader.read(name, samples, out)
-        self._reader.check_unchanged(self._descriptor)  # HDF5 gives zeros for what was cut off
+            self._reader.read(name, samples, out.view(field.dtype).reshape(len(samples), *field.sample_shape))
 
     def close(self) -> None:
         """Stop and join the threads, and close the file. Parts that no thread has begun are dropped."""
         if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             return
         if threading.current_thread() in self._threads:  # the garbage collector's call, in the middle of a part
             threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
@@ -182,13 +178,13 @@ class Readers:
         for thread in self._threads:
             thread.join()
         self._threads = []
-        os.close(self._descriptor)
+        os.close(self.descriptor)
         self._reader.close()
 
     def _drop_tasks(self) -> None:
         with suppress(Empty):
             while task := self._tasks.get_nowait():
-                task[0].drop()
+                task[0].drop(self)
 
 
 def _open(path: Path) -> int:
@@ -198,13 +194,13 @@ def _open(path: Path) -> int:
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
 
 
-def _gather(values: np.ndarray, samples: np.ndarray, buffer: memoryview) -> None:
-    out = np.frombuffer(buffer, values.dtype).reshape(len(samples), *values.shape[1:])
-    np.take(values, samples, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
+def _gather(values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
+    there = out.view(values.dtype).reshape(len(samples), *values.shape[1:])
+    np.take(values, samples, axis=0, out=there, mode="clip")  # another mode makes NumPy copy once more
 
 
-def _work(tasks: SimpleQueue[tuple[Load, Part] | None]) -> None:
+def _work(readers: Readers, tasks: SimpleQueue[tuple[Load, Part] | None]) -> None:
     while (task := tasks.get()) is not None:
         load, part = task
-        load.run(part)
+        load.run(part, readers)
         del task, load, part  # they hold a slot

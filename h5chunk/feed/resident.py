@@ -1,0 +1,101 @@
+"""Data that stays on the device: read once, then shuffled as a whole, at the speed of the device's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5chunk.feed.device import Spaces, Tensors, gather
+from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.stream import EpochReport, Finish
+from h5chunk.plan.echo import echo_pass, num_echoed
+from h5chunk.plan.order import Order
+
+
+class Resident:
+    """All samples on the device, and their batches in a full shuffle.
+
+    Parameters
+    ----------
+    spaces : Spaces
+    num_samples : int
+    device : torch.device
+    pieces : iterator of tuples of tensors
+        The samples from 0 on, a tensor a field, each piece valid until the next.
+    finish : callable
+        Makes a batch of gathered samples.
+    echo : float
+    """
+
+    def __init__(
+        self,
+        spaces: Spaces,
+        num_samples: int,
+        device: torch.device,
+        pieces: Iterator[Tensors],
+        finish: Finish,
+        *,
+        echo: float,
+    ) -> None:
+        self._fields = tuple(
+            torch.empty((num_samples, *space.sample_shape), dtype=space.dtype, device=device)
+            for space in spaces.values()
+        )
+        done = 0
+        for piece in pieces:
+            for field, part in zip(self._fields, piece, strict=True):
+                field[done : done + len(part)].copy_(part)
+            done += len(piece[0])
+        self._device, self._finish, self._echo = device, finish, echo
+        self._memory = BatchMemory() if device.type == "cpu" else None
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="h5chunk-order")
+        self._planned: dict[int, Future[np.ndarray]] = {}
+
+    def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
+        """The batches of an epoch; the order of the next one is drawn meanwhile."""
+        started = time.perf_counter()
+        samples = self._plan(order).result()
+        report.waited_s += time.perf_counter() - started
+        self._plan(replace(order, epoch=order.epoch + 1))
+        fresh = order.num_batches
+        for number, some in enumerate(self._numbers(samples, order)):
+            result = self._finish(gather(self._fields, some, self._memory))
+            report.batches += 1
+            report.samples += len(some)
+            report.fresh_samples += len(some) if number < fresh else 0
+            report.seconds = time.perf_counter() - started
+            yield result
+
+    def _numbers(self, samples: np.ndarray, order: Order) -> Iterator[torch.Tensor]:
+        """The samples of each batch, on the device; then those of the echoes."""
+        left = order.num_batches + num_echoed(self._echo, order.num_batches)
+        passes = 0
+        while left:
+            there = torch.from_numpy(samples).to(self._device)
+            for some in there.split(order.batch_size)[:left]:
+                yield some
+                left -= 1
+            samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, passes)] if left else samples
+            passes += 1
+
+    def _plan(self, order: Order) -> Future[np.ndarray]:
+        if order.epoch not in self._planned:
+            self._planned = {epoch: plan for epoch, plan in self._planned.items() if epoch >= order.epoch}
+            self._planned[order.epoch] = self._planner.submit(_whole, order)
+        return self._planned[order.epoch]
+
+    def close(self) -> None:
+        """Free the data."""
+        self._planner.shutdown(cancel_futures=True)
+        self._fields = ()
+
+
+def _whole(order: Order) -> np.ndarray:
+    windows = [window.samples for window in order.windows()]
+    return np.concatenate(windows) if windows else np.empty(0, np.int64)

@@ -1,0 +1,180 @@
+"""A stream of windows, epoch after epoch, and their batches in order; echoed if asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Any
+
+from h5chunk.feed.device import Tensors
+from h5chunk.feed.pipeline import WAIT_S, Load, Readers
+from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, echo_pass, num_echoed
+from h5chunk.plan.order import Order, Window
+
+Finish = Callable[[Tensors], Any]  # makes a batch of views of a slot, and queues all that reads them
+
+
+@dataclass
+class EpochReport:
+    """What an epoch gave so far.
+
+    Attributes
+    ----------
+    batches, samples : int
+        Handed out, echoes included.
+    fresh_samples : int
+        Of those, not echoed.
+    seconds : float
+        From the first request to the last, with all that the caller did between them.
+    waited_s : float
+        Of those, in which the caller waited for data. On a GPU the copy may be waited for there, uncounted.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    fresh_samples: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def fresh_samples_per_s(self) -> float:
+        return self.fresh_samples / self.seconds if self.seconds else 0.0
+
+
+class WindowStream:
+    """Keeps windows coming and gives their batches.
+
+    Parameters
+    ----------
+    readers : Readers
+    slots : list of slots
+        One more than windows are open at a time, at least; another one with ``echo="auto"``.
+    order : Order
+        Of the first epoch. With an echo its windows come one after the other (``interleave=1``).
+    finish : callable
+        Makes a batch of views of a slot (a tensor a field), and queues all that reads them.
+    late : bool
+        A batch is used until the next one is asked for: its slot stays so long. Else until ``finish`` is done.
+    echo : float or "auto"
+    """
+
+    def __init__(
+        self, readers: Readers, slots: list[Any], order: Order, finish: Finish, *, late: bool, echo: float | str = 1
+    ) -> None:
+        self._readers, self._free, self._finish = readers, slots, finish
+        self._late, self._echo = late, echo
+        self._seed, self._batch_size = order.seed, order.batch_size
+        self._windows = _endless(order)
+        self._places: dict[tuple[int, int], tuple[_Open, int]] = {}
+        self._echoing: _Open | None = None  # its batches were given; kept for more of them while others are late
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._free and (following := next(self._windows, None)) is not None:
+            epoch, window = following
+            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size)
+            for place, number in enumerate(window.batches):
+                self._places[epoch, number] = opened, place
+
+    def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
+        """The batches of an epoch, as ``finish`` makes them; epochs are asked for one after the other."""
+        self._started, self._report = time.perf_counter(), report
+        for number in range(order.num_batches):
+            opened, place = self._places.pop((order.epoch, number))
+            if not opened.load.is_ready:
+                yield from self._echoes_until_ready(opened.load)
+                self._wait(opened.load)
+            views = opened.take(place)
+            report.fresh_samples += len(views[0])
+            if self._echo == 1 or opened.left:
+                yield from self._give(views, None if opened.left else opened)
+                continue
+            yield from self._give(views, None)
+            if self._echo == AUTO:
+                if self._echoing is not None:
+                    self._release(self._echoing)
+                self._echoing = opened
+            else:
+                due = num_echoed(float(self._echo), number + 1) - num_echoed(
+                    float(self._echo), number + 1 - len(opened)
+                )
+                for views in islice(opened.echoes(self._seed), due):
+                    yield from self._give(views, None)
+                self._release(opened)
+
+    def _echoes_until_ready(self, load: Load) -> Iterator[Any]:
+        """With "auto": batches of the last window again, as long as there is nothing else."""
+        last = self._echoing
+        while last is not None and not load.is_ready and last.num_echoed < (MAX_AUTO_PASSES - 1) * len(last):
+            yield from self._give(next(last.echoes(self._seed)), None)
+            last.num_echoed += 1
+
+    def _wait(self, load: Load) -> None:
+        waits = time.perf_counter()
+        load.wait(WAIT_S)
+        self._report.waited_s += time.perf_counter() - waits
+
+    def _give(self, views: Tensors, done: _Open | None) -> Iterator[Any]:
+        """One batch; ``done`` is the window whose last one it is."""
+        result = self._finish(views)
+        if done is not None and not self._late:
+            self._release(done)
+        self._report.batches += 1
+        self._report.samples += len(views[0])
+        self._report.seconds = time.perf_counter() - self._started
+        yield result
+        if done is not None and self._late:
+            self._release(done)
+
+    def _release(self, opened: _Open) -> None:
+        opened.load.slot.release()
+        self._free.append(opened.load.slot)
+        self._fill()
+
+
+class _Open:
+    """A window whose batches are being taken; its length is their number."""
+
+    def __init__(self, load: Load, epoch: int, batch_size: int) -> None:
+        self.load, self._epoch, self._batch_size = load, epoch, batch_size
+        self.left, self.num_echoed = len(load.window.batches), 0
+        self._views: list[Tensors] = []
+        self._echoes: Iterator[Tensors] | None = None
+
+    def __len__(self) -> int:
+        return len(self.load.window.batches)
+
+    def take(self, place: int) -> Tensors:
+        """Views of a batch; detached, so that changing one in place leaves autograd's view of others alone."""
+        self.load.wait()
+        if not self._views:
+            self.load.slot.receive()
+            self._views = self.load.slot.batches(self._batch_size)
+        self.left -= 1
+        return tuple(tensor.data for tensor in self._views[place])
+
+    def echoes(self, seed: int) -> Iterator[Tensors]:
+        """Batches of the window shuffled again, and again; each call goes on where the last one stopped."""
+        if self._echoes is None:
+            self._echoes = self._endless_echoes(seed)
+        return self._echoes
+
+    def _endless_echoes(self, seed: int) -> Iterator[Tensors]:
+        window = self.load.window
+        for number in count():
+            order = echo_pass(len(window.samples), seed, self._epoch, window.batches[0], number)
+            for first in range(0, len(order), self._batch_size):
+                yield self.load.slot.gather(order[first : first + self._batch_size])
+
+
+def _endless(order: Order) -> Iterator[tuple[int, Window]]:
+    while order.num_batches:
+        for window in order.windows():
+            yield order.epoch, window
+        order = replace(order, epoch=order.epoch + 1)
