@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ def steps(training: Training, num_epochs: int) -> dict[str, float]:
             events.append(torch.cuda.Event(enable_timing=True))
             events[-1].record()
     torch.cuda.synchronize()
-    times = np.array([one.elapsed_time(two) for one, two in zip(events, events[1:], strict=False)])
+    times = np.array([one.elapsed_time(two) for one, two in pairwise(events)])
     middle = float(np.median(times))
     return {"median_ms": middle, "slowest_ms": float(times.max()), "over_twice": int((times > 2 * middle).sum())}
 
