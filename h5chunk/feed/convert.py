@@ -77,6 +77,10 @@ class Convert:
             return out.copy_(images)
         return torch.addcmul(self._shift, images, self._scale, out=out)
 
+    def forget(self) -> None:
+        """Free the memory that is kept for further batches."""
+        self._memory, self._held = BatchMemory(), torch.empty(0, dtype=self.dtype)
+
     def _empty(self, images: torch.Tensor) -> torch.Tensor:
         """Room for the result. On a GPU torch keeps memory itself; on the CPU it is ours, as fresh pages cost much."""
         shape = images.shape

@@ -45,11 +45,16 @@ def slot_bytes(spaces: Spaces, num_samples: int) -> int:
 
 
 class CpuSlot:
-    """A window in ordinary memory. Each window gets memory of its own from ``memory``, or, reused, the same again."""
+    """A window in ordinary memory. Each window gets memory of its own from ``memory``, or, reused, the same again.
 
-    def __init__(self, spaces: Spaces, num_samples: int, memory: BatchMemory | None) -> None:
+    Gathered samples come in memory of ``gathered``, which slots may share.
+    """
+
+    def __init__(
+        self, spaces: Spaces, num_samples: int, memory: BatchMemory | None, gathered: BatchMemory | None = None
+    ) -> None:
         self._spaces, self._memory = spaces, memory
-        self._gathered = BatchMemory()
+        self._gathered = gathered or BatchMemory()
         self._held: Tensors = ()
         if memory is None:
             self._held = tuple(
@@ -69,10 +74,6 @@ class CpuSlot:
 
     def send(self) -> None:
         """It is where it shall be."""
-
-    @property
-    def has_arrived(self) -> bool:
-        return True
 
     def receive(self) -> None:
         """The consumer is about to use the window."""
@@ -170,11 +171,6 @@ class CudaSlot:
                     self._there[some].copy_(self._pinned[some], non_blocking=True)
             self._copied.record(self._stream)
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the copy is done."""
-        return self._copied.query()
-
     def receive(self) -> None:
         """The consumer's current stream waits for the copy."""
         torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
@@ -194,7 +190,7 @@ class CudaSlot:
 
     def gather(self, order: np.ndarray) -> Tensors:
         """These samples of the window, copied, on the device."""
-        return gather(self.window, torch.from_numpy(order).to(self._stream.device), None)
+        return gather(self.window, to_device(order, self._stream.device), None)
 
     def release(self) -> None:
         """The consumer has queued, on its current stream, all that reads the device buffer."""
@@ -207,6 +203,11 @@ def gather(fields: Tensors, samples: torch.Tensor, memory: BatchMemory | None) -
         return tuple(field.index_select(0, samples) for field in fields)
     rooms = (memory.empty((len(samples), *field.shape[1:]), field.dtype) for field in fields)
     return tuple(torch.index_select(field, 0, samples, out=room) for field, room in zip(fields, rooms, strict=True))
+
+
+def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on a device; the caller waits until it is read, but not for what the device has to do before."""
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
 
 
 def _cut(window: Tensors, batch_size: int) -> list[Tensors]:

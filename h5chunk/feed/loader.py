@@ -17,9 +17,9 @@ from h5chunk.feed.convert import Convert
 from h5chunk.feed.dataset import Fields, field_mapping, make_order, torch_dtype
 from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, Tensors, slot_bytes
 from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.pipeline import Readers
+from h5chunk.feed.pipeline import Readers, is_kept_whole
 from h5chunk.feed.resident import Resident
-from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.feed.stream import EpochReport, Finish, WindowStream
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
@@ -141,8 +141,8 @@ class ChunkLoader:
             drop_last=drop_last,
             interleave=1 if echo != 1 else None,
         )
-        if echo != 1 and window_chunks is None and self._order.window_batches < 2:
-            self._order = replace(self._order, window_chunks=math.ceil(2 * batch_size / self._order.chunk_samples))
+        if window_chunks is None:
+            self._order = replace(self._order, window_chunks=max(self._order.window_chunks, self._least_chunks))
         self.resident = self._choose_resident(resident, memory_bytes)
         if self.resident:
             self._order = replace(self._order, chunk_samples=1, window_chunks=1, interleave=1)
@@ -155,26 +155,26 @@ class ChunkLoader:
     def _choose_resident(self, wanted: bool | str, memory_bytes: int | None) -> bool:
         if not wanted or not self._order.num_samples:
             return False
-        needed = slot_bytes(self._spaces, self._order.num_samples)
-        room = free = None
+        if wanted == AUTO and self._device.type == "cpu":
+            return False
+        held = slot_bytes(self._spaces, self._order.num_samples)
+        needed = held + self._loading_bytes + self._other_bytes(self._order)
+        room = math.inf if memory_bytes is None else memory_bytes
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
-            room = free // RESIDENT_SHARE
-        if memory_bytes is not None:
-            room = free = memory_bytes if free is None else min(free, memory_bytes)
-        fits = needed + self._loading_bytes + self._other_bytes(self._order) <= (room or 0)
-        if wanted is True and free is not None and needed > free:
+            room = min(room, free // RESIDENT_SHARE if wanted == AUTO and memory_bytes is None else free)
+        if wanted is True and needed > room:
             raise OptionError(
-                f"resident=True, but the data is {human_bytes(needed)} and there is room for {human_bytes(free)}: "
+                f"resident=True needs {needed} bytes, {held} of them for the data, and there is room for {room}: "
                 "raise memory_bytes, or leave resident out"
             )
-        return wanted is True or (self._device.type == "cuda" and fits)
+        return needed <= room
 
     @property
     def _loading_samples(self) -> int:
         """Of the pieces in which resident data is read."""
         sample_bytes = sum(space.sample_bytes for space in self._spaces.values())
-        return max(1, min(LOADING_BYTES // max(1, sample_bytes), self._order.num_samples))
+        return max(1, min(LOADING_BYTES // max(1, sample_bytes), self._order.num_samples // LOADING_SLOTS))
 
     @property
     def _loading_bytes(self) -> int:
@@ -191,17 +191,23 @@ class ChunkLoader:
             each = max(1, self._copies * slot_bytes(self._spaces, self._slot_samples))
             least = self._open_windows + (2 if self._echo == AUTO else 1)
             if memory_bytes is None:
-                return least + min(AHEAD, AHEAD_BYTES // each) - 1
+                return least + max(1, min(AHEAD, AHEAD_BYTES // each)) - 1
             room = max(0, memory_bytes - self._other_bytes(self._order)) // each
             if room >= least:
                 return min(room, least + AHEAD - 1)
-            if not may_shrink or self._order.window_chunks == 1:
+            fewer = max(self._order.window_chunks // 2, self._least_chunks)
+            if not may_shrink or fewer >= self._order.window_chunks:
                 break
-            self._order = replace(self._order, window_chunks=self._order.window_chunks // 2)
+            self._order = replace(self._order, window_chunks=fewer)
         raise OptionError(
             f"memory_bytes is {memory_bytes} but {least} windows of {self._order.window_batches} batches need "
             f"{least * each + self._other_bytes(self._order)}: give that, or smaller window_chunks or batch_size"
         )
+
+    @property
+    def _least_chunks(self) -> int:
+        """Of a window, where the user does not say it: echoes of a single batch would be the same batch again."""
+        return 1 if self._echo == 1 else math.ceil(2 * self._order.batch_size / self._order.chunk_samples)
 
     @property
     def _open_windows(self) -> int:
@@ -211,14 +217,20 @@ class ChunkLoader:
 
     @property
     def _slot_samples(self) -> int:
-        """Of the largest window."""
-        first = next(self._order.rounds(), None)
-        batches = 1 if first is None else first.window_batches
+        """Of the largest window. In an epoch of few batches it may come after the first round."""
+        batches = 1
+        for each in self._order.rounds():
+            batches = max(batches, each.window_batches)
+            if batches == self._order.window_batches:
+                break
         return max(1, min(batches * self._order.batch_size, self._order.num_samples))
 
     def _other_bytes(self, order: Order) -> int:
-        """Memory beside the windows: what HDF5 caches, what compressed chunks are decoded in."""
-        total = sum(field.scratch_bytes(self._num_threads) for field in self._direct.values())
+        """Memory beside the windows: small fields, what HDF5 caches, what compressed chunks are decoded in."""
+        total = sum(
+            field.num_bytes if is_kept_whole(field) else field.scratch_bytes(self._num_threads)
+            for field in self._direct.values()
+        )
         if len(self._direct) < len(self._spaces):
             total += model_cache(self._reader, order.open_chunks, order.cache_w0).nbytes
         return total
@@ -245,9 +257,9 @@ class ChunkLoader:
             self.close()
             self._feed = self._start(order)
         feed, self._feed_is_at = self._feed, None
-        self._order = replace(order, epoch=order.epoch + 1)
-        self.report = EpochReport()
         try:
+            self._order = replace(order, epoch=order.epoch + 1)
+            self.report = EpochReport()
             for batch in feed.batches(order, self.report):
                 yield batch
                 if self._feed is not feed:
@@ -265,7 +277,7 @@ class ChunkLoader:
         finish = _Finish(self._convert, self._transform, keep=self.resident or self._device.type == "cpu")
         if not self.resident:
             late = self._device.type == "cpu" and self._reuse
-            feed, close = self._stream(order, self._num_slots, self._slot_samples, finish, late, self._echo)
+            feed, close = self._stream(order, self._num_slots, self._slot_samples, finish, late=late, echo=self._echo)
             self._finalizer = weakref.finalize(self, close)
             return feed
         return self._start_resident(finish)
@@ -273,7 +285,7 @@ class ChunkLoader:
     def _start_resident(self, finish: _Finish) -> Resident:
         """Read the whole file, in its order."""
         pieces = replace(self._order, shuffle=False, batch_size=self._loading_samples, epoch=0, drop_last=False)
-        stream, close = self._stream(pieces, LOADING_SLOTS, self._loading_samples, _as_it_is, True, 1)
+        stream, close = self._stream(pieces, LOADING_SLOTS, self._loading_samples, _as_it_is, late=True)
         try:
             read = stream.batches(pieces, EpochReport())
             echo = 1.0 if self._echo == AUTO else float(self._echo)
@@ -284,9 +296,16 @@ class ChunkLoader:
         return resident
 
     def _stream(
-        self, order: Order, num_slots: int, num_samples: int, finish: Callable[[Tensors], Any], late: bool, echo: Any
+        self,
+        order: Order,
+        num_slots: int,
+        num_samples: int,
+        finish: Finish,
+        *,
+        late: bool,
+        echo: float | str | None = None,
     ) -> tuple[WindowStream, Callable[[], None]]:
-        """Threads that read windows, and what ends them."""
+        """Threads that read windows, and what ends them. ``echo`` is None for an epoch alone."""
         pinned: PinnedMemory | None = None
         readers: Readers | None = None
         slots: list[Any]
@@ -301,7 +320,8 @@ class ChunkLoader:
         try:
             if self._device.type == "cpu":
                 memory = None if late else BatchMemory(keep=num_slots)
-                slots = [CpuSlot(self._spaces, num_samples, memory) for _ in range(num_slots)]
+                gathered = BatchMemory()
+                slots = [CpuSlot(self._spaces, num_samples, memory, gathered) for _ in range(num_slots)]
             else:
                 copies = torch.cuda.Stream(self._device)
                 each = slot_bytes(self._spaces, num_samples)
@@ -311,7 +331,8 @@ class ChunkLoader:
             if len(self._direct) < len(self._spaces):
                 self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
             readers = Readers(self._reader, self._direct, self._num_threads)
-            return WindowStream(readers, slots, order, finish, late=late, echo=echo), close
+            stream = WindowStream(readers, slots, order, finish, late=late, echo=echo or 1, once=echo is None)
+            return stream, close
         except BaseException:
             close()
             raise
@@ -321,6 +342,7 @@ class ChunkLoader:
         if self._feed is not None:
             self._finalizer()
             self._feed = self._feed_is_at = None
+            self._convert.forget()
 
     def __enter__(self) -> ChunkLoader:
         return self
@@ -362,7 +384,7 @@ def _as_it_is(views: Tensors) -> Tensors:
 def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:
     if reader not in ("auto", "direct", "h5py"):
         raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
-    if resident not in (True, False, "auto"):
+    if not isinstance(resident, bool) and resident != "auto":
         raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
     for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
         if number is not None and (not isinstance(number, int) or number < least):

@@ -119,14 +119,10 @@ class Readers:
         self._threads: list[threading.Thread] = []
         self.descriptor = _open(reader.path)
         try:
+            self._forget()
             self.check_unchanged()
             self._whole = {
-                name: field.read_all(self.descriptor)
-                for name, field in direct.items()
-                if isinstance(field, PlainField)
-                and field.is_one_run
-                and field.row_bytes <= WHOLE_ROW_BYTES
-                and field.num_bytes <= WHOLE_BYTES
+                name: field.read_all(self.descriptor) for name, field in direct.items() if is_kept_whole(field)
             }
             for _ in range(num_threads):
                 thread = threading.Thread(target=_work, args=(self, self._tasks), name="h5chunk-reader", daemon=True)
@@ -180,11 +176,21 @@ class Readers:
         self._threads = []
         os.close(self.descriptor)
         self._reader.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        for field in self._direct.values():
+            field.forget()
 
     def _drop_tasks(self) -> None:
         with suppress(Empty):
             while task := self._tasks.get_nowait():
                 task[0].drop(self)
+
+
+def is_kept_whole(field: PlainField | EncodedField) -> bool:
+    """Whether `Readers` read a field at once and keep it in memory."""
+    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def _open(path: Path) -> int:

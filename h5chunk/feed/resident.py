@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from h5chunk.feed.device import Spaces, Tensors, gather
+from h5chunk.feed.device import Spaces, Tensors, gather, to_device
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.stream import EpochReport, Finish
 from h5chunk.plan.echo import echo_pass, num_echoed
@@ -31,6 +33,11 @@ class Resident:
     finish : callable
         Makes a batch of gathered samples.
     echo : float
+
+    Attributes
+    ----------
+    close : callable
+        Frees the data and ends the thread; holds nothing else of this.
     """
 
     def __init__(
@@ -43,10 +50,10 @@ class Resident:
         *,
         echo: float,
     ) -> None:
-        self._fields = tuple(
+        self._fields = [
             torch.empty((num_samples, *space.sample_shape), dtype=space.dtype, device=device)
             for space in spaces.values()
-        )
+        ]
         done = 0
         for piece in pieces:
             for field, part in zip(self._fields, piece, strict=True):
@@ -54,8 +61,10 @@ class Resident:
             done += len(piece[0])
         self._device, self._finish, self._echo = device, finish, echo
         self._memory = BatchMemory() if device.type == "cpu" else None
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="h5chunk-order")
+        self._planner = _planner()
+        self._process = os.getpid()
         self._planned: dict[int, Future[np.ndarray]] = {}
+        self.close = partial(_close, self._planner, self._fields)
 
     def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
         """The batches of an epoch; the order of the next one is drawn meanwhile."""
@@ -65,7 +74,7 @@ class Resident:
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches
         for number, some in enumerate(self._numbers(samples, order)):
-            result = self._finish(gather(self._fields, some, self._memory))
+            result = self._finish(gather(tuple(self._fields), some, self._memory))
             report.batches += 1
             report.samples += len(some)
             report.fresh_samples += len(some) if number < fresh else 0
@@ -77,7 +86,7 @@ class Resident:
         left = order.num_batches + num_echoed(self._echo, order.num_batches)
         passes = 0
         while left:
-            there = torch.from_numpy(samples).to(self._device)
+            there = to_device(samples, self._device)
             for some in there.split(order.batch_size)[:left]:
                 yield some
                 left -= 1
@@ -85,15 +94,21 @@ class Resident:
             passes += 1
 
     def _plan(self, order: Order) -> Future[np.ndarray]:
-        if order.epoch not in self._planned:
-            self._planned = {epoch: plan for epoch, plan in self._planned.items() if epoch >= order.epoch}
-            self._planned[order.epoch] = self._planner.submit(_whole, order)
-        return self._planned[order.epoch]
+        if self._process != os.getpid():  # a fork leaves the thread behind
+            self._planner, self._process, self._planned = _planner(), os.getpid(), {}
+        plan = self._planned.get(order.epoch) or self._planner.submit(_whole, order)
+        self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
+        self._planned[order.epoch] = plan
+        return plan
 
-    def close(self) -> None:
-        """Free the data."""
-        self._planner.shutdown(cancel_futures=True)
-        self._fields = ()
+
+def _planner() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="h5chunk-order")
+
+
+def _close(planner: ThreadPoolExecutor, fields: list[torch.Tensor]) -> None:
+    planner.shutdown(cancel_futures=True)
+    fields.clear()
 
 
 def _whole(order: Order) -> np.ndarray:

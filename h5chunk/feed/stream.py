@@ -62,15 +62,25 @@ class WindowStream:
     late : bool
         A batch is used until the next one is asked for: its slot stays so long. Else until ``finish`` is done.
     echo : float or "auto"
+    once : bool
+        One epoch alone: nothing is read beyond it.
     """
 
     def __init__(
-        self, readers: Readers, slots: list[Any], order: Order, finish: Finish, *, late: bool, echo: float | str = 1
+        self,
+        readers: Readers,
+        slots: list[Any],
+        order: Order,
+        finish: Finish,
+        *,
+        late: bool,
+        echo: float | str = 1,
+        once: bool = False,
     ) -> None:
         self._readers, self._free, self._finish = readers, slots, finish
         self._late, self._echo = late, echo
         self._seed, self._batch_size = order.seed, order.batch_size
-        self._windows = _endless(order)
+        self._windows = _windows(order, once)
         self._places: dict[tuple[int, int], tuple[_Open, int]] = {}
         self._echoing: _Open | None = None  # its batches were given; kept for more of them while others are late
         self._fill()
@@ -90,12 +100,10 @@ class WindowStream:
             if not opened.load.is_ready:
                 yield from self._echoes_until_ready(opened.load)
                 self._wait(opened.load)
-            views = opened.take(place)
-            report.fresh_samples += len(views[0])
-            if self._echo == 1 or opened.left:
-                yield from self._give(views, None if opened.left else opened)
+            last = opened.left == 1
+            yield from self._give(opened.take(place), opened if last and self._echo == 1 else None, fresh=True)
+            if not last or self._echo == 1:
                 continue
-            yield from self._give(views, None)
             if self._echo == AUTO:
                 if self._echoing is not None:
                     self._release(self._echoing)
@@ -120,19 +128,22 @@ class WindowStream:
         load.wait(WAIT_S)
         self._report.waited_s += time.perf_counter() - waits
 
-    def _give(self, views: Tensors, done: _Open | None) -> Iterator[Any]:
+    def _give(self, views: Tensors, done: _Open | None, *, fresh: bool = False) -> Iterator[Any]:
         """One batch; ``done`` is the window whose last one it is."""
-        result = self._finish(views)
+        result, num_samples = self._finish(views), len(views[0])
+        del views  # the memory of a window that goes may be used again at once
         if done is not None and not self._late:
             self._release(done)
         self._report.batches += 1
-        self._report.samples += len(views[0])
+        self._report.samples += num_samples
+        self._report.fresh_samples += num_samples if fresh else 0
         self._report.seconds = time.perf_counter() - self._started
         yield result
         if done is not None and self._late:
             self._release(done)
 
     def _release(self, opened: _Open) -> None:
+        opened.forget()
         opened.load.slot.release()
         self._free.append(opened.load.slot)
         self._fill()
@@ -159,22 +170,29 @@ class _Open:
         self.left -= 1
         return tuple(tensor.data for tensor in self._views[place])
 
+    def forget(self) -> None:
+        """No more batches of it are wanted."""
+        self._views, self._echoes = [], None
+
     def echoes(self, seed: int) -> Iterator[Tensors]:
         """Batches of the window shuffled again, and again; each call goes on where the last one stopped."""
         if self._echoes is None:
-            self._echoes = self._endless_echoes(seed)
+            self._echoes = _echoes(self.load, seed, self._epoch, self._batch_size)
         return self._echoes
 
-    def _endless_echoes(self, seed: int) -> Iterator[Tensors]:
-        window = self.load.window
-        for number in count():
-            order = echo_pass(len(window.samples), seed, self._epoch, window.batches[0], number)
-            for first in range(0, len(order), self._batch_size):
-                yield self.load.slot.gather(order[first : first + self._batch_size])
+
+def _echoes(load: Load, seed: int, epoch: int, batch_size: int) -> Iterator[Tensors]:
+    window = load.window
+    for number in count():
+        order = echo_pass(len(window.samples), seed, epoch, window.batches[0], number)
+        for first in range(0, len(order), batch_size):
+            yield load.slot.gather(order[first : first + batch_size])
 
 
-def _endless(order: Order) -> Iterator[tuple[int, Window]]:
+def _windows(order: Order, once: bool) -> Iterator[tuple[int, Window]]:
     while order.num_batches:
         for window in order.windows():
             yield order.epoch, window
+        if once:
+            return
         order = replace(order, epoch=order.epoch + 1)

@@ -72,7 +72,7 @@ class PlainField:
     row_bytes, num_bytes : int
         Of a row, and of the whole field.
     is_one_run : bool
-        Whether all rows lie one behind the other, so that `read_all` can be used.
+        Whether all rows lie one behind the other.
     """
 
     def __init__(self, path: Path, dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, field: Field) -> None:
@@ -131,10 +131,16 @@ class PlainField:
         return np.concatenate(([0], np.flatnonzero(apart) + 1, [len(rows)]))
 
     def read_all(self, descriptor: int) -> np.ndarray:
-        """The whole field, for small ones whose chunks lie in one run."""
+        """The whole field, for small ones."""
         values = np.empty(self._shape, self._dtype)
-        self._read_bytes(descriptor, int(self._offsets[0]), values.reshape(-1).view(np.uint8).data)
+        flat = values.reshape(-1).view(np.uint8).data
+        size = len(flat) if self.is_one_run else self._rows_per_chunk * self.row_bytes
+        for number, start in enumerate(range(0, len(flat), size)):
+            self._read_bytes(descriptor, int(self._offsets[number]), flat[start : start + size])
         return values
+
+    def forget(self) -> None:
+        """Nothing is kept between parts."""
 
     def read_rest(self, descriptor: int, offset: int, out: np.ndarray, vectors: np.ndarray, got: int) -> None:
         """What is missing after ``got`` bytes: preadv may give less, in large requests or where a signal came."""
@@ -189,8 +195,6 @@ class _PlainPart:
 class EncodedField:
     """Reads rows of compressed chunks: whole chunks are read and decoded, by several threads at a time."""
 
-    is_one_run = False
-
     def __init__(self, path: Path, dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, field: Field) -> None:
         table = list_chunks(dataset)
         self._chunk_bytes = math.prod(table.chunk_shape) * field.dtype.itemsize
@@ -213,9 +217,13 @@ class EncodedField:
         self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
         self._path, self._table = path, table
         self._rows_per_chunk = table.chunk_shape[0]
-        self._num_rows = dataset.shape[0]
-        self._local = threading.local()
+        self._dtype, self._shape = field.dtype, tuple(dataset.shape)
         self._num_kept = max(1, min(KEPT_CHUNKS, KEPT_BYTES // self._chunk_bytes))
+        self.forget()
+
+    def forget(self) -> None:
+        """Free what is kept between parts; in a fork also locks that its threads, left behind, may hold."""
+        self._local = threading.local()
         self._kept: OrderedDict[int, _KeptChunk] = OrderedDict()
         self._kept_lock = threading.Lock()
 
@@ -235,8 +243,7 @@ class EncodedField:
 
     def copy_rows(self, descriptor: int, chunk: int, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
         """Decode a chunk and copy some of its rows to their places."""
-        chunk_rows = min(self._rows_per_chunk, self._num_rows - chunk * self._rows_per_chunk)
-        if len(rows) == chunk_rows:
+        if len(rows) == min(self._rows_per_chunk, self._shape[0] - chunk * self._rows_per_chunk):
             values = self._scratch("decoded", self._chunk_bytes)
             self._decode(descriptor, chunk, values)
         else:
@@ -248,6 +255,15 @@ class EncodedField:
                     kept.values = values
             values = kept.values
         out[places] = values.reshape(self._rows_per_chunk, self.row_bytes)[rows]
+
+    def read_all(self, descriptor: int) -> np.ndarray:
+        """The whole field, for small ones."""
+        values = np.empty(self._shape, self._dtype)
+        rows, decoded = values.reshape(-1).view(np.uint8), np.empty(self._chunk_bytes, np.uint8)
+        for number, start in enumerate(range(0, len(rows), self._chunk_bytes)):
+            self._decode(descriptor, number, decoded)
+            rows[start : start + self._chunk_bytes] = decoded[: len(rows) - start]
+        return values
 
     def _keep(self, chunk: int) -> _KeptChunk:
         """A chunk that is shared by two windows, which come one after the other."""
