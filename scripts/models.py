@@ -1,0 +1,83 @@
+"""Networks for the examples: two of plain torch, and torchvision's where it is installed.
+
+cnn       four convolutions: for trying things out on a CPU
+resnet9   the small residual network that is common for 32 x 32 images
+resnet18, resnet50, vit_b_16   torchvision's, without pretrained weights
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+PLAIN = ("cnn", "resnet9")
+TORCHVISION = ("resnet18", "resnet50", "vit_b_16")
+MODELS = PLAIN + TORCHVISION
+VIT_PATCH = 16
+
+
+class ModelError(ValueError):
+    """A network cannot be had, or does not take these images."""
+
+
+def make_model(name: str, num_classes: int, image_size: tuple[int, int]) -> nn.Module:
+    """A network with fresh weights for images (3, height, width)."""
+    if name == "cnn":
+        return small_cnn(num_classes)
+    if name == "resnet9":
+        return resnet9(num_classes)
+    try:
+        import torchvision
+    except (ImportError, RuntimeError) as error:  # the latter if it was built for another torch
+        remedy = f"pip install torchvision, or take {' or '.join(PLAIN)}"
+        raise ModelError(f"{name} is torchvision's, which cannot be imported ({error}): {remedy}") from None
+    options = {"image_size": _vit_image_size(image_size)} if name == "vit_b_16" else {}
+    return getattr(torchvision.models, name)(num_classes=num_classes, **options)
+
+
+def _vit_image_size(image_size: tuple[int, int]) -> int:
+    height, width = image_size
+    if height != width or height % VIT_PATCH:
+        raise ModelError(
+            f"vit_b_16 takes squares whose side is a multiple of {VIT_PATCH}, these images are {height} x {width}: "
+            "convert with --size 224 224 --fit crop"
+        )
+    return height
+
+
+def conv_block(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
+    """3 x 3 convolution, batch normalisation, ReLU."""
+    convolution = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+def head(inputs: int, num_classes: int) -> nn.Sequential:
+    """One number a class, for images of any size."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+
+
+def small_cnn(num_classes: int) -> nn.Sequential:
+    """Four convolutions, each of which makes the image smaller; quick on a CPU."""
+    first = (conv_block(3, 16, stride=3), conv_block(16, 32, stride=2))
+    second = (conv_block(32, 64, stride=2), conv_block(64, 64, stride=2))
+    return nn.Sequential(*first, *second, head(64, num_classes))
+
+
+class Residual(nn.Module):
+    """Two blocks, added to what came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(conv_block(width, width), conv_block(width, width))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images + self.body(images)
+
+
+def resnet9(num_classes: int) -> nn.Sequential:
+    """Eight convolutions, two residual connections and a linear layer; images of at least 8 x 8."""
+    stem = conv_block(3, 64)
+    first = (conv_block(64, 128), nn.MaxPool2d(2), Residual(128))
+    second = (conv_block(128, 256), nn.MaxPool2d(2))
+    third = (conv_block(256, 512), nn.MaxPool2d(2), Residual(512))
+    return nn.Sequential(stem, *first, *second, *third, head(512, num_classes))
