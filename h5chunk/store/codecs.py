@@ -1,0 +1,430 @@
+"""Decodes the stored bytes of one chunk outside HDF5, so that threads decode side by side, and checks every length.
+
+HDF5 decodes under its one lock and does not check that a chunk comes out whole. Here each filter must give exactly the
+bytes that the chunk has, or it is an error; no stored byte makes it write beyond them or take memory out of proportion.
+This part reads no file: where the stored bytes come from, and what their values mean, others know.
+
+gzip, shuffle and Fletcher-32 need nothing else; with imagecodecs they are faster, and LZF, LZ4, Zstandard, Blosc and
+Bitshuffle are decoded too. Each filter is few calls into C, as every call gives up the GIL and may wait to get it back.
+
+Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
+H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+MAX_CHUNK_BYTES = 1 << 30  # the libraries count in 32 bits
+SLACK_BYTES = 64 << 10  # headers and block tables of small chunks
+
+GZIP, SHUFFLE, FLETCHER32 = 1, 2, 3
+LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD = 32000, 32001, 32004, 32008, 32015
+LEFT_TO_HDF5 = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "Blosc2"}  # others by the name that the file gives
+SAME_LENGTH = (SHUFFLE, FLETCHER32)  # but for the checksum
+INSTALL = 'pip install "h5chunk[codecs]"'
+
+PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's own numbers of what compresses the bit planes
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+SUM_WORDS, SUM_ROWS = 32768, 256  # sums of a block of so many rows fit 32 bits: 65535 * 256 * 257 / 2 < 2**32
+
+
+class NoDecoder(Exception):
+    """Why the filters of a dataset are left to HDF5; the message says it."""
+
+
+class DecodeError(Exception):
+    """What is wrong with the stored bytes of a chunk; the message says it, but not which chunk."""
+
+
+@dataclass(frozen=True)
+class _Filter:
+    """One filter of a pipeline: its bit in the filter masks, its registered number, its parameters."""
+
+    bit: int
+    code: int
+    values: tuple[int, ...]
+
+    @property
+    def keeps_length(self) -> bool:
+        return self.code in SAME_LENGTH or (self.code == BITSHUFFLE and not _compressor(self.values))
+
+
+class ChunkDecoder:
+    """Decodes chunks of one dataset. Holds numbers only, pickles, and serves any number of threads at a time.
+
+    Parameters
+    ----------
+    properties : h5py.h5p.PropDCID
+        Of the dataset's creation; used now and not kept.
+    chunk_bytes : int
+        Of a decoded chunk.
+    item_bytes : int
+        Of one element.
+
+    Attributes
+    ----------
+    max_stored_bytes : int
+        No writer stores a chunk in more: refuse what claims to be longer before reading it.
+
+    Raises
+    ------
+    NoDecoder
+        A filter is not decoded here, or not without imagecodecs.
+    """
+
+    def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
+        if chunk_bytes < 1 or item_bytes < 1 or chunk_bytes % item_bytes:
+            raise NoDecoder(f"its chunks of {chunk_bytes} bytes are not of whole elements of {item_bytes} bytes")
+        if chunk_bytes > MAX_CHUNK_BYTES:
+            raise NoDecoder(f"its chunks are of {chunk_bytes} bytes: more than {MAX_CHUNK_BYTES} are left to HDF5")
+        filters = []
+        for bit in range(properties.get_nfilters()):
+            code, _, values, name = properties.get_filter(bit)
+            _check_filter(code, values, name)
+            filters.append(_Filter(bit, code, tuple(values)))
+        self._filters = tuple(filters)
+        self.chunk_bytes = chunk_bytes
+        self.max_stored_bytes = min(2 * chunk_bytes + SLACK_BYTES, 2**31 - 1)
+
+    def __repr__(self) -> str:
+        return " + ".join(_LABELS[each.code] for each in self._filters) or "no filter"
+
+    def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
+        """Decode one chunk.
+
+        Parameters
+        ----------
+        stored : buffer of bytes, C-contiguous
+            As they lie in the file; only read.
+        filter_mask : int
+            Bit i set: filter i was skipped for this chunk.
+        out : (chunk_bytes,) uint8, C-contiguous
+            Written in full; after an error it holds anything.
+
+        Raises
+        ------
+        DecodeError
+            These bytes are not a whole chunk.
+        """
+        if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 ({self.chunk_bytes},)")
+        active = [each for each in self._filters if not filter_mask >> each.bit & 1]
+        lengths = self._lengths(active)
+        data = _as_bytes(stored)
+        _check_length("the chunk is stored in", len(data), lengths[-1], self.max_stored_bytes)
+        scratch = 0
+        for number in range(len(active) - 1, -1, -1):
+            label, length = _LABELS[active[number].code], lengths[number]
+            room = out if number == 0 else _scratch(scratch, length or self.max_stored_bytes)
+            try:
+                decoded = _DECODERS[active[number].code](data, active[number].values, room)
+            except DecodeError as error:
+                raise DecodeError(f"{label}: {error}") from None
+            _check_length(f"{label} gives", len(decoded), length, self.max_stored_bytes)
+            if np.may_share_memory(decoded, room):  # else it is a part of data, which must not be overwritten
+                scratch ^= 1
+            data = decoded
+        if not np.may_share_memory(data, out):
+            out[:] = data
+
+    def _lengths(self, active: list[_Filter]) -> list[int | None]:
+        """Bytes before each filter was applied, and as stored; None: that depends on the values."""
+        lengths: list[int | None] = [self.chunk_bytes]
+        for each in active:
+            last = lengths[-1]
+            lengths.append(None if last is None or not each.keeps_length else last + 4 * (each.code == FLETCHER32))
+        return lengths
+
+
+def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
+    """Raise NoDecoder unless a filter with these parameters is decoded here."""
+    if code not in _DECODERS:
+        label = LEFT_TO_HDF5.get(code) or ascii(name.decode(errors="replace")[:40])
+        raise NoDecoder(f"filter {label} ({code}) is decoded by HDF5 alone")
+    if code == BITSHUFFLE and (
+        len(values) < 3
+        or values[2] not in (1, 2, 4, 8)
+        or (len(values) > 3 and values[3] % 8 != 0)
+        or _compressor(values) not in (0, PLANES_LZ4, PLANES_ZSTD)
+    ):
+        raise NoDecoder(f"filter {_LABELS[code]} ({code}) with parameters {values} is left to HDF5")
+    for function in _needed(code, values):
+        if _library(function) is None:
+            raise NoDecoder(f"filter {_LABELS[code]} ({code}) needs imagecodecs with {function}: {INSTALL}")
+
+
+def _needed(code: int, values: tuple[int, ...]) -> tuple[str, ...]:
+    """Functions of imagecodecs without which a filter is not decoded."""
+    if code != BITSHUFFLE:
+        return {LZF: ("lzf_decode",), BLOSC: ("blosc_decode",), ZSTD: ("zstd_decode",), LZ4: ("lz4h5_decode",)}.get(
+            code, ()
+        )
+    planes = {PLANES_LZ4: ("lz4h5_decode", "lz4_decode"), PLANES_ZSTD: ("zstd_decode",)}
+    return ("bitshuffle_decode", *planes.get(_compressor(values), ()))
+
+
+@functools.cache
+def _library(function: str) -> Callable[..., Any] | None:
+    """A function of imagecodecs; None: it is not installed, or was built without this one."""
+    try:
+        import imagecodecs
+    except ImportError:
+        return None
+    available = getattr(getattr(imagecodecs, function.split("_")[0].upper(), None), "available", False)
+    return getattr(imagecodecs, function, None) if available else None
+
+
+def _call(function: str, data: np.ndarray | memoryview | bytes, out: np.ndarray, **options: int) -> np.ndarray:
+    """The part of ``out`` that a function of imagecodecs has written."""
+    call = _library(function)
+    if call is None:  # unpickled where it is not installed
+        raise DecodeError(f"needs imagecodecs with {function}: {INSTALL}")
+    try:
+        return out[: len(call(data, out=out, **options))]
+    except (RuntimeError, ValueError) as error:
+        raise DecodeError(f"does not decode into {len(out)} bytes: {error}") from None
+
+
+_local = threading.local()
+
+
+def _scratch(number: int, length: int) -> np.ndarray:
+    """Memory of this thread, (length,) uint8, used again at the next call with this number."""
+    buffers = _local.__dict__.setdefault("buffers", {})
+    if number not in buffers or len(buffers[number]) < length:
+        buffers[number] = np.empty(length, np.uint8)
+    return buffers[number][:length]
+
+
+def _as_bytes(stored: memoryview | np.ndarray) -> np.ndarray:
+    return np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
+
+
+def _check_length(what: str, found: int, expected: int | None, limit: int) -> None:
+    if expected is not None and found != expected:
+        raise DecodeError(f"{what} {found} bytes, {expected} are expected: it is damaged")
+    if not 0 < found <= limit:
+        raise DecodeError(f"{what} {found} bytes, 1 to {limit} are expected: it is damaged")
+
+
+def _check_room(found: int, out: np.ndarray) -> None:
+    if found > len(out):
+        raise DecodeError(f"more than the {len(out)} bytes that are expected: it says {found}")
+
+
+def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    adler32 = _library("deflate_adler32")
+    if adler32 is not None:
+        decoded = _call("deflate_decode", data, out)
+        if int.from_bytes(data[-4:], "big") != adler32(decoded):  # libdeflate stops where the stream ends
+            raise DecodeError("bytes follow the end of its stream")
+        return decoded
+    stream = zlib.decompressobj()
+    try:
+        inflated = stream.decompress(data.data, len(out) + 1)  # one more: to see what is too long, and the stream's end
+    except zlib.error as error:
+        raise DecodeError(str(error)) from None
+    _check_room(len(inflated), out)
+    if not stream.eof:
+        raise DecodeError(f"its stream is cut short after {len(inflated)} bytes")
+    if stream.unused_data:
+        raise DecodeError(f"{len(stream.unused_data)} bytes follow the end of its stream")
+    out[: len(inflated)] = np.frombuffer(inflated, np.uint8)
+    return out[: len(inflated)]
+
+
+def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """Bytes j of all elements lie together; what is left over after whole elements follows as it was."""
+    _check_room(len(data), out)
+    if not values or not values[0]:  # so HDF5 writes a second shuffle, which it then skips in each chunk
+        raise DecodeError("the size of elements is not known")
+    item, count = values[0], len(data) // values[0]
+    if item == 1 or count < 2:
+        return data
+    whole, out = item * count, out[: len(data)]
+    source, target = data[:whole], out[:whole]
+    byteshuffle = _library("byteshuffle_decode") if item in (2, 4, 8) else None
+    if byteshuffle is not None:
+        byteshuffle(source.view(f"u{item}"), out=target.view(f"u{item}"))
+    elif item <= 8:
+        for byte in range(item):
+            target[byte::item] = source[byte * count : (byte + 1) * count]
+    else:
+        target.reshape(count, item)[...] = source.reshape(item, count).T
+    out[whole:] = data[whole:]
+    return out
+
+
+def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """What precedes the checksum. HDF5 up to 1.6.2 stored it with the bytes of both halves swapped: also right."""
+    if len(data) < 4:
+        raise DecodeError(f"{len(data)} bytes hold no checksum")
+    found, body = int.from_bytes(data[-4:], "little"), data[:-4]
+    library = _library("h5checksum_fletcher32")
+    computed = fletcher32(body) if library is None or not len(body) else library(body)
+    if found not in (computed, _swap_halves(computed)):
+        raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, stored is {found:08x}: damaged")
+    return body
+
+
+def _swap_halves(value: int) -> int:
+    """The bytes of each 16 bits of 32 swapped."""
+    return (value & 0x00FF00FF) << 8 | value >> 8 & 0x00FF00FF
+
+
+def fletcher32(data: np.ndarray) -> int:
+    """The checksum of HDF5: sums, modulo 65535, of big-endian 16-bit words and of these sums.
+
+    Zero stays zero only if all bytes are. Words are summed as little-endian ones: modulo 65535, swapping the bytes of
+    a word is a multiplication by 256, so that the sums are swapped at the end.
+
+    Parameters
+    ----------
+    data : (n,) uint8, C-contiguous
+    """
+    words = data[: len(data) // 2 * 2].view("<u2")
+    whole = len(words) // SUM_WORDS * SUM_WORDS
+    table = words[:whole].reshape(-1, SUM_WORDS)
+    blocks = [table[start : start + SUM_ROWS] for start in range(0, len(table), SUM_ROWS)]
+    first = second = 0
+    for block in (*blocks, words[None, whole:], data[None, len(words) * 2 :]):  # the last byte, if odd, is a word
+        columns, weighted = np.zeros((2, block.shape[1]), np.uint32)
+        for row in block:
+            columns += row
+            weighted += columns
+        places = np.arange(block.shape[1], dtype=np.uint64)
+        later = block.shape[1] * int(weighted.sum(dtype=np.uint64)) - int((places * columns).sum())
+        second += block.size * first + later
+        first += int(columns.sum(dtype=np.uint64))
+    return _swap_halves((second and (second - 1) % 65535 + 1) << 16 | (first and (first - 1) % 65535 + 1))
+
+
+def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    return _call("lzf_decode", data, out)
+
+
+def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    if bytes(data[:4]) != ZSTD_MAGIC:
+        raise DecodeError(f"starts with {bytes(data[:4]).hex()}, not as a frame of Zstandard does")
+    return _call("zstd_decode", data, out)
+
+
+def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """c-blosc believes the header, so that what it says of lengths is checked before."""
+    if len(data) < 16:
+        raise DecodeError(f"{len(data)} bytes, its header has 16")
+    version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
+    if stored != len(data):
+        raise DecodeError(f"{len(data)} bytes are stored, its header says {stored}")
+    _check_room(length, out)
+    if version not in (1, 2) or not item or not 0 < block <= length:
+        raise DecodeError(f"its header makes no sense: version {version}, items of {item}, blocks of {block} bytes")
+    return _call("blosc_decode", data, out[:length], numthreads=1)
+
+
+def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    length, block = _read_header(data, out)
+    _, end = _find_blocks(data, length, block)
+    if end != len(data):
+        raise DecodeError(f"{len(data) - end} bytes follow its last block")
+    return _call("lz4h5_decode", data, out[:length])
+
+
+def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
+    """Bytes of all and of one block, as LZ4 and Bitshuffle begin."""
+    if len(data) < 12:
+        raise DecodeError(f"{len(data)} bytes, its header has 12")
+    length, block = struct.unpack_from(">QI", data.data)
+    _check_room(length, out)
+    if not length or not block:
+        raise DecodeError(f"its header makes no sense: {length} bytes in blocks of {block}")
+    return length, block
+
+
+def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice], int]:
+    """Places of the compressed blocks, each behind its length, that make ``length`` bytes; and where the last ends."""
+    places: list[slice] = []
+    end = 12
+    for _ in range(0, length, block):
+        start = end + 4
+        end = start + (struct.unpack_from(">I", data.data, end)[0] if start <= len(data) else 0)
+        if end > len(data) or end == start:
+            raise DecodeError(f"block {len(places)} ends at byte {end} of {len(data)}")
+        places.append(slice(start, end))
+    return places, end
+
+
+def _compressor(values: tuple[int, ...]) -> int:
+    """What compresses the bit planes of Bitshuffle; 0: nothing."""
+    return values[4] if len(values) > 4 else 0
+
+
+def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """Elements in blocks of bit planes; what is left over after groups of eight elements is stored as it was."""
+    item, block = values[2], values[3] * values[2] if len(values) > 3 else 0
+    length = len(data)
+    if _compressor(values):
+        length, block = _read_header(data, out)
+    _check_room(length, out)
+    if length % item or block % (8 * item):
+        raise DecodeError(f"{length} bytes in blocks of {block} bytes are not of whole groups of elements")
+    planes = _unpack_planes(data, length, block, values) if _compressor(values) else data
+    return _call("bitshuffle_decode", planes.data, out[:length], itemsize=item, blocksize=block // item)
+
+
+def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int, ...]) -> np.ndarray:
+    rest = length % (8 * values[2])
+    packed, planes = length - rest, _scratch(2, length)
+    places, end = _find_blocks(data, packed, block)
+    if len(data) - end != rest:
+        raise DecodeError(f"{len(data) - end} bytes follow its last block, {rest} are expected")
+    room, done = planes[:packed], packed
+    sizes = [min(block, packed - start) for start in range(0, packed, block)]
+    if _compressor(values) == PLANES_ZSTD:
+        frames = [bytes(data[place]) for place in places]
+        if any(not frame.startswith(ZSTD_MAGIC) for frame in frames):
+            raise DecodeError("a block does not start as a frame of Zstandard does")
+        done = len(_call("zstd_decode", b"".join(frames), room)) if frames else 0
+    elif all(place.stop - place.start != size for place, size in zip(places, sizes, strict=True)):
+        framed = struct.pack(">QI", packed, block) + bytes(data[12:end]) if rest else data
+        done = len(_call("lz4h5_decode", framed, room)) if places else 0
+    else:  # the LZ4 filter takes a block of its full size for one that is not compressed; Bitshuffle has none such
+        starts = range(0, packed, block)
+        parts = [room[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        done = sum(len(_call("lz4_decode", data[place], part)) for place, part in zip(places, parts, strict=True))
+    if done != packed:
+        raise DecodeError(f"its blocks give {done} bytes, {packed} are expected")
+    planes[packed:] = data[end:]
+    return planes
+
+
+_LABELS = {
+    GZIP: "gzip",
+    SHUFFLE: "shuffle",
+    FLETCHER32: "fletcher32",
+    LZF: "lzf",
+    BLOSC: "blosc",
+    LZ4: "lz4",
+    BITSHUFFLE: "bitshuffle",
+    ZSTD: "zstd",
+}
+_DECODERS: dict[int, Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]] = {
+    GZIP: _ungzip,
+    SHUFFLE: _unshuffle,
+    FLETCHER32: _check_fletcher32,
+    LZF: _unlzf,
+    BLOSC: _unblosc,
+    LZ4: _unlz4,
+    BITSHUFFLE: _unbitshuffle,
+    ZSTD: _unzstd,
+}
