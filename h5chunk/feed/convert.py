@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from h5chunk.errors import OptionError
+from h5chunk.feed.device import Tensors
 from h5chunk.feed.memory import BatchMemory
+
+GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
 
 
 class Convert:
@@ -60,12 +64,25 @@ class Convert:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 255 if stored == torch.uint8 else 1
         self._scale, self._shift = _scale_and_shift(normalize, unit, sample_shape, channel_axis)
+        self._channel_axis, self._stored = channel_axis, stored
+        self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
         self._reuse, self._memory = reuse, BatchMemory()
         self._held = torch.empty(0, dtype=self.dtype)
+        self._fused = False
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether batches are what the file has."""
+        return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
     def to(self, device: torch.device) -> None:
-        """Put the constants on the device."""
+        """Put the constants on the device, and see what it can do."""
         self._scale, self._shift = self._scale.to(device), self._shift.to(device)
+        if device.type == "cuda" and self._scaled and self._stored == torch.uint8:
+            from h5chunk.feed import fused
+
+            few = self._scale.numel() <= fused.MOST_CHANNELS
+            self._fused = few and self.dtype in fused.DTYPES and fused.works_on(device)
 
     def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
         """The batch as it was asked for; ``keep``: the input may be handed on as it is."""
@@ -75,7 +92,28 @@ class Convert:
         out = self._empty(images)
         if not self._scaled:
             return out.copy_(images)
+        if self._fused and self._run_fused(images, out):
+            return out
         return torch.addcmul(self._shift, images, self._scale, out=out)
+
+    def _run_fused(self, images: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether the batch was large enough to do it so."""
+        from h5chunk.feed import fused
+
+        if images.numel() < fused.FEWEST_NUMBERS:
+            return False
+        shape = (len(images), self._shift.numel(), -1)
+        if self._shift.numel() > 1 and self._channel_axis:
+            shape = (len(images), -1, self._shift.numel())
+            source, there = images.view(shape).transpose(1, 2), out.view(shape).transpose(1, 2)
+        elif self._format == torch.channels_last:
+            source = images.view(*images.shape[:2], -1)
+            there = out.permute(0, 2, 3, 1).view(len(out), -1, out.shape[1]).transpose(1, 2)
+        else:
+            source, there = images.view(shape), out.view(shape)
+        scale, shift = (each.reshape(-1).expand(source.shape[1]).contiguous() for each in (self._scale, self._shift))
+        fused.scale_and_shift(source, scale, shift, there)
+        return True
 
     def forget(self) -> None:
         """Free the memory that is kept for further batches."""
@@ -96,6 +134,37 @@ class Convert:
                 self._held = BatchMemory().empty((shape.numel(),), self.dtype)
             out = self._held[: shape.numel()].view(shape).data
         return out.permute(0, 3, 1, 2) if last else out
+
+
+class BatchMaker:
+    """Makes batches as the user asked for them of samples that lie in a slot, or in memory of their own.
+
+    Parameters
+    ----------
+    convert : Convert
+        Of the first field.
+    transform : callable, optional
+        Of a batch.
+    keep : bool
+        What is not converted may be handed on as it is; else it is copied, as the slot will be filled again.
+    """
+
+    def __init__(self, convert: Convert, transform: Callable[[Tensors], Any] | None, *, keep: bool) -> None:
+        self._convert, self._keep = convert, keep
+        self.transform = transform
+
+    def num_together(self, batch_size: int) -> int:
+        """Batches that are made with one call."""
+        if self._keep:
+            return 1 << 30 if self._convert.changes_nothing else 1
+        return max(1, GROUP_BYTES // max(1, batch_size * self._convert.sample_bytes))
+
+    def make(self, samples: Tensors, batch_size: int) -> list[Tensors]:
+        """Batches of these samples; detached, so that changing one in place leaves autograd's view of others alone."""
+        first, *others = samples
+        fields = self._convert(first, self._keep), *(others if self._keep else [other.clone() for other in others])
+        batches = zip(*(field.split(batch_size) for field in fields), strict=True)
+        return [tuple(field.data for field in batch) for batch in batches]
 
 
 def _scale_and_shift(

@@ -78,10 +78,6 @@ class CpuSlot:
     def receive(self) -> None:
         """The consumer is about to use the window."""
 
-    def batches(self, batch_size: int) -> list[Tensors]:
-        """The window cut into batches."""
-        return _cut(self.window, batch_size)
-
     def gather(self, order: np.ndarray) -> Tensors:
         """These samples of the window, copied."""
         return gather(self.window, torch.from_numpy(order), self._gathered)
@@ -145,7 +141,6 @@ class CudaSlot:
             self._there[part].view(spaces[name].dtype).view(num_samples, *spaces[name].sample_shape)
             for name, part in self._parts.items()
         )
-        self._full: tuple[int, list[Tensors]] = 0, []  # batch size, and batches of a full window: made once
         self._used = 0
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
@@ -180,14 +175,6 @@ class CudaSlot:
         """All samples, on the device; valid from `receive` until `release`."""
         return self._fields if self._used == self._num_samples else tuple(f[: self._used] for f in self._fields)
 
-    def batches(self, batch_size: int) -> list[Tensors]:
-        """The window cut into batches, on the device; valid from `receive` until `release`."""
-        if self._used != self._num_samples:
-            return _cut(self.window, batch_size)
-        if self._full[0] != batch_size:
-            self._full = batch_size, _cut(self._fields, batch_size)
-        return self._full[1]
-
     def gather(self, order: np.ndarray) -> Tensors:
         """These samples of the window, copied, on the device."""
         return gather(self.window, to_device(order, self._stream.device), None)
@@ -208,10 +195,6 @@ def gather(fields: Tensors, samples: torch.Tensor, memory: BatchMemory | None) -
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array on a device; the caller waits until it is read, but not for what the device has to do before."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)
-
-
-def _cut(window: Tensors, batch_size: int) -> list[Tensors]:
-    return list(zip(*(tensor.split(batch_size) for tensor in window), strict=True))
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

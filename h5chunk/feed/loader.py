@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FieldError, OptionError
-from h5chunk.feed.convert import Convert
+from h5chunk.feed.convert import BatchMaker, Convert
 from h5chunk.feed.dataset import Fields, field_mapping, make_order, torch_dtype
 from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, Tensors, slot_bytes
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.pipeline import Readers, is_kept_whole
 from h5chunk.feed.resident import Resident
-from h5chunk.feed.stream import EpochReport, Finish, WindowStream
+from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
@@ -274,22 +274,23 @@ class ChunkLoader:
 
     def _start(self, order: Order) -> WindowStream | Resident:
         self._convert.to(self._device)
-        finish = _Finish(self._convert, self._transform, keep=self.resident or self._device.type == "cpu")
+        maker = BatchMaker(self._convert, self._transform, keep=self.resident or self._device.type == "cpu")
         if not self.resident:
             late = self._device.type == "cpu" and self._reuse
-            feed, close = self._stream(order, self._num_slots, self._slot_samples, finish, late=late, echo=self._echo)
+            feed, close = self._stream(order, self._num_slots, self._slot_samples, maker, late=late, echo=self._echo)
             self._finalizer = weakref.finalize(self, close)
             return feed
-        return self._start_resident(finish)
+        return self._start_resident(maker)
 
-    def _start_resident(self, finish: _Finish) -> Resident:
+    def _start_resident(self, maker: BatchMaker) -> Resident:
         """Read the whole file, in its order."""
+        as_it_is = BatchMaker(_no_change(self._spaces), None, keep=True)
         pieces = replace(self._order, shuffle=False, batch_size=self._loading_samples, epoch=0, drop_last=False)
-        stream, close = self._stream(pieces, LOADING_SLOTS, self._loading_samples, _as_it_is, late=True)
+        stream, close = self._stream(pieces, LOADING_SLOTS, self._loading_samples, as_it_is, late=True)
         try:
             read = stream.batches(pieces, EpochReport())
             echo = 1.0 if self._echo == AUTO else float(self._echo)
-            resident = Resident(self._spaces, self._order.num_samples, self._device, read, finish, echo=echo)
+            resident = Resident(self._spaces, self._order.num_samples, self._device, read, maker, echo=echo)
         finally:
             close()
         self._finalizer = weakref.finalize(self, resident.close)
@@ -300,7 +301,7 @@ class ChunkLoader:
         order: Order,
         num_slots: int,
         num_samples: int,
-        finish: Finish,
+        maker: BatchMaker,
         *,
         late: bool,
         echo: float | str | None = None,
@@ -331,7 +332,7 @@ class ChunkLoader:
             if len(self._direct) < len(self._spaces):
                 self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
             readers = Readers(self._reader, self._direct, self._num_threads)
-            stream = WindowStream(readers, slots, order, finish, late=late, echo=echo or 1, once=echo is None)
+            stream = WindowStream(readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None)
             return stream, close
         except BaseException:
             close()
@@ -365,20 +366,9 @@ class ChunkLoader:
         )
 
 
-class _Finish:
-    """A batch of views as the user asked for it; without ``keep`` a copy, as the slot will be filled again."""
-
-    def __init__(self, convert: Convert, transform: Callable[[Tensors], Any] | None, *, keep: bool) -> None:
-        self._convert, self._transform, self._keep = convert, transform, keep
-
-    def __call__(self, views: Tensors) -> Any:
-        first, *others = views
-        result = (self._convert(first, self._keep), *(others if self._keep else [other.clone() for other in others]))
-        return result if self._transform is None else self._transform(result)
-
-
-def _as_it_is(views: Tensors) -> Tensors:
-    return views
+def _no_change(spaces: Mapping[str, FieldSpace]) -> Convert:
+    first = next(iter(spaces.values()))
+    return Convert(first.dtype, None, None, False, first.sample_shape, 0)
 
 
 def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:

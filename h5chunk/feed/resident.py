@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
+from h5chunk.feed.convert import BatchMaker
 from h5chunk.feed.device import Spaces, Tensors, gather, to_device
 from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.stream import EpochReport, Finish
+from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.echo import echo_pass, num_echoed
 from h5chunk.plan.order import Order
 
@@ -30,8 +32,7 @@ class Resident:
     device : torch.device
     pieces : iterator of tuples of tensors
         The samples from 0 on, a tensor a field, each piece valid until the next.
-    finish : callable
-        Makes a batch of gathered samples.
+    maker : BatchMaker
     echo : float
 
     Attributes
@@ -46,7 +47,7 @@ class Resident:
         num_samples: int,
         device: torch.device,
         pieces: Iterator[Tensors],
-        finish: Finish,
+        maker: BatchMaker,
         *,
         echo: float,
     ) -> None:
@@ -59,7 +60,7 @@ class Resident:
             for field, part in zip(self._fields, piece, strict=True):
                 field[done : done + len(part)].copy_(part)
             done += len(piece[0])
-        self._device, self._finish, self._echo = device, finish, echo
+        self._device, self._maker, self._echo = device, maker, echo
         self._memory = BatchMemory() if device.type == "cpu" else None
         self._planner = _planner()
         self._process = os.getpid()
@@ -73,25 +74,27 @@ class Resident:
         report.waited_s += time.perf_counter() - started
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches
-        for number, some in enumerate(self._numbers(samples, order)):
-            result = self._finish(gather(tuple(self._fields), some, self._memory))
+        for number, batch in enumerate(self._batches(samples, order)):
             report.batches += 1
-            report.samples += len(some)
-            report.fresh_samples += len(some) if number < fresh else 0
+            report.samples += len(batch[0])
+            report.fresh_samples += len(batch[0]) if number < fresh else 0
             report.seconds = time.perf_counter() - started
-            yield result
+            yield batch if self._maker.transform is None else self._maker.transform(batch)
 
-    def _numbers(self, samples: np.ndarray, order: Order) -> Iterator[torch.Tensor]:
-        """The samples of each batch, on the device; then those of the echoes."""
+    def _batches(self, samples: np.ndarray, order: Order) -> Iterator[Tensors]:
+        """Gathered several at a time, if they are small; after the fresh ones those of the echoes."""
         left = order.num_batches + num_echoed(self._echo, order.num_batches)
-        passes = 0
-        while left:
-            there = to_device(samples, self._device)
-            for some in there.split(order.batch_size)[:left]:
-                yield some
-                left -= 1
-            samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, passes)] if left else samples
-            passes += 1
+        together = 1 if self._memory is not None else self._maker.num_together(order.batch_size)
+        for number in count():
+            for some in to_device(samples, self._device).split(together * order.batch_size):
+                if not left:
+                    return
+                made = self._maker.make(gather(tuple(self._fields), some, self._memory), order.batch_size)
+                yield from made[:left]
+                left -= len(made[:left])
+            if not left:
+                return
+            samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
 
     def _plan(self, order: Order) -> Future[np.ndarray]:
         if self._process != os.getpid():  # a fork leaves the thread behind

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
+from h5chunk.feed.convert import BatchMaker
 from h5chunk.feed.device import Tensors
 from h5chunk.feed.pipeline import WAIT_S, Load, Readers
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, echo_pass, num_echoed
 from h5chunk.plan.order import Order, Window
-
-Finish = Callable[[Tensors], Any]  # makes a batch of views of a slot, and queues all that reads them
 
 
 @dataclass
@@ -57,10 +56,10 @@ class WindowStream:
         One more than windows are open at a time, at least; another one with ``echo="auto"``.
     order : Order
         Of the first epoch. With an echo its windows come one after the other (``interleave=1``).
-    finish : callable
-        Makes a batch of views of a slot (a tensor a field), and queues all that reads them.
+    maker : BatchMaker
     late : bool
-        A batch is used until the next one is asked for: its slot stays so long. Else until ``finish`` is done.
+        A batch lies in its slot until the next one is asked for: the slot stays so long. Else it was copied, or has
+        memory of its own.
     echo : float or "auto"
     once : bool
         One epoch alone: nothing is read beyond it.
@@ -71,13 +70,13 @@ class WindowStream:
         readers: Readers,
         slots: list[Any],
         order: Order,
-        finish: Finish,
+        maker: BatchMaker,
         *,
         late: bool,
         echo: float | str = 1,
         once: bool = False,
     ) -> None:
-        self._readers, self._free, self._finish = readers, slots, finish
+        self._readers, self._free, self._maker = readers, slots, maker
         self._late, self._echo = late, echo
         self._seed, self._batch_size = order.seed, order.batch_size
         self._windows = _windows(order, once)
@@ -88,12 +87,12 @@ class WindowStream:
     def _fill(self) -> None:
         while self._free and (following := next(self._windows, None)) is not None:
             epoch, window = following
-            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size)
+            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size, self._maker)
             for place, number in enumerate(window.batches):
                 self._places[epoch, number] = opened, place
 
     def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
-        """The batches of an epoch, as ``finish`` makes them; epochs are asked for one after the other."""
+        """The batches of an epoch; epochs are asked for one after the other."""
         self._started, self._report = time.perf_counter(), report
         for number in range(order.num_batches):
             opened, place = self._places.pop((order.epoch, number))
@@ -109,11 +108,9 @@ class WindowStream:
                     self._release(self._echoing)
                 self._echoing = opened
             else:
-                due = num_echoed(float(self._echo), number + 1) - num_echoed(
-                    float(self._echo), number + 1 - len(opened)
-                )
-                for views in islice(opened.echoes(self._seed), due):
-                    yield from self._give(views, None)
+                due, before = (num_echoed(float(self._echo), n) for n in (number + 1, number + 1 - len(opened)))
+                for batch in islice(opened.echoes(self._seed), due - before):
+                    yield from self._give(batch, None)
                 self._release(opened)
 
     def _echoes_until_ready(self, load: Load) -> Iterator[Any]:
@@ -128,17 +125,16 @@ class WindowStream:
         load.wait(WAIT_S)
         self._report.waited_s += time.perf_counter() - waits
 
-    def _give(self, views: Tensors, done: _Open | None, *, fresh: bool = False) -> Iterator[Any]:
+    def _give(self, batch: Tensors, done: _Open | None, *, fresh: bool = False) -> Iterator[Any]:
         """One batch; ``done`` is the window whose last one it is."""
-        result, num_samples = self._finish(views), len(views[0])
-        del views  # the memory of a window that goes may be used again at once
+        num_samples = len(batch[0])
         if done is not None and not self._late:
             self._release(done)
         self._report.batches += 1
         self._report.samples += num_samples
         self._report.fresh_samples += num_samples if fresh else 0
         self._report.seconds = time.perf_counter() - self._started
-        yield result
+        yield batch if self._maker.transform is None else self._maker.transform(batch)
         if done is not None and self._late:
             self._release(done)
 
@@ -152,41 +148,46 @@ class WindowStream:
 class _Open:
     """A window whose batches are being taken; its length is their number."""
 
-    def __init__(self, load: Load, epoch: int, batch_size: int) -> None:
-        self.load, self._epoch, self._batch_size = load, epoch, batch_size
+    def __init__(self, load: Load, epoch: int, batch_size: int, maker: BatchMaker) -> None:
+        self.load, self._epoch, self._batch_size, self._maker = load, epoch, batch_size, maker
         self.left, self.num_echoed = len(load.window.batches), 0
-        self._views: list[Tensors] = []
+        self._together = maker.num_together(batch_size)
+        self._made: dict[int, Tensors] = {}
         self._echoes: Iterator[Tensors] | None = None
 
     def __len__(self) -> int:
         return len(self.load.window.batches)
 
     def take(self, place: int) -> Tensors:
-        """Views of a batch; detached, so that changing one in place leaves autograd's view of others alone."""
+        """A batch. It is made with those beside it, if they are small."""
         self.load.wait()
-        if not self._views:
+        if self.left == len(self):
             self.load.slot.receive()
-            self._views = self.load.slot.batches(self._batch_size)
+        if place not in self._made:
+            first = place - place % self._together
+            start, stop = first * self._batch_size, (first + self._together) * self._batch_size
+            samples = tuple(field[start:stop] for field in self.load.slot.window)
+            self._made.update(enumerate(self._maker.make(samples, self._batch_size), first))
         self.left -= 1
-        return tuple(tensor.data for tensor in self._views[place])
+        return self._made.pop(place)
 
     def forget(self) -> None:
         """No more batches of it are wanted."""
-        self._views, self._echoes = [], None
+        self._made, self._echoes = {}, None
 
     def echoes(self, seed: int) -> Iterator[Tensors]:
         """Batches of the window shuffled again, and again; each call goes on where the last one stopped."""
         if self._echoes is None:
-            self._echoes = _echoes(self.load, seed, self._epoch, self._batch_size)
+            self._echoes = _echoes(self.load, seed, self._epoch, self._batch_size, self._maker)
         return self._echoes
 
 
-def _echoes(load: Load, seed: int, epoch: int, batch_size: int) -> Iterator[Tensors]:
+def _echoes(load: Load, seed: int, epoch: int, batch_size: int, maker: BatchMaker) -> Iterator[Tensors]:
     window = load.window
     for number in count():
         order = echo_pass(len(window.samples), seed, epoch, window.batches[0], number)
         for first in range(0, len(order), batch_size):
-            yield load.slot.gather(order[first : first + batch_size])
+            yield from maker.make(load.slot.gather(order[first : first + batch_size]), batch_size)
 
 
 def _windows(order: Order, once: bool) -> Iterator[tuple[int, Window]]:
