@@ -9,12 +9,11 @@ ChunkLoader and everything else. Makes the folder (scripts/make_images.py) and t
 images that are there must be as many as in the packed file. Each row keeps the switches of the rows above it, unless
 its name says otherwise, and is a training run of its own: one epoch that is not counted, then ``--epochs`` whole ones,
 of which the medians are printed. With ``--steps`` an epoch is only so many steps, and the seconds of a whole one are
-worked out from the rate: the table says so.
+worked out from the rate: the table says so. On a CPU the network gets half of the cores, and the loaders the others.
 
 Columns: seconds of an epoch; images/s trained (with echo, repetitions count); how often that is the first row's; the
-share of time the loop stood waiting for the loader (on a CPU, workers slow the steps down instead); peak of GPU memory;
-images/s on one cached batch with the same model settings, measured before and after each epoch; utilisation, the former
-rate over the latter.
+share of time the loop stood waiting for the loader; peak of GPU memory; images/s on one cached batch with the same
+model settings, measured before and after each epoch; utilisation, the former rate over the latter.
 """
 
 from __future__ import annotations
@@ -264,8 +263,10 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, say: Say) -> None:
+    cpu_threads = max(1, available_cores() // 2) if torch.device(args.device).type == "cpu" else None
     base = Settings(
         data=args.packed,
+        cpu_threads=cpu_threads,  # the others load
         model=args.model,
         device=args.device,
         batch_size=args.batch_size,

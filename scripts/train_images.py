@@ -83,6 +83,7 @@ class Settings:
     echo: float | str = 1
     resident: str | None = None
     # how the network computes
+    cpu_threads: int | None = None
     amp: str = "none"
     set_to_none: bool = False
     channels_last: bool = False
@@ -112,6 +113,7 @@ def refusals(s: Settings) -> list[str]:
         (cpu and s.pin_memory, "--pin-memory is for copies to a GPU, --device is cpu"),
         (cpu and s.non_blocking, "--non-blocking is for copies to a GPU, --device is cpu"),
         (cpu and s.prefetch_stream, "--prefetch-stream is for copies to a GPU, --device is cpu"),
+        (not cpu and s.cpu_threads, "--cpu-threads is for training on a CPU, --device is cuda"),
         (cpu and s.amp == "fp16", "--amp fp16 with its GradScaler needs a GPU: take bf16"),
         (
             s.non_blocking and not s.pin_memory and not chunk,
@@ -120,6 +122,7 @@ def refusals(s: Settings) -> list[str]:
         (s.channels_last and s.model.startswith("vit"), "--channels-last is for convolutions, a ViT has one: leave it"),
         (s.batch_size < 1, f"--batch-size is {s.batch_size}: give at least 1"),
         (s.epochs < 1, f"--epochs is {s.epochs}: give at least 1"),
+        (s.cpu_threads is not None and s.cpu_threads < 1, f"--cpu-threads is {s.cpu_threads}: give at least 1"),
         (s.steps is not None and s.steps < 1, f"--steps is {s.steps}: give at least 1"),
     ]
     return [message for broken, message in rules if broken]
@@ -497,7 +500,8 @@ def run_epoch(trainer: Trainer, batches: Iterable[Batch], feed: Feed) -> Epoch:
 @contextmanager
 def kernels(settings: Settings) -> Iterator[None]:
     """The fastest kernels for these shapes; or, with --deterministic, those that give the same numbers each time."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads()
+    torch.set_num_threads(settings.cpu_threads or before[2])
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it, from its first product on
     torch.use_deterministic_algorithms(settings.deterministic)
@@ -507,6 +511,7 @@ def kernels(settings: Settings) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+        torch.set_num_threads(before[2])
 
 
 @dataclass(frozen=True)
@@ -629,6 +634,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--echo", type=echo_of, help="train each window so many times, or auto; ChunkLoader only")
     add("--resident", choices=RESIDENT, help="keep all data on the device; ChunkLoader only")
     add = parser.add_argument_group("how the network computes").add_argument
+    add("--cpu-threads", type=int, help="cores for the network; those that load need some too")
     add("--amp", choices=AMP, help="autocast; fp16 with GradScaler")
     add("--set-to-none", action="store_true", help="drop gradients instead of filling them with zeros")
     add("--channels-last", action="store_true", help="NHWC in memory, as tensor cores like it")

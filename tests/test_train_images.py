@@ -125,6 +125,16 @@ def test_ways_to_compute(settings, changes):
     assert all(np.isfinite(losses(settings, **changes)))
 
 
+def test_cpu_threads(settings, monkeypatch):
+    seen = set()
+    count = train_images.Trainer.count
+    monkeypatch.setattr(
+        train_images.Trainer, "count", lambda *args: (seen.add(torch.get_num_threads()), count(*args))[1]
+    )
+    run(settings, cpu_threads=2, epochs=1)
+    assert seen == {2} and torch.get_num_threads() == 1
+
+
 def test_set_to_none_drops_the_gradients(settings):
     for wanted in (True, False):
         trainer = train_images.Trainer(replace(settings, set_to_none=wanted), (SIZE, SIZE), CLASSES)
@@ -220,6 +230,8 @@ CHUNK = [
     ({"prefetch_factor": 2}, "--prefetch-factor is per worker"),
     ({"persistent_workers": True}, "give --num-workers"),
     ({"steps": 0}, "--steps is 0"),
+    ({"cpu_threads": 0}, "--cpu-threads is 0"),
+    ({"cpu_threads": 1, "device": "cuda"}, "--cpu-threads is for training on a CPU"),
 ]
 DATASET = [
     ({"echo": 2.0}, "--echo is ChunkLoader's"),
