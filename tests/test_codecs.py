@@ -390,12 +390,19 @@ def test_fletcher32(data):
 
 
 @pytest.mark.parametrize("byte", [0, 1, 255])
-@pytest.mark.parametrize("length", [1, 2, 131, 2 * codecs.SUM_WORDS, 2 * codecs.SUM_WORDS * 257 + 5])
+@pytest.mark.parametrize("length", [1, 2, 131, 2 * codecs.SUM_WORDS, 20 * codecs.SUM_WORDS + 5])
 def test_fletcher32_is_the_one_of_hdf5(no_imagecodecs, byte, length):
     for data in (np.full(length, byte, np.uint8), values((length,), np.uint8, seed=byte)):
         made, mask, stored = one_chunk(["fletcher32"], data)
         assert int.from_bytes(stored[-4:], "little") == fletcher32(data)
         made.decode(mask, stored)
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 512, 1025])
+def test_the_sums_of_fletcher32_do_not_overflow(monkeypatch, rows):
+    monkeypatch.setattr(codecs, "SUM_WORDS", 16)
+    for data in (np.full(32 * rows + 3, 255, np.uint8), values((32 * rows,), np.uint8)):
+        assert fletcher32(data) == slow_fletcher32(data.tobytes())
 
 
 def test_checksums_of_old_versions():
