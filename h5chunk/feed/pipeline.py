@@ -62,6 +62,15 @@ class Load:
                 part(readers.descriptor)
         except BaseException as error:  # raised again by wait()
             self.error = error
+        self._end_part(readers)
+
+    def drop(self, readers: Readers) -> None:
+        """Do one part no more."""
+        if self.error is None:  # not raised here: its traceback would keep the slot until the garbage is collected
+            self.error = FileError(f"{printable(self._path)}: closed while it was read")
+        self._end_part(readers)
+
+    def _end_part(self, readers: Readers) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -77,13 +86,6 @@ class Load:
         except BaseException as error:
             self.error = error
         self._ready.set()
-
-    def drop(self, readers: Readers) -> None:
-        """Do one part no more."""
-        self.run(self._closed, readers)
-
-    def _closed(self, _descriptor: int) -> None:
-        raise FileError(f"{printable(self._path)}: closed while it was read")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` some part has to be done."""
