@@ -153,9 +153,9 @@ class BatchMaker:
         self._convert, self._keep = convert, keep
         self.transform = transform
 
-    def num_together(self, batch_size: int) -> int:
-        """Batches that are made with one call."""
-        if self._keep:
+    def num_together(self, batch_size: int, *, gathered: bool = False) -> int:
+        """Batches that are made with one call; ``gathered``: of samples that have to be copied for it."""
+        if self._keep and not gathered:
             return 1 << 30 if self._convert.changes_nothing else 1
         return max(1, GROUP_BYTES // max(1, batch_size * self._convert.sample_bytes))
 

@@ -84,7 +84,7 @@ class Resident:
     def _batches(self, samples: np.ndarray, order: Order) -> Iterator[Tensors]:
         """Gathered several at a time, if they are small; after the fresh ones those of the echoes."""
         left = order.num_batches + num_echoed(self._echo, order.num_batches)
-        together = 1 if self._memory is not None else self._maker.num_together(order.batch_size)
+        together = 1 if self._memory is not None else self._maker.num_together(order.batch_size, gathered=True)
         for number in count():
             for some in to_device(samples, self._device).split(together * order.batch_size):
                 if not left:
