@@ -17,6 +17,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BenchReport": "h5chunk.tools.benchreport",
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
     "ChunkLoader": "h5chunk.feed.loader",
@@ -24,6 +25,7 @@ _HOMES = {
     "ConvertPlan": "h5chunk.tools.report",
     "ConvertReport": "h5chunk.tools.report",
     "H5ChunkError": "h5chunk.errors",
+    "bench": "h5chunk.tools.bench",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert",
     "info": "h5chunk.tools.info",

@@ -149,13 +149,51 @@ def info(file: str, as_json: bool) -> None:
     click.echo(result.to_json() if as_json else str(result))
 
 
+@main.command()
+@click.argument("file", type=click.Path())
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples in a batch.")
+@click.option(
+    "--device", metavar="cpu|cuda", default="cpu", show_default=True, help="Where ChunkLoader brings the batches."
+)
+@click.option(
+    "--fields",
+    multiple=True,
+    metavar="DATASET",
+    help="Dataset to read; again for more. [default: images, and labels if there are any]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Time to take, about.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(0),
+    multiple=True,
+    help="Of torch's DataLoader; again for more numbers. [default: 0, and one per core up to 4]",
+)
+@click.option(
+    "--cold/--no-cold", default=True, help="Also read from the disk, after parts of FILE left the page cache. [default]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
+    """Measure what this machine gives for FILE, and name the slowest stage."""
+    from h5chunk.tools.bench import bench as run
+
+    with _progress(as_json, " %") as progress:
+        result = run(file, fields=fields or None, workers=workers or None, progress=progress, **options)
+    click.echo(result.to_json() if as_json else str(result))
+
+
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | None]:
+def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int, int | None], None] | None]:
     """A bar for each stage; none with --quiet or where nobody watches."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    words = {"list": "listing", "convert": "converting"}
+    words = {"list": "listing", "convert": "converting", "bench": "measuring"}
     bar: tqdm[Any] | None = None
     current = ""
 
@@ -164,7 +202,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | 
         if stage != current or bar is None:
             if bar is not None:
                 bar.close()
-            bar = tqdm(desc=words[stage], unit=" images", total=total, leave=False, mininterval=0.1, dynamic_ncols=True)
+            bar = tqdm(desc=words[stage], unit=unit, total=total, leave=False, mininterval=0.1, dynamic_ncols=True)
             current = stage
         bar.update(done - bar.n)
 

@@ -1,0 +1,197 @@
+"""What `h5chunk bench` found: figures, each over the limit that bounds it, and the slowest stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from h5chunk.errors import printable
+from h5chunk.plan.layout import human_bytes
+
+MEMORY, FRESH, CACHED, DISK, TO_DEVICE = (
+    "memory copy",
+    "copy to fresh memory",
+    "page-cache read",
+    "disk read",
+    "copy to the GPU",
+)
+LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
+RESIDENT = "resident=True"
+AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to gain
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One thing that was measured, or why it was not.
+
+    Attributes
+    ----------
+    group, name : str
+    samples_per_s, bytes_per_s : float or None
+        Medians; bytes of decoded samples, but as stored for reads of the file. None: not measured.
+    limit : str or None
+        Name of the limit that bounds it: of several, the lowest in samples/s.
+    ratio : float or None
+        Samples/s over those of the limit.
+    rates : list of float
+        Bytes/s of each round.
+    note : str
+        How, or why not.
+    """
+
+    group: str
+    name: str
+    samples_per_s: float | None = None
+    bytes_per_s: float | None = None
+    limit: str | None = None
+    ratio: float | None = None
+    rates: tuple[float, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What this machine gives for a file.
+
+    Attributes
+    ----------
+    path : str
+    fields : list of str
+    num_samples, sample_bytes : int
+        Of the file; of a decoded sample, all fields together.
+    stored_bytes : int or None
+        Of the fields, in the file; None if they do not lie in it.
+    measured_samples : int
+        The first ones, which figures from the page cache are of.
+    batch_size : int
+    device : str
+    num_cores : int
+    seconds : float
+        That it took.
+    figures : list of Figure
+    notes : list of str
+    verdict : str
+        The slowest stage, and what to do about it.
+    versions : dict of str to str
+    """
+
+    path: str
+    fields: list[str]
+    num_samples: int
+    sample_bytes: int
+    stored_bytes: int | None
+    measured_samples: int
+    batch_size: int
+    device: str
+    num_cores: int
+    seconds: float
+    figures: list[Figure]
+    notes: list[str]
+    verdict: str
+    versions: dict[str, str]
+
+    def figure(self, group: str, name: str) -> Figure:
+        """One figure by its names."""
+        return next(each for each in self.figures if (each.group, each.name) == (group, name))
+
+    def to_json(self) -> str:
+        """All of it as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{printable(self.path)}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)} "
+            f"({', '.join(self.fields)})",
+            f"batches of {self.batch_size} to {self.device}; {self.num_cores} cores; measured in {self.seconds:.1f} s",
+            "",
+            f"{'':26s}{'samples/s':>13s}{'GB/s':>9s}{'of limit':>10s}",
+        ]
+        group = ""
+        for each in self.figures:
+            if each.group != group:
+                lines.append(group := each.group)
+            lines.append(_line(each))
+        lines += ["", *(f"note: {note}" for note in self.notes), self.verdict]
+        return "\n".join(lines)
+
+
+def _line(figure: Figure) -> str:
+    name = f"  {figure.name:24s}"
+    if figure.bytes_per_s is None or figure.samples_per_s is None:
+        return f"{name}{'-':>13s}{'':19s}  not measured: {figure.note}"
+    rate = f"{figure.samples_per_s:>13,.0f}{figure.bytes_per_s / 1e9:>9.{2 if figure.bytes_per_s > 1e8 else 4}f}"
+    ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+    how = [figure.limit and f"of {figure.limit}", figure.note]
+    return f"{name}{rate}{ratio:>10s}  {'; '.join(filter(None, how))}".rstrip()
+
+
+def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tuple[str, ...]]) -> list[Figure]:
+    """Figures over the lowest of their limits that were measured; of none, over copying memory."""
+    figures = list(figures)
+    rates = {each.name: each.samples_per_s for each in figures if each.group == LIMITS and each.samples_per_s}
+    found = []
+    for each in figures:
+        wanted = limits.get((each.group, each.name), ())
+        names = [name for name in wanted if name in rates] or [MEMORY for _ in wanted[:1] if MEMORY in rates]
+        if each.samples_per_s is not None and names:
+            limit = min(names, key=lambda name: rates[name])
+            each = Figure(**asdict(each) | {"limit": limit, "ratio": each.samples_per_s / rates[limit]})
+        found.append(each)
+    return found
+
+
+def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
+    """Names the slowest stage, and what to do about it.
+
+    Parameters
+    ----------
+    figures : list of Figure
+    not_direct : str
+        Why the file cannot be read by byte ranges; empty if it can.
+    compressed : bool
+    fits : bool
+        Whether the file fits in memory.
+    """
+    rates = {(each.group, each.name): each.samples_per_s for each in figures if each.samples_per_s}
+    measured = [each for each in figures if each.samples_per_s and each.name != RESIDENT]
+    loaders = [each for each in measured if each.group == LOADER] or [e for e in measured if e.group == DATALOADER]
+    if not loaders:
+        return "Slowest stage: unknown, as nothing could be measured"
+    best = max(loaders, key=lambda each: each.samples_per_s or 0)
+    rate = best.samples_per_s or 0.0
+    disk = rates.get((LIMITS, DISK))
+    if disk and disk < rate and not fits:
+        return (
+            f"Slowest stage: the disk, {disk:,.0f} samples/s, as the file does not fit in memory: more memory or a "
+            f"faster disk gives up to {rate / disk:.1f} times as much; ChunkLoader's echo= trains samples again"
+        )
+    first = ""
+    if disk and disk < rate:
+        first = f" (the first epoch comes from the disk, at {disk:,.0f} samples/s at most)"
+    return _slowest(best, rate, rates, not_direct, compressed) + first
+
+
+def _slowest(
+    best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
+) -> str:
+    """Of the stages behind the page cache."""
+    share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
+    workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
+    resident = rates.get((LOADER, RESIDENT), 0.0)
+    if not_direct and (best.ratio or 0) < AT_LIMIT:
+        remedy = "store it in chunks of whole samples, uncompressed, as h5chunk convert does"
+        if best.group == LOADER and workers > 1.2 * rate:
+            remedy += f", or use ChunkDataset in a DataLoader ({workers:,.0f} samples/s)"
+        return f"Slowest stage: HDF5, one thread at a time, {share}, as {not_direct}: {remedy}"
+    if compressed and (best.ratio or 0) < AT_LIMIT:
+        remedy = "store it uncompressed if the disk has room, or use more cores"
+        return f"Slowest stage: decompressing, {share}: {remedy}"
+    stay = f"resident=True keeps the data on the device: {resident:,.0f} samples/s" if resident > 1.2 * rate else ""
+    if (best.ratio or 0) < AT_LIMIT:
+        name = "ChunkLoader" if best.group == LOADER else "the DataLoader"
+        remedy = stay or "try larger batches, other num_threads and a machine with nothing else to do"
+        return f"Slowest stage: {name} itself, {share}: {remedy}"
+    what = {TO_DEVICE: "the bus to the GPU", CACHED: "reading the page cache"}.get(best.limit or "", "memory")
+    remedy = stay or "only smaller samples or a faster machine give more"
+    return f"Slowest stage: {what}, of which {best.group} gives {best.ratio or 0:.2f} ({rate:,.0f} samples/s): {remedy}"
