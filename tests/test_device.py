@@ -279,6 +279,32 @@ class TestCuda:
         assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
         check_close(found.cpu(), reference(images, MEAN, STD, 1), bound=5)
 
+    @pytest.mark.parametrize("dtype", FLOATS[:3])
+    @pytest.mark.parametrize(
+        ("shape", "axis", "channels_last", "normalize"),
+        [
+            ((3, 37, 53), 0, False, (MEAN, STD)),
+            ((3, 37, 53), 0, True, (MEAN, STD)),
+            ((3, 64, 64), 0, True, (0.4, 0.2)),
+            ((37, 53, 3), 2, False, (MEAN, STD)),
+            ((1, 28, 28), 0, False, (0.1, 0.3)),
+            ((5, 9, 11), 0, False, ([0.1] * 5, [0.2, 0.3, 0.4, 0.5, 0.6])),
+            ((777,), 0, False, None),
+        ],
+    )
+    def test_fused(self, device, monkeypatch, shape, axis, channels_last, normalize, dtype):
+        """Also where samples do not fill the kernel's programs; and the same bits as without it."""
+        monkeypatch.setattr("h5chunk.feed.fused.FEWEST_NUMBERS", 0)
+        images = torch.from_numpy(values((131, *shape), np.uint8))
+        convert = Convert(torch.uint8, dtype, normalize, channels_last, shape, axis)
+        convert.to(device)
+        slow = convert(images.to(device), keep=False)
+        assert convert._fused.wait(), "Triton is missing on this machine"
+        found = convert(images.to(device), keep=False)
+        assert found.equal(slow), "the bits depend on when it was compiled"
+        assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        check_close(found.cpu(), reference(images, *(normalize or (0.0, 1.0)), axis + 1), bound=5)
+
     def test_bytes_are_copied_out_of_the_slot(self, device):
         images = all_bytes().to(device)
         convert = Convert(torch.uint8, None, None, False, (3, 16, 16), 0)

@@ -10,6 +10,7 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.device import Tensors
+from h5chunk.feed.fused import FusedKernel
 from h5chunk.feed.memory import BatchMemory
 
 GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
@@ -68,7 +69,7 @@ class Convert:
         self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
         self._reuse, self._memory = reuse, BatchMemory()
         self._held = torch.empty(0, dtype=self.dtype)
-        self._fused = False
+        self._fused: FusedKernel | None = None
 
     @property
     def changes_nothing(self) -> bool:
@@ -78,11 +79,10 @@ class Convert:
     def to(self, device: torch.device) -> None:
         """Put the constants on the device, and see what it can do."""
         self._scale, self._shift = self._scale.to(device), self._shift.to(device)
-        if device.type == "cuda" and self._scaled and self._stored == torch.uint8:
-            from h5chunk.feed import fused
-
-            few = self._scale.numel() <= fused.MOST_CHANNELS
-            self._fused = few and self.dtype in fused.DTYPES and fused.works_on(device)
+        if self._fused is None and self._scaled and self._stored == torch.uint8:
+            last = self._format == torch.channels_last
+            if FusedKernel.suits(self.dtype, self._scale):
+                self._fused = FusedKernel(self._scale, self._shift, self._channel_axis, last)
 
     def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
         """The batch as it was asked for; ``keep``: the input may be handed on as it is."""
@@ -92,31 +92,14 @@ class Convert:
         out = self._empty(images)
         if not self._scaled:
             return out.copy_(images)
-        if self._fused and self._run_fused(images, out):
+        if self._fused is not None and self._fused(images, out):
             return out
         return torch.addcmul(self._shift, images, self._scale, out=out)
 
-    def _run_fused(self, images: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether the batch was large enough to do it so."""
-        from h5chunk.feed import fused
-
-        if images.numel() < fused.FEWEST_NUMBERS:
-            return False
-        shape = (len(images), self._shift.numel(), -1)
-        if self._shift.numel() > 1 and self._channel_axis:
-            shape = (len(images), -1, self._shift.numel())
-            source, there = images.view(shape).transpose(1, 2), out.view(shape).transpose(1, 2)
-        elif self._format == torch.channels_last:
-            source = images.view(*images.shape[:2], -1)
-            there = out.permute(0, 2, 3, 1).view(len(out), -1, out.shape[1]).transpose(1, 2)
-        else:
-            source, there = images.view(shape), out.view(shape)
-        scale, shift = (each.reshape(-1).expand(source.shape[1]).contiguous() for each in (self._scale, self._shift))
-        fused.scale_and_shift(source, scale, shift, there)
-        return True
-
     def forget(self) -> None:
-        """Free the memory that is kept for further batches."""
+        """Free the memory that is kept for further batches, and end the thread that compiles."""
+        if self._fused is not None:
+            self._fused.wait()
         self._memory, self._held = BatchMemory(), torch.empty(0, dtype=self.dtype)
 
     def _empty(self, images: torch.Tensor) -> torch.Tensor:

@@ -1,79 +1,95 @@
 """Bytes to normalised floats in one kernel of Triton, which PyTorch brings along for NVIDIA's GPUs on Linux.
 
-torch.addcmul does the same in one kernel too, but takes five times as long for types that differ (scripts/LOG.md).
+torch.addcmul does the same in one kernel too, with the same bits, but takes five times as long where the types differ
+(scripts/LOG.md). It does so until Triton is imported and has compiled, which takes a second, in a thread; and for good
+where that fails: without a C compiler, say, or a folder to cache in.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
-
-FEWEST_NUMBERS = 4 << 20  # with fewer, launching it takes longer than torch.addcmul does; scripts/LOG.md
+FEWEST_NUMBERS = 4 << 20  # of a batch; with fewer, launching it takes longer than torch.addcmul; scripts/LOG.md
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # of a program; 512 to 2048 made no difference
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-if triton is not None:
 
-    @triton.jit
-    def _scale_and_shift(
-        source: Any,
-        out: Any,
-        scale: Any,
-        shift: Any,
-        num_pixels: Any,
-        source_channel: Any,
-        source_pixel: Any,
-        out_channel: Any,
-        out_pixel: Any,
-        channels: tl.constexpr,
-        padded: tl.constexpr,
-        block: tl.constexpr,
-    ) -> None:
-        blocks = tl.cdiv(num_pixels, block)
-        sample = (tl.program_id(0) // blocks).to(tl.int64) * channels * num_pixels
-        pixel = (tl.program_id(0) % blocks * block + tl.arange(0, block))[:, None]
-        channel = tl.arange(0, padded)[None, :]
-        inside = (pixel < num_pixels) & (channel < channels)
-        factor = tl.load(scale + channel, mask=channel < channels, other=0)
-        offset = tl.load(shift + channel, mask=channel < channels, other=0)
-        numbers = tl.load(source + sample + channel * source_channel + pixel * source_pixel, mask=inside, other=0)
-        result = numbers.to(tl.float32) * factor + offset
-        tl.store(out + sample + channel * out_channel + pixel * out_pixel, result.to(out.dtype.element_ty), mask=inside)
-
-
-def scale_and_shift(source: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, out: torch.Tensor) -> None:
-    """``out = source * scale + shift``, channel by channel.
+class FusedKernel:
+    """``out = images * scale + shift`` for uint8 images on a GPU, as soon as it is compiled.
 
     Parameters
     ----------
-    source : (n, channels, pixels) uint8, on a GPU
-        Any strides within a sample; samples lie one behind the other.
-    scale, shift : (channels,) float32
-    out : as source, of one of DTYPES
+    scale, shift : float32, on the GPU
+        One number or one a channel each, as many in both.
+    channel_axis : int
+        Of a sample: 0 for (C, H, W), 2 for (H, W, C).
+    channels_last : bool
+        The memory format of ``out``, for (C, H, W).
     """
-    num_samples, channels, pixels = source.shape
-    programs = num_samples * triton.cdiv(pixels, PIXELS)
-    padded = triton.next_power_of_2(channels)
-    strides = (*source.stride()[1:], *out.stride()[1:])
-    _scale_and_shift[(programs,)](source, out, scale, shift, pixels, *strides, channels, padded, PIXELS, num_warps=4)
+
+    def __init__(self, scale: torch.Tensor, shift: torch.Tensor, channel_axis: int, channels_last: bool) -> None:
+        self._scale, self._shift = scale.reshape(-1).contiguous(), shift.reshape(-1).contiguous()
+        self._channel_axis, self._channels_last = channel_axis, channels_last
+        self._kernel: Any = None
+        self._compiling = threading.Thread(target=self._compile, name="h5chunk-compile", daemon=True)
+        self._compiling.start()
+
+    @staticmethod
+    def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
+        """Whether it is made for such numbers."""
+        return scale.device.type == "cuda" and dtype in DTYPES and scale.numel() <= MOST_CHANNELS
+
+    def wait(self) -> bool:
+        """Wait until it is compiled or has failed, and say whether it can be used."""
+        self._compiling.join()
+        return self._kernel is not None
+
+    def _compile(self) -> None:
+        try:
+            kernel = _kernel()
+            image = torch.ones(1, 1, 16, dtype=torch.uint8, device=self._scale.device)
+            self._launch(kernel, image, torch.empty(1, 1, 16, device=self._scale.device), self._scale, self._shift)
+        except Exception:  # no Triton, or one that does not work here: there is addcmul
+            return
+        self._kernel = kernel
+
+    def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
+        """Do it, unless it is not compiled or the batch is too small; says whether it is done."""
+        if self._kernel is None or images.numel() < FEWEST_NUMBERS:
+            return False
+        channels, scale, shift = self._scale.numel(), self._scale, self._shift
+        if self._channels_last:
+            channels = images.shape[1]
+            source = images.view(len(images), channels, -1)
+            there = out.permute(0, 2, 3, 1).view(len(out), -1, channels).transpose(1, 2)
+            if scale.numel() != channels:
+                self._scale, self._shift = scale, shift = (
+                    each.expand(channels).contiguous() for each in (scale, shift)
+                )
+        elif channels > 1 and self._channel_axis:
+            source = images.view(len(images), -1, channels).transpose(1, 2)
+            there = out.view(len(out), -1, channels).transpose(1, 2)
+        else:
+            source, there = images.view(len(images), channels, -1), out.view(len(out), channels, -1)
+        self._launch(self._kernel, source, there, scale, shift)
+        return True
+
+    @staticmethod
+    def _launch(kernel: Any, source: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> None:
+        """(n, channels, pixels) each, of any strides within a sample; samples lie one behind the other."""
+        num_samples, channels, pixels = source.shape
+        programs = num_samples * -(-pixels // PIXELS)
+        padded = 1 << (channels - 1).bit_length()
+        strides = (*source.stride()[1:], *out.stride()[1:])
+        with torch.cuda.device(source.device):
+            kernel[(programs,)](source, out, scale, shift, pixels, *strides, channels, padded, PIXELS, num_warps=4)
 
 
-def works_on(device: torch.device) -> bool:
-    """Whether there is a Triton that can compile for this device; the first time on a machine takes 0.2 s."""
-    if triton is None or device.type != "cuda":
-        return False
-    try:
-        pixels = torch.ones(1, 1, 16, dtype=torch.uint8, device=device)
-        one, out = torch.ones(1, device=device), torch.empty(1, 1, 16, device=device)
-        scale_and_shift(pixels, one, one, out)
-    except Exception:  # no C compiler, no folder to cache in, whatever: torch.addcmul does as well
-        return False
-    return True
+def _kernel() -> Any:
+    from h5chunk.feed.kernels import scale_and_shift
+
+    return scale_and_shift

@@ -30,7 +30,7 @@ from h5chunk.store.reader import H5Reader, model_cache
 
 AHEAD = 6  # windows that are read ahead of the one in use; scripts/LOG.md
 AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
-MAX_THREADS = 12  # more threads wait for each other; scripts/LOG.md
+MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 LOADING_BYTES, LOADING_SLOTS = 8 << 20, 4  # in what pieces resident data is read, and how many at a time
 RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
 
@@ -61,7 +61,7 @@ class ChunkLoader:
         resident data; chunk caches; memory to decode in. Not of the batches that it gave. Without ``window_chunks``,
         windows are made smaller than the file recommends if they have to be.
     num_threads : int, optional
-        That read; default: one a core, at most 12.
+        That read; default: one a core, at most 10.
     normalize : (mean, std), optional
         Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it.
     dtype : torch.dtype, optional
