@@ -61,7 +61,7 @@ def check_report(report: h5chunk.BenchReport, not_measured: set[str] = frozenset
         else:
             assert each.samples_per_s > 0 and each.bytes_per_s > 0 and each.rates, each
             assert (each.ratio is None) == (each.limit is None)
-            assert each.limit or each.name in (MEMORY, DISK)
+            assert each.limit or each.name in (MEMORY, DISK, CACHED)
     assert report.verdict.startswith("Slowest stage: ") and "\n" not in report.verdict
     assert report.seconds < 20
     json.loads(report.to_json(), parse_constant=pytest.fail)
@@ -76,7 +76,7 @@ def test_report(path: Path) -> None:
     assert (report.batch_size, report.device, report.measured_samples) == (16, "cpu", 100)
     assert any("small" in note for note in report.notes)
     direct = report.figure(READERS, "direct")
-    assert direct.limit == CACHED
+    assert direct.limit == CACHED and report.figure(LIMITS, CACHED).limit == MEMORY
     assert direct.samples_per_s == direct.bytes_per_s / 1200
     assert direct.ratio == direct.samples_per_s / report.figure(LIMITS, CACHED).samples_per_s
     assert {(stage, total) for stage, _, total in calls} == {("bench", 100)}

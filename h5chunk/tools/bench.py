@@ -110,7 +110,7 @@ def bench(
         seconds=clock.taken_s,
         figures=figures,
         notes=notes,
-        verdict=verdict(figures, not_direct=not_direct, compressed=reader.main.grid.filtered, fits=fits),
+        verdict=verdict(figures, not_direct=not_direct, compressed=subject.is_compressed, fits=fits),
         versions=_versions(),
     )
 

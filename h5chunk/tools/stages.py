@@ -76,6 +76,15 @@ class Subject:
         return sum(each.grid.sample_bytes for each in self.reader.fields.values())
 
     @property
+    def is_compressed(self) -> bool:
+        return self.reader.main.grid.filtered
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Of what gives batches on the CPU; reading is a copy already, but what is decoded is also written."""
+        return (CACHED, MEMORY) if self.is_compressed else (CACHED,)
+
+    @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
@@ -143,7 +152,9 @@ def cached_read(subject: Subject, stored: Stored, reads: FileReads, clock: Clock
     runs = stored.head(subject.num_samples).runs()
     rate = partial(reads.rate, runs, again=True)
     per_sample = stored.num_bytes / stored.num_samples
-    return _with_best_threads(Stage(LIMITS, CACHED, per_sample, limits=(MEMORY,)), rate, subject, clock)
+    return _with_best_threads(
+        Stage(LIMITS, CACHED, per_sample, limits=() if subject.is_compressed else (MEMORY,)), rate, subject, clock
+    )
 
 
 def memory_stages(subject: Subject, clock: Clock) -> list[Stage]:
@@ -188,8 +199,8 @@ def batch_stages(
     loaders = [opener.dataset(count) for count in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
-    cached = (CACHED,)
-    bound = (CACHED, TO_DEVICE) if subject.on_gpu else cached
+    cached = subject.limits
+    bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
     direct = opener.loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
     h5py = opener.loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
     plain = opener.loader(LOADER, "reuse=False", bound, why)
@@ -225,7 +236,7 @@ class _Opener:
         from h5chunk.feed.measure import dataset_batches
 
         name = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
-        stage = Stage(DATALOADER, name, self._subject.sample_bytes, limits=(CACHED,))
+        stage = Stage(DATALOADER, name, self._subject.sample_bytes, limits=self._subject.limits)
         return self._open(stage, dataset_batches, {"num_workers": num_workers})
 
     def _open(self, stage: Stage, make: Callable[..., Any], options: dict[str, Any]) -> Stage:
