@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 from foreign import make_file, values
@@ -16,7 +19,9 @@ from hypothesis import strategies as st
 from test_chunktable import create
 
 from h5chunk.errors import FileError
-from h5chunk.store import direct
+from h5chunk.plan.order import Order
+from h5chunk.store import codecs, direct
+from h5chunk.store.codecs import ChunkDecoder
 from h5chunk.store.direct import MAX_VECTORS, RUN_BYTES, EncodedField, NotDirect, PlainField
 from h5chunk.store.reader import H5Reader
 
@@ -162,6 +167,242 @@ def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
         for one, two in itertools.pairwise(runs):
             assert one[-1] + 1 != two[0] or one[-1] // chunk != two[0] // chunk
     check_direct(path, data, rows, field)
+
+
+# Compressed chunks
+
+FILTERS = {
+    "gzip": {"compression": "gzip"},
+    "gzip 9, shuffle": {"compression": "gzip", "compression_opts": 9, "shuffle": True},
+    "lzf": {"compression": "lzf"},
+    "lzf, shuffle, fletcher32": {"compression": "lzf", "shuffle": True, "fletcher32": True},
+    "shuffle": {"shuffle": True},
+    "fletcher32": {"fletcher32": True},
+    "shuffle, fletcher32": {"shuffle": True, "fletcher32": True},
+    "gzip, shuffle, fletcher32": {"compression": "gzip", "shuffle": True, "fletcher32": True},
+    "zstd": {**hdf5plugin.Zstd()},
+    "zstd, shuffle, fletcher32": {**hdf5plugin.Zstd(), "shuffle": True, "fletcher32": True},
+    "lz4": {**hdf5plugin.LZ4()},
+    "blosc lz4": {**hdf5plugin.Blosc(cname="lz4")},
+    "blosc zstd, bitshuffle": {**hdf5plugin.Blosc(cname="zstd", shuffle=2)},
+    "bitshuffle": {**hdf5plugin.Bitshuffle()},
+}
+
+
+def half_smooth(shape: tuple[int, ...], dtype: object) -> np.ndarray:
+    """Rows that can be compressed, and rows that cannot: HDF5 leaves filters out where they do not help."""
+    data = values(shape, dtype)
+    data[: len(data) // 2] = 1
+    data[len(data) // 4] = 0
+    return data
+
+
+def encoded(path: Path, shape: tuple[int, ...] = SHAPE, chunk: int = 4, dtype: object = "u1", **options) -> np.ndarray:
+    data = half_smooth(shape, dtype)
+    make_file(path, x=(data, {"chunks": (chunk, *shape[1:]), "maxshape": (None, *shape[1:]), **options}))
+    return data
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 37, 64])
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters(tmp_path, name, chunk):
+    data = encoded(tmp_path / "a.h5", chunk=chunk, **FILTERS[name])
+    field = direct_field(tmp_path / "a.h5")
+    assert isinstance(field, EncodedField)
+    for rows in ROWS:
+        check_direct(tmp_path / "a.h5", data, rows)
+        check_direct(tmp_path / "a.h5", data, rows, field)  # chunks that are kept do not change
+    with (tmp_path / "a.h5").open("rb") as file:
+        np.testing.assert_array_equal(field.read_all(file.fileno()), data)
+
+
+def test_filters_that_were_left_out(tmp_path):
+    """These files have what the tests need: chunks that were compressed, and others as they were."""
+    encoded(tmp_path / "a.h5", (200, 100), **FILTERS["lzf"])
+    with h5py.File(tmp_path / "a.h5") as file:
+        masks: list[tuple[int, int]] = []
+        file["x"].id.chunk_iter(lambda chunk: masks.append((chunk.filter_mask, chunk.size)))
+    assert (1, 400) in masks and min(masks) < (0, 400)
+
+
+@pytest.mark.parametrize("name", ["gzip, shuffle, fletcher32", "zstd, shuffle, fletcher32", "blosc lz4", "bitshuffle"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filters_with_all_types(tmp_path, dtype, name):
+    for number, shape in enumerate([(N,), (N, 13), (N, 3, 50)]):
+        path = tmp_path / f"{number}.h5"
+        data = encoded(path, shape, dtype=dtype, **FILTERS[name])
+        for rows in ROWS[2:]:
+            check_direct(path, data, rows)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 199), min_size=1, max_size=200, unique=True),
+    chunk=st.integers(1, 220),
+    part_bytes=st.sampled_from([1, 1000, 1 << 22]),
+    kept=st.sampled_from([1, 8]),
+    name=st.sampled_from(["gzip", "lzf, shuffle, fletcher32", "zstd"]),
+)
+def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_bytes, kept, name):
+    monkeypatch.setattr(direct, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(direct, "KEPT_CHUNKS", kept)
+    data = encoded(tmp_path / "a.h5", (200, 30), chunk, "i2", **FILTERS[name])
+    field = direct_field(tmp_path / "a.h5")
+    check_direct(tmp_path / "a.h5", data, rows, field)
+    check_direct(tmp_path / "a.h5", data, rows[::-1], field)
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """A list that grows with each chunk that is decoded."""
+    counts: list[int] = []
+    decode = ChunkDecoder.decode
+
+    def note(*arguments):
+        counts.append(1)
+        decode(*arguments)
+
+    monkeypatch.setattr(ChunkDecoder, "decode", note)
+    return counts
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(("chunk", "batch"), [(8, 16), (8, 5), (50, 7), (13, 20), (4, 100), (200, 10)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_windows_that_cut_chunks(tmp_path, decoded, chunk, batch, shuffle, num_threads):
+    """Each chunk is decoded once, but for the one that fills the gap of a short one at the end of the file."""
+    data = encoded(tmp_path / "a.h5", (203, 40), chunk, **FILTERS["gzip"])
+    field = direct_field(tmp_path / "a.h5")
+    order = Order(203, chunk, batch, window_chunks=1, interleave=4, shuffle=shuffle)
+    with (tmp_path / "a.h5").open("rb") as file, ThreadPoolExecutor(num_threads) as threads:
+        found, done = [], []
+        for window in order.windows():
+            found.append((window.samples, np.zeros((len(window.samples), 40), np.uint8)))
+            parts = field.parts(window.rows, window.places, found[-1][1])
+            done += [threads.submit(part, file.fileno()) for part in parts]
+        for each in done:
+            each.result()
+    for samples, out in found:
+        np.testing.assert_array_equal(out, data[samples])
+    if num_threads == 1:
+        assert len(decoded) <= order.num_chunks + (1 if shuffle and 203 % chunk else 0)
+
+
+def test_chunks_that_are_kept_are_forgotten(tmp_path, decoded):
+    data = encoded(tmp_path / "a.h5", **FILTERS["gzip"])
+    field = direct_field(tmp_path / "a.h5")
+    for _ in range(2):
+        check_direct(tmp_path / "a.h5", data, [1, 2], field)
+    assert len(decoded) == 1
+    field._kept_lock.acquire()  # as if a thread held it that a fork has left behind
+    field.forget()
+    check_direct(tmp_path / "a.h5", data, [1, 2], field)
+    assert len(decoded) == 2
+
+
+DAMAGED = ["gzip", "fletcher32", "gzip, shuffle, fletcher32", "zstd", "lz4", "blosc lz4", "bitshuffle", "lzf"]
+
+
+def damage(path: Path, chunk: int, dataset: str = "x", byte: int = 0xF7) -> None:
+    """Overwrite the stored bytes of a chunk."""
+    with h5py.File(path) as file:
+        found = file[dataset].id.get_chunk_info(chunk)
+    with path.open("r+b") as file:
+        file.seek(found.byte_offset)
+        file.write(bytes([byte]) * found.size)
+
+
+@pytest.mark.parametrize("rows", [range(8, 12), [9]])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_chunks(tmp_path, name, rows):
+    path = tmp_path / "a.h5"
+    data = encoded(path, (N, 300), **FILTERS[name])
+    damage(path, 2)
+    field = direct_field(path)
+    for _ in range(2):  # what is kept is no damaged chunk
+        with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: .*it is damaged"):
+            check_direct(path, data, list(rows), field)
+    with path.open("rb") as file, pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: "):
+        field.read_all(file.fileno())
+    check_direct(path, data, [3, 2, 14, 36], field)
+
+
+@pytest.mark.parametrize("rows", [range(8, 12), [9]])
+def test_a_compressed_file_cut_short_while_it_is_open(tmp_path, rows):
+    path = tmp_path / "a.h5"
+    data = encoded(path, (N, 300), **FILTERS["shuffle"])
+    field = direct_field(path)
+    with path.open("r+b") as file:
+        file.truncate(int(field._table.offsets[2]) + 700)
+    with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: the file ends .*cut short"):
+        read(field, path, np.array(rows), np.zeros((len(rows), 300), np.uint8))
+    read(field, path, np.arange(8), np.zeros((8, 300), np.uint8))
+    assert data.shape == (N, 300)
+
+
+def test_a_stored_chunk_of_more_than_it_can_be(tmp_path):
+    encoded(tmp_path / "a.h5", **FILTERS["gzip"])
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["x"].id.write_direct_chunk((8, 0, 0), bytes(1 << 20))
+    with pytest.raises(FileError, match=r"a\.h5: field 'x' has a stored chunk of 1048576 bytes for 60 of data"):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_memory_that_decoding_takes(tmp_path):
+    encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
+    field = direct_field(tmp_path / "a.h5")
+    assert field.scratch_bytes(1) < field.scratch_bytes(4) and field.scratch_bytes(1) % 1200 == 0
+    assert direct_field(make_file(tmp_path / "b.h5", x=(values(SHAPE, "u1"), {}))).scratch_bytes(4) == 0
+
+
+def test_huge_compressed_chunks_are_not_direct(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct, "MAX_DECODED_BYTES", 1199)
+    encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
+    with pytest.raises(NotDirect, match=r"compressed chunks are of 1\.2 KiB, and threads decode at most 1\.2 KiB each"):
+        direct_field(tmp_path / "a.h5")
+    make_file(tmp_path / "b.h5", x=(values((N, 300), "u1"), {"chunks": (4, 300)}))
+    direct_field(tmp_path / "b.h5")  # plain ones may be of any size
+
+
+@pytest.fixture
+def no_imagecodecs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+    codecs._library.cache_clear()
+    yield
+    codecs._library.cache_clear()
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_without_imagecodecs(tmp_path, no_imagecodecs, name):
+    data = encoded(tmp_path / "a.h5", **FILTERS[name])
+    if name.startswith(("gzip", "shuffle", "fletcher")):
+        check_direct(tmp_path / "a.h5", data, ROWS[3])
+    else:
+        with pytest.raises(NotDirect, match=r"needs imagecodecs.*pip install \"h5chunk\[codecs\]\""):
+            direct_field(tmp_path / "a.h5")
+
+
+def test_compressed_parts_never_written_are_not_direct(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", SHAPE, "u1", chunks=(4, 3, 5), compression="gzip")[4:] = 1
+    with pytest.raises(NotDirect, match="never written"):
+        direct_field(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 3)}, {"chunks": (5, 3), "maxshape": (None, 3)}])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_whole_field(tmp_path, options, scattered):
+    data = values((N, 3), "i4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", data.shape, "i4", **options)
+        chunk = options["chunks"][0] if scattered and options else N
+        for start in reversed(range(0, N, chunk)):
+            made[start : start + chunk] = data[start : start + chunk]
+            file[f"between{start}"] = np.zeros(start)
+    field = direct_field(tmp_path / "a.h5")
+    assert field.is_one_run == (not scattered or not options)
+    with (tmp_path / "a.h5").open("rb") as file:
+        np.testing.assert_array_equal(field.read_all(file.fileno()), data)
 
 
 # What goes wrong while reading

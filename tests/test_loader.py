@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import warnings
 import weakref
 
@@ -15,7 +16,8 @@ import torch
 from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_pipeline import in_fork, nothing_is_left, reading_threads
+from test_direct import FILTERS, damage, half_smooth, no_imagecodecs
+from test_pipeline import WAIT_S, in_fork, nothing_is_left, reading_threads
 
 import h5chunk
 import h5chunk.feed.loader
@@ -23,11 +25,14 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.device import slot_bytes
 from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.pipeline import Load
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.feed.stream import EpochReport
+from h5chunk.store.codecs import ChunkDecoder
 from h5chunk.store.direct import _PlainPart
 from h5chunk.store.reader import H5Reader
 
-__all__ = ["nothing_is_left"]
+__all__ = ["no_imagecodecs", "nothing_is_left"]
 
 N = 203  # images of 90 bytes: larger than what is kept in memory whole
 IMAGES = values((N, 3, 5, 6), np.uint8)
@@ -101,11 +106,45 @@ def test_same_batches_as_sampler_and_dataset(
                 assert as_lists(loader) == epoch
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_samples=st.integers(1, 120),
+    chunk_samples=st.integers(1, 130),
+    label_chunk=st.integers(1, 130),
+    batch_size=st.integers(1, 130),
+    window_chunks=st.integers(1, 10) | st.none(),
+    shuffle=st.booleans(),
+    name=st.sampled_from(["gzip", "lzf, shuffle, fletcher32", "zstd"]),
+    kept_whole=st.booleans(),
+    reader=st.sampled_from(["auto", "direct", "h5py"]),
+    reuse=st.booleans(),
+    num_threads=st.sampled_from([1, 2, 7]),
+)
+def test_same_batches_of_compressed_files(
+    tmp_path, monkeypatch, num_samples, chunk_samples, label_chunk, batch_size, name, kept_whole, reader, reuse,
+    num_threads, **order
+):  # fmt: skip
+    monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 1 << 20 if kept_whole else 0)
+    path = make_file(
+        tmp_path / "a.h5",
+        images=(
+            half_smooth((num_samples, 3, 5, 6), np.uint8),
+            {"chunks": (chunk_samples, 3, 5, 6), "maxshape": (None, 3, 5, 6), **FILTERS[name]},
+        ),
+        labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,), **FILTERS[name]}),
+    )
+    expected = expected_epochs(path, batch_size, 3, **order)
+    with ChunkLoader(path, batch_size, reader=reader, reuse=reuse, num_threads=num_threads, **order) as loader:
+        for epoch in expected:
+            assert as_lists(loader) == epoch
+
+
 LAYOUTS = {
     "contiguous": {},
     "whole samples": {"chunks": (4, 3, 5, 6)},
     "edge": {"chunks": (8, 3, 5, 6), "maxshape": (None, 3, 5, 6)},
     "one sample a chunk": {"chunks": (1, 3, 5, 6)},
+    "compressed": {"chunks": (8, 3, 5, 6), **FILTERS["gzip, shuffle, fletcher32"]},
 }
 FALLBACKS = {
     "scaled": {"chunks": (4, 3, 5, 6), "scaleoffset": 8},
@@ -153,6 +192,91 @@ def test_the_warning_points_at_the_caller(tmp_path):
     assert caught[0].filename == __file__
 
 
+def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.store.direct.MAX_DECODED_BYTES", 359)
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}))
+    [expected] = expected_epochs(path, 16)
+    with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode at most"):
+        loader = ChunkLoader(path, 16)
+    with loader:
+        assert as_lists(loader) == expected
+
+
+def test_codecs_that_are_not_installed(tmp_path, no_imagecodecs):
+    """HDF5 has what it needs, and the message says what would be faster; gzip needs nothing."""
+    options = {"chunks": (4, 3, 5, 6), **FILTERS["lzf"]}
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (9,), **FILTERS["gzip"]}))
+    [expected] = expected_epochs(path, 16)
+    with pytest.warns(UserWarning, match=r"'images' is read through h5py, .*needs imagecodecs.*pip install") as caught:
+        loader = ChunkLoader(path, 16)
+    assert len(caught) == 1 and "labels: direct" in repr(loader)
+    with loader:
+        assert as_lists(loader) == expected
+
+
+@pytest.mark.parametrize("kind", ["images", "labels"])
+@pytest.mark.parametrize("kept_whole", [True, False])
+def test_a_damaged_chunk_is_an_error_in_the_loop(tmp_path, monkeypatch, kind, kept_whole):
+    """Where its samples would come; what was read before it is right."""
+    monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 1 << 20 if kept_whole else 0)
+    options = {"chunks": (20, 3, 5, 6), **FILTERS["gzip, shuffle, fletcher32"]}
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (20,), **FILTERS["gzip"]}))
+    damage(path, 5, kind)
+    found: list[int] = []
+    loader = ChunkLoader(path, 10, shuffle=False)
+    with pytest.raises(FileError, match=rf"a\.h5: field '{kind}', chunk 5: .*it is damaged"):
+        for images, labels in loader:
+            np.testing.assert_array_equal(images, IMAGES[labels])
+            found += labels.tolist()
+    assert found == ([] if kind == "labels" and kept_whole else list(range(100)))
+    assert not reading_threads()
+    loader.close()
+
+
+def test_what_hdf5_cannot_read_is_an_error_that_names_it(tmp_path):
+    options = {"chunks": (20, 3, 5, 6), **FILTERS["fletcher32"]}
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
+    damage(path, 5, "images")
+    loader = ChunkLoader(path, 10, shuffle=False, reader="h5py")
+    with pytest.raises(FileError, match=r"a\.h5: field 'images' cannot be read: .*filter"):
+        list(loader)
+    loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_chunks_are_decoded(tmp_path, monkeypatch):
+    """Its threads do not wait for locks of threads that it does not have."""
+    options = {"chunks": (40, 3, 5, 6), **FILTERS["gzip"]}
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
+    epochs = expected_epochs(path, 16, 2, **ORDER)
+    loader = ChunkLoader(path, 16, **ORDER)
+    begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+    decode = ChunkDecoder.decode
+
+    def wait(*arguments):
+        if os.getpid() == parent:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        decode(*arguments)
+
+    def iterate():
+        loader.close()
+        loader.set_epoch(0)
+        assert as_lists(loader) == epochs[0]
+        loader.close()
+
+    monkeypatch.setattr(ChunkDecoder, "decode", wait)
+    found: list[list[list]] = []
+    thread = threading.Thread(target=lambda: found.append(as_lists(loader)))
+    thread.start()
+    assert begun.wait(WAIT_S)
+    status = in_fork(iterate)
+    go_on.set()
+    thread.join(WAIT_S)
+    assert (status, found) == (0, [epochs[0]])
+    loader.close()
+
+
 @pytest.mark.parametrize(
     "fields", [["labels", "images"], {"a": "images", "b": "labels", "c": "more/z"}, ["labels"], "labels", ["more/z"]]
 )
@@ -187,6 +311,18 @@ def test_same_order_with_huge_chunks(path, monkeypatch):
     with ChunkLoader(path, 8, **ORDER) as loader:
         assert loader.order == sampler.order
         assert numbers(loader) == [row for rows in sampler for row in rows]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_windows_that_grow(path, monkeypatch, reuse):
+    """Three windows of one batch each, then one of two: the last slot has to be larger than the first ones."""
+    monkeypatch.setattr("h5chunk.plan.layout.MAX_OPEN_BYTES", 3 * 21 * 4 * 90)
+    options = {"window_chunks": 21, "seed": 1}
+    epochs = expected_epochs(path, 41, 3, **options)
+    with ChunkLoader(path, 41, reuse=reuse, **options) as loader:
+        assert [each.window_batches for each in loader.order.rounds()] == [1, 2]
+        for epoch in epochs:
+            assert as_lists(loader) == epoch
 
 
 def test_converted(tmp_path, class_folder):
@@ -366,6 +502,132 @@ def test_memory_bytes(path, window_chunks):
         assert sorted(numbers(tight)) == list(range(N))
 
 
+def test_memory_bytes_makes_windows_smaller(tmp_path):
+    """No smaller than it must, and as the repr says; what was asked for stays."""
+    path = make_file(tmp_path / "a.h5", images=(values((2000, 500), np.uint8), {"chunks": (10, 500)}))
+    wide = ChunkLoader(path, 10).order.window_batches
+    seen: list[int] = []
+    for memory_bytes in (150_000, 300_000, 600_000, 1_200_000, 1 << 30):
+        loader = ChunkLoader(path, 10, memory_bytes=memory_bytes)
+        seen.append(loader.order.window_batches)
+        assert loader._num_slots * slot_bytes(loader._spaces, loader._slot_samples) <= memory_bytes
+        assert f"windows of {seen[-1]} batches, {loader._num_slots} under way" in repr(loader)
+        with loader:
+            assert sorted(row[0] for batch in loader for row in batch[0].tolist()) == sorted(
+                row[0] for row in values((2000, 500), np.uint8).tolist()
+            )
+    assert seen == sorted(seen) and seen[0] < wide == seen[-1]
+    with pytest.raises(OptionError, match=f"windows of {wide} batches need"):
+        ChunkLoader(path, 10, memory_bytes=150_000, window_chunks=wide)
+
+
+def test_memory_beside_windows_counts(tmp_path):
+    """Labels that are kept, and what chunks are decoded in."""
+    plain = make_file(tmp_path / "a.h5", images=(IMAGES, {}), labels=(values((N, 8), np.int64), {}))
+    packed = make_file(
+        tmp_path / "b.h5",
+        images=(IMAGES, {"chunks": (40, 3, 5, 6), "compression": "gzip"}),
+        labels=(values((N, 8), np.int64), {}),
+    )
+    needed = []
+    for path in (plain, packed):
+        options = {"window_chunks": 1, "shuffle": False, "num_threads": 4}
+        with pytest.raises(OptionError) as refused:
+            ChunkLoader(path, 10, memory_bytes=0, **options)
+        needed.append(int(str(refused.value).split("need ")[1].split(":")[0]))
+        with ChunkLoader(path, 10, memory_bytes=needed[-1], **options) as loader:
+            assert len(list(loader)) == 21
+    windows = 2 * slot_bytes(loader._spaces, 10)
+    assert needed[0] == windows + N * 64
+    assert needed[1] >= needed[0] + 2 * 4 * 3600
+
+
+def test_small_files_take_little_memory(tmp_path):
+    """Not as many windows as may alternate, nor larger ones than they have."""
+    for chunk, most in ((10, 100 * 512), (100, (1 + h5chunk.feed.loader.AHEAD) * 100 * 512)):
+        path = make_file(tmp_path / f"{chunk}.h5", images=(values((100, 500), np.uint8), {"chunks": (chunk, 500)}))
+        loader = ChunkLoader(path, 10)
+        assert loader._num_slots * slot_bytes(loader._spaces, loader._slot_samples) <= most
+
+
+def test_huge_windows_are_read_ahead_too(path, monkeypatch):
+    monkeypatch.setattr(h5chunk.feed.loader, "AHEAD_BYTES", 1000)
+    for options in ({"window_chunks": 17}, {"shuffle": False}, {"echo": 2, "window_chunks": 17}):
+        with ChunkLoader(path, 16, **options) as loader:
+            assert loader._num_slots == loader._open_windows + 1
+            assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.parametrize("options", [{"normalize": (MEAN, STD)}, {"dtype": torch.int32}, {"channels_last": True}])
+def test_reuse_converts_into_the_same_memory(large, options):
+    """A batch is there until the next one; none takes new memory."""
+    with ChunkLoader(large, 40, reuse=True, window_chunks=5, **options) as loader:
+        with ChunkLoader(large, 40, window_chunks=5, **options) as plain:
+            for (images, labels), (expected, numbers) in zip(loader, plain, strict=True):
+                assert images.equal(expected) and labels.equal(numbers)
+                assert images.stride() == expected.stride()
+        assert len({images.data_ptr() for _ in range(3) for images, _ in loader}) == 1
+
+
+def test_windows_are_used_again_once_they_were_converted(large):
+    """As many as the bound counts, whatever the loop holds."""
+    with ChunkLoader(large, 70, dtype=torch.float16) as loader:
+        begin, places = h5chunk.feed.loader.CpuSlot.begin, set()
+
+        def note(slot, num_samples):
+            room = begin(slot, num_samples)
+            if num_samples == loader._slot_samples:
+                places.add(slot.window[0].data_ptr())
+            return room
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(h5chunk.feed.loader.CpuSlot, "begin", note)
+            held = [batch[0] for _ in range(4) for batch in loader]
+    assert len(held) == 4 * len(loader) and 1 < len(places) <= loader._num_slots
+
+
+def test_closing_frees_what_is_kept_for_batches(large):
+    loader = ChunkLoader(large, 40, reuse=True, dtype=torch.float16)
+    gc.collect()
+    storage = weakref.ref(next(iter(loader))[0].untyped_storage())
+    list(loader)
+    loader.close()
+    gc.collect()
+    assert storage() is None and loader._convert._held.numel() == 0
+
+
+def test_report(path, monkeypatch):
+    """What the loop waited for, and nothing else; it is there while an epoch lasts."""
+    monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 0)
+    wait, read, asked = Load.wait, _PlainPart.__call__, threading.Event()
+
+    def ask(*arguments):
+        asked.set()
+        wait(*arguments)
+
+    def slowly(*arguments):
+        assert asked.wait(WAIT_S)
+        time.sleep(0.01)
+        read(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Load, "wait", ask)
+        patch.setattr(_PlainPart, "__call__", slowly)
+        with ChunkLoader(path, 16, num_threads=1) as loader:
+            assert loader.report == EpochReport() and loader.report.samples_per_s == 0
+            start = time.perf_counter()
+            for number, (_, labels) in enumerate(loader, 1):
+                report = loader.report
+                assert report.batches == number and report.samples == report.fresh_samples
+                assert number > 1 or report.samples == len(labels)
+            assert time.perf_counter() - start >= report.seconds >= report.waited_s >= 0.01
+            assert report.samples == N and report.samples_per_s == N / report.seconds == report.fresh_samples_per_s
+    with ChunkLoader(path, 16) as loader:
+        monkeypatch.setattr(Load, "is_ready", property(lambda load: load._ready.wait(WAIT_S)))
+        assert len(list(loader)) == 13 and loader.report.waited_s == 0
+        assert loader.report is not report
+
+
 def test_repr(path):
     loader = ChunkLoader(path, 16, num_threads=3, memory_bytes=1 << 30, window_chunks=4, drop_last=True)
     shown = repr(loader)
@@ -480,16 +742,15 @@ def change(path, how: str) -> None:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000_000))
 
 
-@pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
 @pytest.mark.parametrize("how", ["removed", "replaced", "truncated", "overwritten"])
 @pytest.mark.parametrize("when", ["before", "between epochs", "after closing", "in an epoch"])
-@pytest.mark.parametrize("kind", ["direct", "h5py"])
+@pytest.mark.parametrize("kind", ["plain", "compressed", "h5py"])
 def test_a_file_that_changes(tmp_path, how, when, kind):
     """An error that names the file, or the data of the file that is still open: never wrong data."""
-    options = {"chunks": (4, 3, 5, 6), **({"compression": "lzf"} if kind == "h5py" else {})}
+    options = {"chunks": (4, 3, 5, 6), **({} if kind == "plain" else {"compression": "gzip"})}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (4,)}))
     epochs = expected_epochs(path, 2, 4, window_chunks=1)
-    loader = ChunkLoader(path, 2, window_chunks=1)
+    loader = ChunkLoader(path, 2, window_chunks=1, reader="h5py" if kind == "h5py" else "auto")
     found: list[list[list]] = []
     if when == "before":
         change(path, how)
