@@ -58,7 +58,7 @@ def epoch_of(loader) -> list[list[int]]:
 
 
 def full_shuffle(batch_size: int, epoch: int = 0, num_samples: int = N, **options) -> list[list[int]]:
-    order = Order(num_samples, 1, batch_size, window_chunks=1, interleave=1, epoch=epoch, **options)
+    order = Order(num_samples, 1, batch_size, window_chunks=num_samples, interleave=1, epoch=epoch, **options)
     return [batch.tolist() for batch in order.batches()]
 
 

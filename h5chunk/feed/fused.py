@@ -67,9 +67,8 @@ class FusedKernel:
             source = images.view(len(images), channels, -1)
             there = out.permute(0, 2, 3, 1).view(len(out), -1, channels).transpose(1, 2)
             if scale.numel() != channels:
-                self._scale, self._shift = scale, shift = (
-                    each.expand(channels).contiguous() for each in (scale, shift)
-                )
+                scale, shift = scale.expand(channels).contiguous(), shift.expand(channels).contiguous()
+                self._scale, self._shift = scale, shift
         elif channels > 1 and self._channel_axis:
             source = images.view(len(images), -1, channels).transpose(1, 2)
             there = out.view(len(out), -1, channels).transpose(1, 2)

@@ -145,7 +145,7 @@ class ChunkLoader:
             self._order = replace(self._order, window_chunks=max(self._order.window_chunks, self._least_chunks))
         self.resident = self._choose_resident(resident, memory_bytes)
         if self.resident:
-            self._order = replace(self._order, chunk_samples=1, window_chunks=1, interleave=1)
+            self._order = replace(self._order, chunk_samples=1, window_chunks=self._order.num_samples, interleave=1)
         else:
             self._num_slots = self._choose_slots(memory_bytes, window_chunks is None)
         self.report = EpochReport()

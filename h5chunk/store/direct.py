@@ -26,7 +26,7 @@ from h5chunk.store.reader import Field
 
 RUN_BYTES = 2 << 20  # of one preadv; contiguous datasets are cut into such runs, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one preadv
-PART_BYTES = 4 << 20  # what a thread does at a time: small enough to share a window out, large enough not to count
+PART_BYTES = 8 << 20  # what a thread does at a time: large enough not to fight for the GIL; scripts/LOG.md
 MAX_DECODED_BYTES = 256 << 20  # of a compressed chunk: each thread holds one, and one more for what it decodes from
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # decoded chunks that are kept, as a window took only some of their rows
 
