@@ -109,26 +109,24 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     read_rate(path, counts[-1], num_bytes)  # into the page cache
     best = max(counts, key=lambda threads: read_rate(path, threads, num_bytes))
     rates: dict[str, list[float]] = {"read": [], "copy": [], "bfloat16": [], "float32": []}
-    loaders = {name: make_loader(path, args, dtype=getattr(torch, name)) for name in ("bfloat16", "float32")}
-    print(loaders["bfloat16"], flush=True)
-    for loader in loaders.values():
-        epoch(loader)  # the first one touches fresh memory
+    dtypes = ("bfloat16", "float32")
+    print(make_loader(path, args), flush=True)
     for _ in range(args.rounds):
         rates["read"].append(read_rate(path, best, num_bytes))
         rates["copy"].append(copy_rate())
-        for name, loader in loaders.items():
-            rates[name].append(epoch(loader) * image_bytes)
-    for loader in loaders.values():
-        loader.close()
+        for name in dtypes:
+            with make_loader(path, args, dtype=getattr(torch, name)) as loader:
+                epoch(loader)  # the first one touches fresh memory
+                rates[name].append(epoch(loader) * image_bytes)
     middle = {name: statistics.median(each) for name, each in rates.items()}
     limit = min(middle["read"], middle["copy"])
     print(f"page cache to pinned memory {middle['read'] / 1e9:6.1f} GB/s ({best} threads)")
     print(f"pinned memory to the GPU    {middle['copy'] / 1e9:6.1f} GB/s")
-    for name in loaders:
+    for name in dtypes:
         print(
             f"delivered {name:9s} {middle[name] / image_bytes:>9,.0f} images/s, {middle[name] / limit:.3f} of the limit"
         )
-    return {"bytes_per_s": rates, "limit_bytes_per_s": limit} | {name: middle[name] / limit for name in loaders}
+    return {"bytes_per_s": rates, "limit_bytes_per_s": limit} | {name: middle[name] / limit for name in dtypes}
 
 
 def epoch(loader: h5chunk.ChunkLoader) -> float:
