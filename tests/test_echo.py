@@ -334,13 +334,9 @@ def test_auto_with_the_least_memory_never_waits_for_itself(path, late, window_ch
 
 
 def test_echoes_take_little_memory(large):
-    """Wherever they come from: as many buffers as a loop holds batches."""
+    """Two buffers for echoes, as a loop holds one batch, and one for two fresh batches; not some for each slot."""
     with ChunkLoader(large, 60, echo=3, window_chunks=20, reuse=True, drop_last=True) as loader:
-        places = {images.data_ptr() for _ in range(4) for images, _ in loader}
-        slots = {slot.window[0].data_ptr() for slot in loader._feed._free}
-        slots |= {opened.load.slot.window[0].data_ptr() for opened, _ in loader._feed._places.values()}
-    held = {place for place in places if any(0 <= place - slot < 18_000 * loader._slot_samples for slot in slots)}
-    assert 1 <= len(places - held) <= 3
+        assert len({images.data_ptr() for _ in range(4) for images, _ in loader}) <= 4
 
 
 def test_echoes_that_are_held_are_never_overwritten(large):

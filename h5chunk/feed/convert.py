@@ -142,10 +142,11 @@ class BatchMaker:
             return 1 << 30 if self._convert.changes_nothing else 1
         return max(1, GROUP_BYTES // max(1, batch_size * self._convert.sample_bytes))
 
-    def make(self, samples: Tensors, batch_size: int) -> list[Tensors]:
+    def make(self, samples: Tensors, batch_size: int, *, gathered: bool = False) -> list[Tensors]:
         """Batches of these samples; detached, so that changing one in place leaves autograd's view of others alone."""
         first, *others = samples
-        fields = self._convert(first, self._keep), *(others if self._keep else [other.clone() for other in others])
+        keep = self._keep or gathered
+        fields = self._convert(first, keep), *(others if keep else [other.clone() for other in others])
         batches = zip(*(field.split(batch_size) for field in fields), strict=True)
         return [tuple(field.data for field in batch) for batch in batches]
 

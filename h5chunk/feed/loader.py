@@ -274,7 +274,8 @@ class ChunkLoader:
 
     def _start(self, order: Order) -> WindowStream | Resident:
         self._convert.to(self._device)
-        maker = BatchMaker(self._convert, self._transform, keep=self.resident or self._device.type == "cpu")
+        keep = self.resident or (self._device.type == "cpu" and self._echo == 1)  # who changes a batch, changes no echo
+        maker = BatchMaker(self._convert, self._transform, keep=keep)
         if not self.resident:
             late = self._device.type == "cpu" and self._reuse
             feed, close = self._stream(order, self._num_slots, self._slot_samples, maker, late=late, echo=self._echo)

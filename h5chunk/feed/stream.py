@@ -187,7 +187,7 @@ def _echoes(load: Load, seed: int, epoch: int, batch_size: int, maker: BatchMake
     for number in count():
         order = echo_pass(len(window.samples), seed, epoch, window.batches[0], number)
         for first in range(0, len(order), batch_size):
-            yield from maker.make(load.slot.gather(order[first : first + batch_size]), batch_size)
+            yield from maker.make(load.slot.gather(order[first : first + batch_size]), batch_size, gathered=True)
 
 
 def _windows(order: Order, once: bool) -> Iterator[tuple[int, Window]]:
