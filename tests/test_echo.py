@@ -68,6 +68,7 @@ def test_the_number_of_echoes_is_exact(echo, fresh):
 
 def test_tenths_do_not_add_up_to_less():
     assert [num_echoed(1.1, fresh) for fresh in (9, 10, 30, 70, 1000)] == [0, 1, 3, 7, 100]
+    assert (num_echoed(1.7, 10), num_echoed(1.15, 20)) == (7, 3)
 
 
 def test_a_pass_is_a_permutation_of_its_own():
@@ -191,6 +192,12 @@ def test_without_shuffling_the_samples_of_a_batch_come_again(path):
     for number in range(13):
         assert batches[2 * number] == list(range(16 * number, min(N, 16 * number + 16)))
         assert sorted(batches[2 * number + 1]) == batches[2 * number] != batches[2 * number + 1]
+
+
+def test_without_shuffling_each_epoch_has_other_echoes(path):
+    with ChunkLoader(path, 16, shuffle=False, echo=2) as loader:
+        one, two = epoch_of(loader), epoch_of(loader)
+    assert one[::2] == two[::2] and all(a != b for a, b in zip(one[1:-2:2], two[1:-2:2], strict=True))
 
 
 def test_a_function_of_seed_and_epoch(path):

@@ -87,6 +87,22 @@ def test_a_slot_is_filled_again_once_its_batches_were_used(path, loads, reuse):
     assert len({id(slot) for _, slot in loads}) == 2
 
 
+def test_a_window_is_read_while_others_are_used_and_kept_for_echoes(path, loads):
+    """Even in the least memory: with "auto" that is a third one."""
+    for echo in (1, 2, "auto"):
+        options = {"echo": echo, "window_chunks": 8}
+        with pytest.raises(OptionError) as refused:
+            ChunkLoader(path, 16, memory_bytes=0, **options)
+        needed = int(str(refused.value).split("need ")[1].split(":")[0])
+        with ChunkLoader(path, 16, memory_bytes=needed, **options) as loader:
+            del loads[:]
+            batches = iter(loader)
+            for _ in range(3 if echo != 2 else 5):  # the first batch of the second window
+                next(batches)
+            assert len(loads) >= 3
+            batches.close()
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch_size=st.integers(1, 60),

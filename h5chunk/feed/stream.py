@@ -139,7 +139,6 @@ class WindowStream:
             self._release(done)
 
     def _release(self, opened: _Open) -> None:
-        opened.forget()
         opened.load.slot.release()
         self._free.append(opened.load.slot)
         self._fill()
@@ -170,10 +169,6 @@ class _Open:
             self._made.update(enumerate(self._maker.make(samples, self._batch_size), first))
         self.left -= 1
         return self._made.pop(place)
-
-    def forget(self) -> None:
-        """No more batches of it are wanted."""
-        self._made, self._echoes = {}, None
 
     def echoes(self, seed: int) -> Iterator[Tensors]:
         """Batches of the window shuffled again, and again; each call goes on where the last one stopped."""
