@@ -1,0 +1,116 @@
+"""Loaders of others, each in a module of its own, behind one contract, so that `bench_loader.py` can time them alike.
+
+A contender is a class::
+
+    class Contender:
+        FILE_SETTINGS = ("chunk",)                       # settings that change its file
+        TRIED = ({"workers": 0}, {"workers": 2})         # what `bench_loader.py --tune` times
+
+        @staticmethod
+        def make(source, path, **settings): ...          # its file, or folder, of the source's images
+        def __init__(self, source, path, batch_size, **settings): ...
+        def epoch(self, number): ...                     # yields (images, labels), each sample once
+
+images uint8 (n, C, H, W), labels int64 (n,): the number of the sample in the source, which proves that an epoch is
+complete. What it yields need stay valid only until the next is asked for if its settings say so (``REUSED``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+REUSED = "reused"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The images that all contenders pack: raw bytes somewhere in a file.
+
+    Attributes
+    ----------
+    path : Path
+        A plain HDF5 file whose dataset ``images`` is contiguous; ``labels`` beside it.
+    offset : int
+        Where its bytes begin in the file.
+    shape : tuple of int
+        (count, C, H, W).
+    seed : int
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    seed: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.shape[0]
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+    @property
+    def sample_bytes(self) -> int:
+        return int(np.prod(self.sample_shape))
+
+    @property
+    def images(self) -> np.memmap:
+        """uint8 (count, C, H, W), mapped."""
+        return np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """A full shuffle: int64 (count,)."""
+        return np.random.default_rng([self.seed, epoch]).permutation(self.count)
+
+    def batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
+        """The order, cut into batches; the last may be smaller."""
+        order = self.order(epoch)
+        return [order[start : start + batch_size] for start in range(0, self.count, batch_size)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table.
+
+    Attributes
+    ----------
+    module, label : str
+    best : dict
+        The best settings found with ``--tune``, by size of image; that of the nearest size holds for others.
+    distribution : str
+        What pip calls it; its version is printed.
+    """
+
+    module: str
+    label: str
+    distribution: str
+    best: dict[int, dict]
+
+    def settings(self, size: int) -> dict:
+        return self.best[min(self.best, key=lambda known: abs(known - size))]
+
+    def load(self) -> type:
+        """The contender's class. Raises ImportError where its library is not installed."""
+        return importlib.import_module(f"peers.{self.module}").Contender
+
+
+CONTENDERS = {
+    "ours": Entry("ours", "ChunkLoader", "h5chunk", {224: {}}),
+    "ours-reuse": Entry("ours", "ChunkLoader, reuse=True", "h5chunk", {224: {"memory": REUSED}}),
+    "ffcv-random": Entry("ffcv", "FFCV, RANDOM", "ffcv", {224: {"order": "RANDOM", "memory": REUSED}}),
+    "ffcv-quasi": Entry("ffcv", "FFCV, QUASI_RANDOM", "ffcv", {224: {"order": "QUASI_RANDOM", "memory": REUSED}}),
+    "memmap": Entry("memmap", "np.memmap, fancy indexing", "numpy", {224: {}}),
+    "lmdb": Entry("lmdb", "LMDB", "lmdb", {224: {}}),
+    "tensorstore": Entry("tensorstore", "TensorStore", "tensorstore", {224: {}}),
+    "hf": Entry("hf", "Hugging Face datasets", "datasets", {224: {}}),
+    "mds": Entry("mds", "MosaicML Streaming", "mosaicml-streaming", {224: {}}),
+    "litdata": Entry("litdata", "LitData", "litdata", {224: {}}),
+    "webdataset": Entry("webdataset", "WebDataset", "webdataset", {224: {}}),
+    "h5py-rows": Entry("h5py_rows", "h5py, a batch read into one array", "h5py", {224: {}}),
+    "h5py": Entry("h5py", "h5py Dataset in a DataLoader", "h5py", {224: {}}),
+}

@@ -1,0 +1,80 @@
+"""MosaicML Streaming: uncompressed MDS shards on the local disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from streaming import MDSWriter, StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
+
+from peers import Source
+from peers.reading import Allocate, Batch, Collate, Indexed, loader
+
+
+class Samples(StreamingDataset):
+    """Samples as Collate takes them."""
+
+    def get_item(self, *args: Any, **options: Any) -> tuple[bytes, int]:
+        sample = super().get_item(*args, **options)
+        return sample["image"], sample["label"]
+
+
+class Random:
+    """By index, where the shuffle of the library is not used."""
+
+    def __init__(self, source: Source, dataset: Samples) -> None:
+        self.dataset, self.collate = dataset, Collate(source.sample_shape)
+
+    def read(self, indices: Any, allocate: Allocate) -> tuple[Any, Any]:
+        del allocate
+        return self.collate([self.dataset[int(index)] for index in indices])
+
+
+class Contender:
+    FILE_SETTINGS = ("shard_bytes",)
+    TRIED = (
+        *({"workers": workers} for workers in (0, 1, 2, 3)),
+        {"workers": 2, "ahead": 4},
+        {"workers": 2, "algorithm": "py1s"},
+        {"workers": 2, "algorithm": "naive"},
+        {"workers": 2, "shard_bytes": 1 << 24},
+        {"indexed": True, "workers": 2},
+        {"indexed": True, "threads": 2},
+    )
+
+    @staticmethod
+    def make(source: Source, path: Path, shard_bytes: int = 1 << 26) -> None:
+        columns = {"image": "bytes", "label": "int"}
+        with MDSWriter(out=str(path), columns=columns, size_limit=shard_bytes, progress_bar=False) as writer:
+            for index, image in enumerate(source.images):
+                writer.write({"image": image.tobytes(), "label": index})
+
+    def __init__(
+        self,
+        source: Source,
+        path: Path,
+        batch_size: int,
+        *,
+        workers: int = 0,
+        threads: int = 0,
+        ahead: int = 2,
+        algorithm: str = "py1e",
+        indexed: bool = False,
+        shard_bytes: int = 1 << 26,
+    ) -> None:
+        del shard_bytes
+        clean_stale_shared_memory()
+        dataset = Samples(
+            local=str(path), shuffle=True, shuffle_seed=source.seed, shuffle_algo=algorithm, batch_size=batch_size
+        )
+        self.indexed = None
+        if indexed:
+            ways = {"workers": workers, "threads": threads}
+            self.indexed = Indexed(lambda: Random(source, dataset), source, batch_size, **ways)
+        else:
+            self.loader = loader(dataset, source.sample_shape, batch_size, workers, ahead)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        return self.indexed.epoch(number) if self.indexed else iter(self.loader)

@@ -1,0 +1,173 @@
+"""One contender in a process of its own, told over standard input what to run: see `bench_loader.py`.
+
+    python -m peers.serve JSON      # {"module", "settings", "source", "folder", "batch_size"}
+
+Commands, a line each, are answered by a line of JSON: ``first`` builds the contender (and its file, where it is
+missing) and runs an epoch of which every image is compared by its CRC-32; ``epoch N`` is timed; ``check N`` compares
+again. What libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peers import Source
+
+PROBE = -8  # bytes of a batch's last image that are kept of each batch, and compared when the clock stands
+
+
+class Wrong(Exception):
+    """An epoch was not complete, or an image not the one that was packed."""
+
+
+def file_path(folder: Path, module: str, kind: type, source: Source, settings: dict) -> Path:
+    """Where the contender's file of these settings lies."""
+    marks = [f"{name}={settings[name]}" for name in kind.FILE_SETTINGS if name in settings]
+    return folder / "-".join([module, str(source.count), str(source.sample_shape[-1]), *marks])
+
+
+def make(kind: type, source: Source, path: Path, settings: dict) -> None:
+    """The file, under its name only when it is complete."""
+    if not hasattr(kind, "make") or path.exists():
+        return
+    part = path.with_name(f"{path.name}.part")
+    if part.exists():
+        raise Wrong(f"{part} was left by a run that ended early: remove it")
+    kind.make(source, part, **{name: settings[name] for name in kind.FILE_SETTINGS if name in settings})
+    part.rename(path)
+
+
+def checked(batches: Iterator, source: Source, crcs: np.ndarray, batch_size: int) -> Iterator[None]:
+    """Runs an epoch; every image of it is compared with the one that was packed."""
+    seen = []
+    for images, labels in batches:
+        if images.dtype != torch.uint8 or images.shape[1:] != source.sample_shape or len(images) > batch_size:
+            raise Wrong(f"a batch is {images.dtype} {tuple(images.shape)}")
+        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+            raise Wrong(f"labels are {labels.dtype} {tuple(labels.shape)}")
+        yield
+        numbers = labels.numpy().copy()
+        for number, image in zip(numbers, images.contiguous().numpy(), strict=True):
+            if zlib.crc32(image) != crcs[number]:
+                raise Wrong(f"image {number} is not the one that was packed")
+        seen.append(numbers)
+    complete(np.concatenate(seen), source)
+
+
+def complete(numbers: np.ndarray, source: Source) -> None:
+    if not np.array_equal(np.sort(numbers), np.arange(source.count)):
+        raise Wrong(f"{len(numbers)} samples, {len(np.unique(numbers))} of them different: {source.count} were packed")
+    if np.array_equal(numbers, np.arange(source.count)):
+        raise Wrong("the epoch was not shuffled")
+
+
+def timed(batches: Iterator, source: Source) -> dict[str, Any]:
+    """Seconds of an epoch; afterwards: whether it was complete, and the last image of each batch the right one."""
+    started, cpu = time.perf_counter(), cpu_seconds()
+    seen, probes = [], []
+    for images, labels in batches:
+        seen.append(labels.numpy().copy())
+        probes.append(images.numpy()[-1, -1, -1, PROBE:].tobytes())
+        del images, labels
+    seconds = time.perf_counter() - started
+    result = {"images": sum(map(len, seen)), "seconds": seconds, "cpu_seconds": cpu_seconds() - cpu}
+    complete(np.concatenate(seen), source)
+    images = source.images
+    for numbers, probe in zip(seen, probes, strict=True):
+        if images[numbers[-1], -1, -1, PROBE:].tobytes() != probe:
+            raise Wrong(f"image {numbers[-1]} is not the one that was packed")
+    return result | {"label_sum": int(sum(numbers.sum() for numbers in seen)), "batches": len(seen)}
+
+
+def cpu_seconds() -> float:
+    """Of this process; its workers are not counted while they live."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Server:
+    def __init__(self, request: dict) -> None:
+        fields = request["source"]
+        self.source = Source(Path(fields["path"]), fields["offset"], tuple(fields["shape"]), fields["seed"])
+        self.crcs = np.load(request["crcs"])
+        self.settings, self.batch_size = request["settings"], request["batch_size"]
+        self.kind = import_module(f"peers.{request['module']}").Contender
+        self.path = file_path(Path(request["folder"]), request["module"], self.kind, self.source, self.settings)
+
+    def first(self) -> dict[str, Any]:
+        make(self.kind, self.source, self.path, self.settings)
+        warm(self.path if self.path.exists() else self.source.path)
+        started = time.perf_counter()
+        self.contender = self.kind(self.source, self.path, self.batch_size, **self.settings)
+        if hasattr(self.contender, "run"):
+            self.contender.run(0)
+            return {}
+        epoch = checked(self.contender.epoch(0), self.source, self.crcs, self.batch_size)
+        next(epoch)
+        result = {"first_batch_s": time.perf_counter() - started}
+        for _ in epoch:
+            pass
+        return result
+
+    def epoch(self, number: int) -> dict[str, Any]:
+        """The second of two epochs in a row: what was read ahead while others ran is used up in the first."""
+        if not hasattr(self.contender, "run"):
+            for _ in self.contender.epoch(2 * number - 1):
+                pass
+            return timed(self.contender.epoch(2 * number), self.source)
+        self.contender.run(2 * number - 1)
+        started = time.perf_counter()
+        images = self.contender.run(2 * number)
+        seconds = time.perf_counter() - started
+        if images != self.source.count:
+            raise Wrong(f"{images} images were moved of {self.source.count}")
+        return {"images": images, "seconds": seconds}
+
+    def check(self, number: int) -> dict[str, Any]:
+        if not hasattr(self.contender, "run"):
+            for _ in checked(self.contender.epoch(number), self.source, self.crcs, self.batch_size):
+                pass
+        return {}
+
+
+def warm(path: Path) -> None:
+    """Read a file, or a folder's files, into the page cache."""
+    buffer = bytearray(8 << 20)
+    for file in sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    server: Server | None = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        try:
+            server = server or Server(json.loads(sys.argv[1]))
+            answer = getattr(server, command)(*map(int, arguments))
+        except ImportError as error:
+            answer = {"missing": str(error)}
+        except Exception as error:
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers)
+    if server is not None:
+        os._exit(0)  # some libraries' threads would keep the process for seconds
+
+
+if __name__ == "__main__":
+    main()
