@@ -210,7 +210,7 @@ def plot(json_path: Path, png_path: Path) -> None:
     axes.set_xlabel("images/s (in brackets: utilisation)")
     axes.set_title(f"{result['model']}, batches of {result['batch_size']}, {result['machine']}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    figure.savefig(png_path, dpi=150)
+    figure.savefig(png_path, dpi=100)
     pyplot.close(figure)
 
 
