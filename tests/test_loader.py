@@ -23,11 +23,11 @@ import h5chunk
 import h5chunk.feed.loader
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.device import slot_bytes
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.pipeline import Load
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import EpochReport
+from h5chunk.plan.slots import AHEAD, num_open_windows
 from h5chunk.store.codecs import ChunkDecoder
 from h5chunk.store.direct import _PlainPart
 from h5chunk.store.reader import H5Reader
@@ -479,7 +479,7 @@ def test_reuse_takes_no_new_memory(large):
         slots = {opened.load.slot.window[0].data_ptr() for opened, _ in loader._feed._places.values()}
         slots |= {slot.window[0].data_ptr() for slot in loader._feed._free}
     for place in set().union(*places):
-        assert any(0 <= place - slot < 3 * 100 * 60 * loader._slot_samples for slot in slots)
+        assert any(0 <= place - slot < 3 * 100 * 60 * loader._plan.window_samples for slot in slots)
 
 
 @pytest.mark.parametrize("window_chunks", [1, 2, 7])
@@ -496,8 +496,8 @@ def test_memory_bytes(path, window_chunks):
             continue
         least = least or memory_bytes
         assert least - 500 < named <= least
-        assert loader._num_slots * slot_bytes(loader._spaces, loader._slot_samples) <= memory_bytes
-    assert least is not None and loose._num_slots >= loader._num_slots
+        assert loader._plan.num_slots * loader._supply.window_bytes(loader._plan.window_samples) <= memory_bytes
+    assert least is not None and loose._plan.num_slots >= loader._plan.num_slots
     with ChunkLoader(path, 8, window_chunks=window_chunks, memory_bytes=named) as tight:
         assert sorted(numbers(tight)) == list(range(N))
 
@@ -510,8 +510,8 @@ def test_memory_bytes_makes_windows_smaller(tmp_path):
     for memory_bytes in (150_000, 300_000, 600_000, 1_200_000, 1 << 30):
         loader = ChunkLoader(path, 10, memory_bytes=memory_bytes)
         seen.append(loader.order.window_batches)
-        assert loader._num_slots * slot_bytes(loader._spaces, loader._slot_samples) <= memory_bytes
-        assert f"windows of {seen[-1]} batches, {loader._num_slots} under way" in repr(loader)
+        assert loader._plan.num_slots * loader._supply.window_bytes(loader._plan.window_samples) <= memory_bytes
+        assert f"windows of {seen[-1]} batches, {loader._plan.num_slots} under way" in repr(loader)
         with loader:
             assert sorted(row[0] for batch in loader for row in batch[0].tolist()) == sorted(
                 row[0] for row in values((2000, 500), np.uint8).tolist()
@@ -537,24 +537,24 @@ def test_memory_beside_windows_counts(tmp_path):
         needed.append(int(str(refused.value).split("need ")[1].split(":")[0]))
         with ChunkLoader(path, 10, memory_bytes=needed[-1], **options) as loader:
             assert len(list(loader)) == 21
-    windows = 2 * slot_bytes(loader._spaces, 10)
+    windows = 2 * loader._supply.window_bytes(10)
     assert needed[0] == windows + N * 64
     assert needed[1] >= needed[0] + 2 * 4 * 3600
 
 
 def test_small_files_take_little_memory(tmp_path):
     """Not as many windows as may alternate, nor larger ones than they have."""
-    for chunk, most in ((10, 100 * 512), (100, (1 + h5chunk.feed.loader.AHEAD) * 100 * 512)):
+    for chunk, most in ((10, 100 * 512), (100, (1 + AHEAD) * 100 * 512)):
         path = make_file(tmp_path / f"{chunk}.h5", images=(values((100, 500), np.uint8), {"chunks": (chunk, 500)}))
         loader = ChunkLoader(path, 10)
-        assert loader._num_slots * slot_bytes(loader._spaces, loader._slot_samples) <= most
+        assert loader._plan.num_slots * loader._supply.window_bytes(loader._plan.window_samples) <= most
 
 
 def test_huge_windows_are_read_ahead_too(path, monkeypatch):
-    monkeypatch.setattr(h5chunk.feed.loader, "AHEAD_BYTES", 1000)
+    monkeypatch.setattr("h5chunk.plan.slots.AHEAD_BYTES", 1000)
     for options in ({"window_chunks": 17}, {"shuffle": False}, {"echo": 2, "window_chunks": 17}):
         with ChunkLoader(path, 16, **options) as loader:
-            assert loader._num_slots == loader._open_windows + 1
+            assert loader._plan.num_slots == num_open_windows(loader.order) + 1
             assert len(list(loader)) == len(loader)
 
 
@@ -572,18 +572,18 @@ def test_reuse_converts_into_the_same_memory(large, options):
 def test_windows_are_used_again_once_they_were_converted(large):
     """As many as the bound counts, whatever the loop holds."""
     with ChunkLoader(large, 70, dtype=torch.float16) as loader:
-        begin, places = h5chunk.feed.loader.CpuSlot.begin, set()
+        begin, places = h5chunk.feed.device.CpuSlot.begin, set()
 
         def note(slot, num_samples):
             room = begin(slot, num_samples)
-            if num_samples == loader._slot_samples:
+            if num_samples == loader._plan.window_samples:
                 places.add(slot.window[0].data_ptr())
             return room
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(h5chunk.feed.loader.CpuSlot, "begin", note)
+            patch.setattr(h5chunk.feed.device.CpuSlot, "begin", note)
             held = [batch[0] for _ in range(4) for batch in loader]
-    assert len(held) == 4 * len(loader) and 1 < len(places) <= loader._num_slots
+    assert len(held) == 4 * len(loader) and 1 < len(places) <= loader._plan.num_slots
 
 
 def test_closing_frees_what_is_kept_for_batches(large):
@@ -633,7 +633,7 @@ def test_repr(path):
     shown = repr(loader)
     for part in (str(path), "12 batches of 16", "windows of 1 batches", "KiB", "3 threads", "images: direct", "cpu"):
         assert part in shown
-    assert f"{loader._num_slots} under way" in shown
+    assert f"{loader._plan.num_slots} under way" in shown
 
 
 # What the network takes

@@ -318,13 +318,13 @@ def test_memory_bytes(path, monkeypatch):
     with pytest.raises(OptionError, match=f"room for {needed - 1}"):
         load_whole(path, memory_bytes=needed - 1)
     sizes: list[int] = []
-    start = h5chunk.feed.loader.CpuSlot.__init__
+    start = h5chunk.feed.device.CpuSlot.__init__
 
     def note(slot, spaces, num_samples, *rest):
         sizes.append(num_samples * 98)
         start(slot, spaces, num_samples, *rest)
 
-    monkeypatch.setattr(h5chunk.feed.loader.CpuSlot, "__init__", note)
+    monkeypatch.setattr(h5chunk.feed.device.CpuSlot, "__init__", note)
     with load_whole(path, memory_bytes=needed) as loader:
         assert epoch_of(loader) == full_shuffle(16)
     assert len(sizes) == LOADING_SLOTS and held + sum(sizes) <= needed

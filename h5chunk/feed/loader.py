@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from h5chunk.errors import FieldError, OptionError
+from h5chunk.errors import OptionError
 from h5chunk.feed.convert import BatchMaker, Convert
-from h5chunk.feed.dataset import Fields, field_mapping, make_order, torch_dtype
-from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, Tensors, slot_bytes
-from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.pipeline import Readers, is_kept_whole
+from h5chunk.feed.dataset import Fields, field_mapping, make_order
+from h5chunk.feed.device import Tensors, slot_bytes
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
-from h5chunk.store.direct import EncodedField, NotDirect, PlainField, direct_field
+from h5chunk.plan.slots import plan_slots
 from h5chunk.store.fill import available_cores
-from h5chunk.store.format import open_file
-from h5chunk.store.reader import H5Reader, model_cache
+from h5chunk.store.reader import H5Reader
 
-AHEAD = 6  # windows that are read ahead of the one in use; scripts/LOG.md
-AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 LOADING_BYTES, LOADING_SLOTS = 8 << 20, 4  # in what pieces resident data is read, and how many at a time
 RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
@@ -125,14 +120,12 @@ class ChunkLoader:
         check_echo(echo)
         self._device = _device(device)
         self._reader = H5Reader(path, field_mapping(fields))
-        self._spaces = {name: _space(self._reader, name) for name in self._reader.fields}
-        first = next(iter(self._spaces.values()))
+        self._supply = Supply(self._reader, reader, self._device, num_threads or min(MAX_THREADS, available_cores()))
+        first = next(iter(self._supply.spaces.values()))
         axis = _channel_axis(self._reader)
         self._convert = Convert(first.dtype, dtype, normalize, channels_last, first.sample_shape, axis, reuse)
         self._transform, self._reuse, self._echo = transform, reuse, echo
-        self._direct, self._why = _direct_fields(self._reader, reader)
-        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
-        self._order = make_order(
+        order = make_order(
             self._reader,
             batch_size,
             shuffle=shuffle,
@@ -141,13 +134,24 @@ class ChunkLoader:
             drop_last=drop_last,
             interleave=1 if echo != 1 else None,
         )
-        if window_chunks is None:
-            self._order = replace(self._order, window_chunks=max(self._order.window_chunks, self._least_chunks))
+        least_chunks = None
+        if window_chunks is None:  # echoes of a single batch would be the same batch again
+            least_chunks = 1 if echo == 1 else math.ceil(2 * batch_size / order.chunk_samples)
+            order = replace(order, window_chunks=max(order.window_chunks, least_chunks))
+        self._order = order
         self.resident = self._choose_resident(resident, memory_bytes)
         if self.resident:
-            self._order = replace(self._order, chunk_samples=1, window_chunks=self._order.num_samples, interleave=1)
+            self._order = replace(order, chunk_samples=1, window_chunks=order.num_samples, interleave=1)
         else:
-            self._num_slots = self._choose_slots(memory_bytes, window_chunks is None)
+            self._plan = plan_slots(
+                order,
+                self._supply.window_bytes,
+                self._supply.other_bytes,
+                memory_bytes=memory_bytes,
+                num_spare=1 if echo == AUTO else 0,
+                least_chunks=least_chunks,
+            )
+            self._order = self._plan.order
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
@@ -157,8 +161,9 @@ class ChunkLoader:
             return False
         if wanted == AUTO and self._device.type == "cpu":
             return False
-        held = slot_bytes(self._spaces, self._order.num_samples)
-        needed = held + self._loading_bytes + self._other_bytes(self._order)
+        held = slot_bytes(self._supply.spaces, self._order.num_samples)
+        loading = LOADING_SLOTS * self._supply.window_bytes(self._loading_samples)
+        needed = held + loading + self._supply.other_bytes(self._order)
         room = math.inf if memory_bytes is None else memory_bytes
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
@@ -173,67 +178,8 @@ class ChunkLoader:
     @property
     def _loading_samples(self) -> int:
         """Of the pieces in which resident data is read."""
-        sample_bytes = sum(space.sample_bytes for space in self._spaces.values())
+        sample_bytes = sum(space.sample_bytes for space in self._supply.spaces.values())
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), self._order.num_samples // LOADING_SLOTS))
-
-    @property
-    def _loading_bytes(self) -> int:
-        return self._copies * LOADING_SLOTS * slot_bytes(self._spaces, self._loading_samples)
-
-    @property
-    def _copies(self) -> int:
-        """Of a window: on the host, and on the device."""
-        return 1 if self._device.type == "cpu" else 2
-
-    def _choose_slots(self, memory_bytes: int | None, may_shrink: bool) -> int:
-        """Windows under way, within memory_bytes; smaller windows if that is what it takes."""
-        while True:
-            each = max(1, self._copies * slot_bytes(self._spaces, self._slot_samples))
-            least = self._open_windows + (2 if self._echo == AUTO else 1)
-            if memory_bytes is None:
-                return least + max(1, min(AHEAD, AHEAD_BYTES // each)) - 1
-            room = max(0, memory_bytes - self._other_bytes(self._order)) // each
-            if room >= least:
-                return min(room, least + AHEAD - 1)
-            fewer = max(self._order.window_chunks // 2, self._least_chunks)
-            if not may_shrink or fewer >= self._order.window_chunks:
-                break
-            self._order = replace(self._order, window_chunks=fewer)
-        raise OptionError(
-            f"memory_bytes is {memory_bytes} but {least} windows of {self._order.window_batches} batches need "
-            f"{least * each + self._other_bytes(self._order)}: give that, or smaller window_chunks or batch_size"
-        )
-
-    @property
-    def _least_chunks(self) -> int:
-        """Of a window, where the user does not say it: echoes of a single batch would be the same batch again."""
-        return 1 if self._echo == 1 else math.ceil(2 * self._order.batch_size / self._order.chunk_samples)
-
-    @property
-    def _open_windows(self) -> int:
-        """Whose batches alternate."""
-        first = next(self._order.rounds(), None)
-        return 1 if first is None or first.window_batches == 1 else first.num_windows
-
-    @property
-    def _slot_samples(self) -> int:
-        """Of the largest window. In an epoch of few batches it may come after the first round."""
-        batches = 1
-        for each in self._order.rounds():
-            batches = max(batches, each.window_batches)
-            if batches == self._order.window_batches:
-                break
-        return max(1, min(batches * self._order.batch_size, self._order.num_samples))
-
-    def _other_bytes(self, order: Order) -> int:
-        """Memory beside the windows: small fields, what HDF5 caches, what compressed chunks are decoded in."""
-        total = sum(
-            field.num_bytes if is_kept_whole(field) else field.scratch_bytes(self._num_threads)
-            for field in self._direct.values()
-        )
-        if len(self._direct) < len(self._spaces):
-            total += model_cache(self._reader, order.open_chunks, order.cache_w0).nbytes
-        return total
 
     def __len__(self) -> int:
         """Batches of an epoch; with ``echo="auto"`` those without echoes."""
@@ -278,66 +224,29 @@ class ChunkLoader:
         maker = BatchMaker(self._convert, self._transform, keep=keep)
         if not self.resident:
             late = self._device.type == "cpu" and self._reuse
-            feed, close = self._stream(order, self._num_slots, self._slot_samples, maker, late=late, echo=self._echo)
+            plan = self._plan
+            feed, close = self._supply.start(
+                order, plan.num_slots, plan.window_samples, maker, late=late, echo=self._echo
+            )
             self._finalizer = weakref.finalize(self, close)
             return feed
         return self._start_resident(maker)
 
     def _start_resident(self, maker: BatchMaker) -> Resident:
         """Read the whole file, in its order."""
-        as_it_is = BatchMaker(_no_change(self._spaces), None, keep=True)
+        first = next(iter(self._supply.spaces.values()))
+        no_change = Convert(first.dtype, None, None, False, first.sample_shape, 0)
+        as_it_is = BatchMaker(no_change, None, keep=True)
         pieces = replace(self._order, shuffle=False, batch_size=self._loading_samples, epoch=0, drop_last=False)
-        stream, close = self._stream(pieces, LOADING_SLOTS, self._loading_samples, as_it_is, late=True)
+        stream, close = self._supply.start(pieces, LOADING_SLOTS, self._loading_samples, as_it_is, late=True)
         try:
             read = stream.batches(pieces, EpochReport())
             echo = 1.0 if self._echo == AUTO else float(self._echo)
-            resident = Resident(self._spaces, self._order.num_samples, self._device, read, maker, echo=echo)
+            resident = Resident(self._supply.spaces, self._order.num_samples, self._device, read, maker, echo=echo)
         finally:
             close()
         self._finalizer = weakref.finalize(self, resident.close)
         return resident
-
-    def _stream(
-        self,
-        order: Order,
-        num_slots: int,
-        num_samples: int,
-        maker: BatchMaker,
-        *,
-        late: bool,
-        echo: float | str | None = None,
-    ) -> tuple[WindowStream, Callable[[], None]]:
-        """Threads that read windows, and what ends them. ``echo`` is None for an epoch alone."""
-        pinned: PinnedMemory | None = None
-        readers: Readers | None = None
-        slots: list[Any]
-
-        def close() -> None:
-            if readers is not None:
-                readers.close()
-            if pinned is not None:
-                copies.synchronize()
-                pinned.close()
-
-        try:
-            if self._device.type == "cpu":
-                memory = None if late else BatchMemory(keep=num_slots)
-                gathered = BatchMemory()
-                slots = [CpuSlot(self._spaces, num_samples, memory, gathered) for _ in range(num_slots)]
-            else:
-                copies = torch.cuda.Stream(self._device)
-                each = slot_bytes(self._spaces, num_samples)
-                pinned = PinnedMemory(num_slots * each)
-                parts = pinned.bytes[: num_slots * each].reshape(num_slots, each)
-                slots = [CudaSlot(self._spaces, num_samples, part, copies) for part in parts]
-            if len(self._direct) < len(self._spaces):
-                self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
-            readers = Readers(self._reader, self._direct, self._num_threads)
-            stream = WindowStream(readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None)
-            return stream, close
-        except BaseException:
-            close()
-            raise
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
@@ -353,23 +262,19 @@ class ChunkLoader:
         self.close()
 
     def __repr__(self) -> str:
-        how = ", ".join(f"{name}: {'h5py' if name in self._why else 'direct'}" for name in self._spaces)
+        supply = self._supply
+        how = ", ".join(f"{name}: {'h5py' if name in supply.why else 'direct'}" for name in supply.spaces)
         if self.resident:
-            held = human_bytes(slot_bytes(self._spaces, self._order.num_samples))
+            held = human_bytes(slot_bytes(supply.spaces, self._order.num_samples))
             what = f"all {self._order.num_samples} samples resident ({held}), shuffled as a whole"
         else:
-            held = human_bytes(self._copies * self._num_slots * slot_bytes(self._spaces, self._slot_samples))
-            what = f"windows of {self._order.window_batches} batches, {self._num_slots} under way ({held})"
+            held = human_bytes(self._plan.num_slots * supply.window_bytes(self._plan.window_samples))
+            what = f"windows of {self._order.window_batches} batches, {self._plan.num_slots} under way ({held})"
         echo = "" if self._echo == 1 else f"; echo {self._echo}"
         return (
             f"ChunkLoader({str(self._reader.path)!r} to {self._device}: {len(self)} batches of "
-            f"{self._order.batch_size}; {what}{echo}; {self._num_threads} threads; {how})"
+            f"{self._order.batch_size}; {what}{echo}; {supply.num_threads} threads; {how})"
         )
-
-
-def _no_change(spaces: Mapping[str, FieldSpace]) -> Convert:
-    first = next(iter(spaces.values()))
-    return Convert(first.dtype, None, None, False, first.sample_shape, 0)
 
 
 def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:
@@ -394,33 +299,5 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _space(reader: H5Reader, name: str) -> FieldSpace:
-    field = reader.fields[name]
-    dtype = torch_dtype(field.dtype, name)
-    if dtype is None:
-        raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
-    return FieldSpace(field.sample_shape, dtype)
-
-
 def _channel_axis(reader: H5Reader) -> int:
     return 2 if next(iter(reader.fields.values())).axes == "NHWC" else 0
-
-
-def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, PlainField | EncodedField], Mapping[str, str]]:
-    """The fields that can be read by byte ranges, and why the others cannot."""
-    if how == "h5py":
-        return {}, dict.fromkeys(reader.fields, "asked for")
-    direct: dict[str, PlainField | EncodedField] = {}
-    why: dict[str, str] = {}
-    with open_file(reader.path) as file:
-        for name, field in reader.fields.items():
-            try:
-                direct[name] = direct_field(reader.path, file, field)
-            except NotDirect as error:
-                why[name] = str(error)
-    if why and how == "direct":
-        name, reason = next(iter(why.items()))
-        raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
-    for name, reason in why.items():
-        warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=3)
-    return direct, why

@@ -1,7 +1,7 @@
 """Echoing: windows are trained more than once before they go, for when reading is slower than training.
 
 After the batches of a window have come, its samples are shuffled again and cut into other batches: a pass. With 2.0
-each sample comes twice, with 1.25 every fourth batch is one of an echo, from a pass that is not finished.
+each sample comes twice, with 1.25 every fifth batch is one of an echo, from a pass that is not finished.
 
 Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
 

@@ -1,0 +1,139 @@
+"""What the fields of a file are read with, and the start of reading: slots, threads and a stream of windows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from h5chunk.errors import FieldError, OptionError
+from h5chunk.feed.convert import BatchMaker
+from h5chunk.feed.dataset import torch_dtype
+from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, slot_bytes
+from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.pipeline import Readers, is_kept_whole
+from h5chunk.feed.stream import WindowStream
+from h5chunk.plan.order import Order
+from h5chunk.store.direct import EncodedField, NotDirect, PlainField, direct_field
+from h5chunk.store.format import open_file
+from h5chunk.store.reader import H5Reader, model_cache
+
+
+class Supply:
+    """The fields of a file on their way to a device.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    how : {"auto", "direct", "h5py"}
+    device : torch.device
+    num_threads : int
+
+    Attributes
+    ----------
+    spaces : dict of str to FieldSpace
+    why : mapping of str to str
+        The fields that are read through h5py, and why.
+
+    Raises
+    ------
+    FieldError
+        A field holds strings, or numbers that torch does not have.
+    OptionError
+        ``how="direct"`` where that cannot be.
+    """
+
+    def __init__(self, reader: H5Reader, how: str, device: torch.device, num_threads: int) -> None:
+        self.spaces = {name: _space(reader, name) for name in reader.fields}
+        self.num_threads = num_threads
+        self._reader, self._device = reader, device
+        self._direct, self.why = _direct_fields(reader, how)
+
+    def window_bytes(self, num_samples: int) -> int:
+        """Of a window: on the host and, if that is a GPU, on the device."""
+        return (1 if self._device.type == "cpu" else 2) * slot_bytes(self.spaces, num_samples)
+
+    def other_bytes(self, order: Order) -> int:
+        """Memory beside the windows: small fields, what HDF5 caches, what compressed chunks are decoded in."""
+        total = sum(
+            field.num_bytes if is_kept_whole(field) else field.scratch_bytes(self.num_threads)
+            for field in self._direct.values()
+        )
+        if self.why:
+            total += model_cache(self._reader, order.open_chunks, order.cache_w0).nbytes
+        return total
+
+    def start(
+        self,
+        order: Order,
+        num_slots: int,
+        num_samples: int,
+        maker: BatchMaker,
+        *,
+        late: bool,
+        echo: float | str | None = None,
+    ) -> tuple[WindowStream, Callable[[], None]]:
+        """Threads that read windows of at most ``num_samples``, and what ends them.
+
+        ``late`` and ``echo`` are those of `WindowStream`; ``echo`` is None for an epoch alone.
+        """
+        pinned: PinnedMemory | None = None
+        readers: Readers | None = None
+        slots: list[Any]
+
+        def close() -> None:
+            if readers is not None:
+                readers.close()
+            if pinned is not None:
+                copies.synchronize()
+                pinned.close()
+
+        try:
+            if self._device.type == "cpu":
+                memory = None if late else BatchMemory(keep=num_slots)
+                gathered = BatchMemory()
+                slots = [CpuSlot(self.spaces, num_samples, memory, gathered) for _ in range(num_slots)]
+            else:
+                copies = torch.cuda.Stream(self._device)
+                each = slot_bytes(self.spaces, num_samples)
+                pinned = PinnedMemory(num_slots * each)
+                parts = pinned.bytes[: num_slots * each].reshape(num_slots, each)
+                slots = [CudaSlot(self.spaces, num_samples, part, copies) for part in parts]
+            if self.why:
+                self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
+            readers = Readers(self._reader, self._direct, self.num_threads)
+            stream = WindowStream(readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None)
+            return stream, close
+        except BaseException:
+            close()
+            raise
+
+
+def _space(reader: H5Reader, name: str) -> FieldSpace:
+    field = reader.fields[name]
+    dtype = torch_dtype(field.dtype, name)
+    if dtype is None:
+        raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
+    return FieldSpace(field.sample_shape, dtype)
+
+
+def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, PlainField | EncodedField], Mapping[str, str]]:
+    """The fields that can be read by byte ranges, and why the others cannot."""
+    if how == "h5py":
+        return {}, dict.fromkeys(reader.fields, "asked for")
+    direct: dict[str, PlainField | EncodedField] = {}
+    why: dict[str, str] = {}
+    with open_file(reader.path) as file:
+        for name, field in reader.fields.items():
+            try:
+                direct[name] = direct_field(reader.path, file, field)
+            except NotDirect as error:
+                why[name] = str(error)
+    if why and how == "direct":
+        name, reason = next(iter(why.items()))
+        raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
+    for name, reason in why.items():
+        warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=4)
+    return direct, why

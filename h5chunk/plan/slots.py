@@ -1,0 +1,103 @@
+"""How many windows are under way at a time, within a bound of memory.
+
+>>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
+>>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
+>>> plan.num_slots, plan.window_samples  # three alternate, and six are read ahead
+(9, 32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.order import Order
+
+AHEAD = 6  # windows that are read ahead of those in use; scripts/LOG.md
+AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Windows under way.
+
+    Attributes
+    ----------
+    order : Order
+        With the windows that fit.
+    num_slots : int
+    window_samples : int
+        Of the largest window.
+    """
+
+    order: Order
+    num_slots: int
+    window_samples: int
+
+
+def plan_slots(
+    order: Order,
+    window_bytes: Callable[[int], int],
+    other_bytes: Callable[[Order], int],
+    *,
+    memory_bytes: int | None = None,
+    num_spare: int = 0,
+    least_chunks: int | None = None,
+) -> SlotPlan:
+    """Choose how many windows are under way: those whose batches alternate, and some that are read ahead.
+
+    Parameters
+    ----------
+    order : Order
+    window_bytes : callable
+        Memory of a window of so many samples, all copies of it.
+    other_bytes : callable
+        Memory that reading in an order takes beside the windows.
+    memory_bytes : int, optional
+        Bound of both.
+    num_spare : int
+        Windows that are kept although their batches were given.
+    least_chunks : int, optional
+        Windows may be made as small as this to fit; None: they stay as they are.
+
+    Raises
+    ------
+    OptionError
+        They do not fit.
+    """
+    while True:
+        window_samples = largest_window(order)
+        each = max(1, window_bytes(window_samples))
+        least = num_open_windows(order) + num_spare + 1
+        if memory_bytes is None:
+            return SlotPlan(order, least - 1 + max(1, min(AHEAD, AHEAD_BYTES // each)), window_samples)
+        others = other_bytes(order)
+        fitting = max(0, memory_bytes - others) // each
+        if fitting >= least:
+            return SlotPlan(order, min(fitting, least - 1 + AHEAD), window_samples)
+        fewer = max(order.window_chunks // 2, least_chunks or order.window_chunks)
+        if fewer >= order.window_chunks:
+            break
+        order = replace(order, window_chunks=fewer)
+    remedy = "fewer num_threads, " if others else ""
+    raise OptionError(
+        f"memory_bytes is {memory_bytes} but {least} windows of {order.window_batches} batches need "
+        f"{least * each + others}: give that, {remedy}smaller window_chunks or batch_size"
+    )
+
+
+def num_open_windows(order: Order) -> int:
+    """Windows whose batches alternate."""
+    first = next(order.rounds(), None)
+    return 1 if first is None or first.window_batches == 1 else first.num_windows
+
+
+def largest_window(order: Order) -> int:
+    """Samples of the largest window. In an epoch of few batches it may come after the first round."""
+    batches = 1
+    for each in order.rounds():
+        batches = max(batches, each.window_batches)
+        if batches == order.window_batches:
+            break
+    return max(1, min(batches * order.batch_size, order.num_samples))
