@@ -36,7 +36,8 @@ def test_windows_of_an_epoch_fit(order):
     assert all(len(window.samples) <= plan.window_samples for window in order.windows())
     assert plan.num_slots == num_open_windows(order) + AHEAD
     assert most_open(order) < plan.num_slots
-    assert largest_window(order) == max([len(window.samples) for window in order.windows()], default=1)
+    if order.num_batches:
+        assert largest_window(order) == max(len(window.samples) for window in order.windows())
 
 
 @given(orders, st.integers(0, 5000), st.integers(0, 300), st.integers(0, 1), st.sampled_from([None, 1, 2]))
