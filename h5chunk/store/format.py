@@ -1,7 +1,8 @@
 """What is in a file that h5chunk wrote: the specification, version 1.
 
 A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. There are
-no variable-length types, links other than hard ones, filters, or time stamps: equal input gives equal bytes.
+no variable-length types, links other than hard ones, or time stamps: equal input gives equal bytes. No dataset has a
+filter, but for ``/X`` of a file of dense rows.
 
 Fields
 ------
@@ -19,16 +20,57 @@ value is written, and maximum dimensions are fixed. So HDF5 keeps no chunk index
 a field are one run of bytes in order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the
 bytes behind the last sample are zero. Fields of 64 KiB or more start at a multiple of 4096.
 
+Sparse matrices
+---------------
+A sample is a row of the matrix, N the number of rows. In place of ``/images`` there is the group ``/X``, as AnnData
+writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in row order:
+
+``/X``
+    Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
+    (2,): rows, columns; ``scale`` float64: a value is its code over this; ``pattern`` uint8: 1 if all values are one.
+``/X/indptr``
+    int64, (N + 1,), contiguous: the entries of row i are those from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
+``/X/indices``
+    (num_entries,): the column of each entry, ascending within a row, none twice, of the narrowest of uint8, uint16,
+    uint32 and uint64 that holds columns - 1.
+``/X/data``
+    uint8, (num_entries,): the code of each entry, 1 to 255. Of a pattern, no chunk was ever written and the fill
+    value is 1: HDF5 reads ones, from no bytes of the file.
+
+``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are),
+which are not those of the rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
+``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's
+``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,).
+
+In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the rows of a nominal chunk of rows: a power of two (but no
+more than N), of at most 256 KiB of entries on average. It is what an order of an epoch permutes; no dataset but the
+fields is cut there. The cache is that of a process that reads rows through HDF5. Beside the tables below there may be
+
+``row_ids``, ``column_ids``
+    int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name that row i or column j had in the source.
+``column_index``
+    int64, (columns,): column j is column ``column_index[j]`` of the source.
+``categories/<field>``
+    Fixed-length UTF-8 strings: what the codes of a field mean; -1 is missing.
+
+``source_index`` counts the rows of the source from 0, all of them: as they are numbered there, or, where they have ids,
+in ascending order of all ids of the source. So does ``column_index``. Rows that were filtered away leave gaps.
+
+A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the attributes
+``scale`` and ``pattern``, in chunks of (chunk_samples, columns) compressed by shuffle and gzip or by none; ``kind`` is
+``dense``. Where it is compressed, its chunks have an index and lie in order.
+
 Beside the data, in the group ``/h5chunk``
 ------------------------------------------
 attributes
-    ``format_version`` int64: 1. ``h5chunk_version``: who wrote it. ``num_samples``, ``chunk_samples``,
-    ``window_chunks`` int64: N, k, and how many chunks should be shuffled together. ``rdcc_nslots``, ``rdcc_nbytes``
-    int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads all open windows (see
-    `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted. ``options``: JSON, what
-    was asked for. All strings fixed-length.
+    ``format_version`` int64: 1. ``h5chunk_version``: who wrote it. ``kind``: ``csr`` or ``dense``; images have none.
+    ``num_samples``, ``chunk_samples``, ``window_chunks`` int64: N, k, and how many chunks should be shuffled together.
+    ``rdcc_nslots``, ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads
+    all open windows (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted.
+    ``options``: JSON, what was asked for. All strings fixed-length.
 ``checksums/<field>``
-    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included.
+    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. Of a sparse matrix
+    ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, but for a pattern, ``checksums/X/data``.
 ``source_index``
     int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order or in
     that of the manifest's lines. Samples that were skipped leave gaps in the numbers.
@@ -76,6 +118,36 @@ class FieldSpec:
 
 
 @dataclass(frozen=True)
+class ArraySpec:
+    """A dataset to be written that is no field.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : np.dtype
+    chunks : tuple of int, optional
+        Contiguous without.
+    fill : int, optional
+        Nothing is ever written to it: all elements read as this, and take no bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...] | None = None
+    fill: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the file."""
+        if self.fill is not None:
+            return 0
+        shape = self.shape
+        if self.chunks:
+            shape = tuple(-(-size // chunk) * chunk for size, chunk in zip(shape, self.chunks, strict=True))
+        return math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class FileSpec:
     """All that must be known of a file before its first sample is written.
 
@@ -87,7 +159,9 @@ class FileSpec:
     tables : dict of str to (shape, dtype)
         Datasets below ``/h5chunk``.
     attributes : dict
-        Attributes of ``/h5chunk``; ``field_attributes`` those of the fields.
+        Attributes of ``/h5chunk``; ``field_attributes`` those of the fields, and of groups that hold arrays.
+    arrays : dict of str to ArraySpec
+        Further datasets, by path. They come behind the fields.
     """
 
     num_samples: int
@@ -96,13 +170,15 @@ class FileSpec:
     tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
     attributes: Mapping[str, Any]
     field_attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    arrays: Mapping[str, ArraySpec] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the file, but for alignment and some of the metadata."""
         num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
         tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
-        return HEADER_BYTES + num_rows * sum(each.sample_bytes for each in self.fields) + tables
+        arrays = sum(each.num_bytes for each in self.arrays.values())
+        return HEADER_BYTES + num_rows * sum(each.sample_bytes for each in self.fields) + arrays + tables
 
 
 @dataclass(frozen=True)
@@ -128,25 +204,43 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
         for each in spec.fields:
             shape = (spec.num_samples, *each.sample_shape)
             datasets[each.name] = _create(file, each.name, shape, each.dtype, (spec.chunk_samples, *each.sample_shape))
-            for name, value in spec.field_attributes.get(each.name, {}).items():
-                datasets[each.name].attrs[name] = _fixed(value)
+        for path_of, array in spec.arrays.items():
+            datasets[path_of] = _create_array(file, path_of, array)
+        for path_of, attributes in spec.field_attributes.items():
+            for name, value in attributes.items():
+                file[path_of].attrs[name] = _fixed(value)
         group = file.create_group(GROUP)
         for name, value in spec.attributes.items():
             group.attrs[name] = _fixed(value)
         group.create_group("checksums")
         for name, (shape, dtype) in spec.tables.items():
-            datasets[f"{GROUP}/{name}"] = _create(group, name, shape, dtype, None)
-        return {name: _region(dataset) for name, dataset in datasets.items() if dataset.size}
+            datasets[f"{GROUP}/{name}"] = _create_array(group, name, ArraySpec(shape, dtype))
+        return {name: _region(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
+
+
+def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
+    parent, _, name = path.rpartition("/")
+    group = group.require_group(parent) if parent else group
+    return _create(group, name, array.shape, array.dtype, array.chunks, array.fill)
 
 
 def _create(
-    group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype, chunks: tuple[int, ...] | None
+    group: h5py.Group,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    chunks: tuple[int, ...] | None,
+    fill: int | None = None,
 ) -> h5py.Dataset:
-    """A dataset with all its space allocated and none of it written."""
+    """A dataset with all its space allocated and none of it written; with ``fill``, with none allocated."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     properties.set_obj_track_times(False)
+    if fill is None:
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    else:
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR)
+        properties.set_fill_value(np.array(fill, dtype))
     if chunks:
         properties.set_chunk(chunks)
     else:

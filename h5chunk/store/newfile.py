@@ -141,7 +141,7 @@ class NewFile:
         """Bytes of a dataset, from its byte ``start`` on."""
         return os.pread(self._descriptor, num_bytes, self._regions[name].offset + start)
 
-    def write_bytes(self, name: str, start: int, data: bytes) -> None:
+    def write_bytes(self, name: str, start: int, data: bytes | memoryview) -> None:
         """Write bytes of a dataset, from its byte ``start`` on."""
         write_at(self._descriptor, data, self._regions[name].offset + start)
 

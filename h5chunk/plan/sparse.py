@@ -1,0 +1,131 @@
+"""How a sparse matrix lies in a file: the types, the chunks, and the rows that a window shuffles.
+
+>>> plan_csr(138_493, 26_744, 20_000_263, pattern=False)
+CsrLayout(num_rows=138493, num_columns=26744, num_entries=20000263, pattern=False, chunk_samples=512, window_chunks=49)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.cache import CacheSettings, cache_for
+from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, human_bytes
+from h5chunk.plan.order import INTERLEAVE
+
+INDEX_CHUNK_BYTES = 1 << 20  # of one HDF5 chunk of indices
+ROW_CHUNK_BYTES = 256 << 10  # of the entries of one nominal chunk of rows
+MIN_ROW_CHUNK_BYTES = 16 << 10
+POINTER_BYTES = 8  # of indptr, a row
+
+
+@dataclass(frozen=True)
+class CsrLayout:
+    """Where the rows of a matrix lie in the file.
+
+    Attributes
+    ----------
+    num_rows, num_columns, num_entries : int
+    pattern : bool
+        All values are one, and none is stored.
+    chunk_samples : int
+        Rows of a nominal chunk of rows, which an order permutes.
+    window_chunks : int
+        Recommended number of those that are shuffled together.
+    reasons : tuple of str
+        Why, one sentence each.
+    """
+
+    num_rows: int
+    num_columns: int
+    num_entries: int
+    pattern: bool
+    chunk_samples: int
+    window_chunks: int
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def index_dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Of the column of an entry."""
+        return index_dtype(self.num_columns)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Stored bytes of an entry."""
+        return self.index_dtype.itemsize + (not self.pattern)
+
+    @property
+    def chunk_entries(self) -> int:
+        """Entries in one HDF5 chunk of ``indices`` and ``data``; at least 1."""
+        return max(1, min(INDEX_CHUNK_BYTES // self.index_dtype.itemsize, self.num_entries))
+
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes of a row on average, rounded up."""
+        return POINTER_BYTES + math.ceil(self.num_entries * self.entry_bytes / self.num_rows)
+
+    @property
+    def num_chunks(self) -> int:
+        """Nominal chunks of rows."""
+        return math.ceil(self.num_rows / self.chunk_samples)
+
+    @property
+    def cache(self) -> CacheSettings:
+        """Recommended chunk cache of one process that reads all open windows through HDF5."""
+        num_chunks = math.ceil(self.num_entries / self.chunk_entries)
+        open_bytes = INTERLEAVE * self.window_chunks * self.chunk_samples * self.row_bytes
+        open_chunks = math.ceil(open_bytes / (self.chunk_entries * self.entry_bytes)) + INTERLEAVE * self.window_chunks
+        chunk_bytes = self.chunk_entries * self.index_dtype.itemsize
+        return cache_for(min(open_chunks, max(1, num_chunks)), chunk_bytes, max(1, num_chunks))
+
+
+def plan_csr(
+    num_rows: int, num_columns: int, num_entries: int, *, pattern: bool, chunk_samples: int | None = None
+) -> CsrLayout:
+    """Choose the nominal chunk of rows, or take the one given.
+
+    Parameters
+    ----------
+    num_rows, num_columns, num_entries : int
+        At least 1, 1 and 0.
+    pattern : bool
+    chunk_samples : int, optional
+
+    Raises
+    ------
+    OptionError
+        ``chunk_samples`` is below 1.
+    """
+    whole = CsrLayout(num_rows, num_columns, num_entries, pattern, num_rows, 1)
+    row_bytes = whole.row_bytes
+    if chunk_samples is None:
+        by_bytes = power_of_two_below(ROW_CHUNK_BYTES / row_bytes)
+        least = power_of_two_below(MIN_ROW_CHUNK_BYTES / row_bytes)
+        by_count = max(power_of_two_below(num_rows / MIN_CHUNKS), least)
+        chunk_samples = min(by_bytes, by_count, num_rows)
+        reason = f"{chunk_samples} rows a nominal chunk of rows: {human_bytes(chunk_samples * row_bytes)} on average"
+    elif chunk_samples < 1:
+        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or let it be chosen")
+    else:
+        chunk_samples = min(chunk_samples, num_rows)
+        reason = f"{chunk_samples} rows a nominal chunk of rows, as asked: {human_bytes(chunk_samples * row_bytes)}"
+    window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
+    reasons = (reason, f"windows of {window_chunks} of them are shuffled together")
+    return CsrLayout(num_rows, num_columns, num_entries, pattern, chunk_samples, window_chunks, reasons)
+
+
+def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest unsigned type that holds the number of any column.
+
+    >>> [str(index_dtype(n)) for n in (1, 256, 257, 65_536, 65_537, 1 << 32, (1 << 32) + 1)]
+    ['uint8', 'uint8', 'uint16', 'uint16', 'uint32', 'uint32', 'uint64']
+    """
+    return np.min_scalar_type(max(0, num_columns - 1))
+
+
+def power_of_two_below(value: float) -> int:
+    """The largest power of two that is at most ``value``, and at least 1."""
+    return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1
