@@ -20,9 +20,10 @@ from test_chunktable import create
 
 from h5chunk.errors import FileError
 from h5chunk.plan.order import Order
-from h5chunk.store import codecs, direct
+from h5chunk.store import codecs, direct, ranges
 from h5chunk.store.codecs import ChunkDecoder
-from h5chunk.store.direct import MAX_VECTORS, RUN_BYTES, EncodedField, NotDirect, PlainField
+from h5chunk.store.direct import EncodedField, NotDirect, PlainField
+from h5chunk.store.ranges import MAX_VECTORS, RUN_BYTES
 from h5chunk.store.reader import H5Reader
 
 N = 37
@@ -245,7 +246,7 @@ def test_filters_with_all_types(tmp_path, dtype, name):
 )
 def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_bytes, kept, name):
     monkeypatch.setattr(direct, "PART_BYTES", part_bytes)
-    monkeypatch.setattr(direct, "KEPT_CHUNKS", kept)
+    monkeypatch.setattr("h5chunk.store.decoded.KEPT_CHUNKS", kept)
     data = encoded(tmp_path / "a.h5", (200, 30), chunk, "i2", **FILTERS[name])
     field = direct_field(tmp_path / "a.h5")
     check_direct(tmp_path / "a.h5", data, rows, field)
@@ -294,7 +295,7 @@ def test_chunks_that_are_kept_are_forgotten(tmp_path, decoded):
     for _ in range(2):
         check_direct(tmp_path / "a.h5", data, [1, 2], field)
     assert len(decoded) == 1
-    field._kept_lock.acquire()  # as if a thread held it that a fork has left behind
+    field._chunks._kept_lock.acquire()  # as if a thread held it that a fork has left behind
     field.forget()
     check_direct(tmp_path / "a.h5", data, [1, 2], field)
     assert len(decoded) == 2
@@ -336,7 +337,7 @@ def test_a_compressed_file_cut_short_while_it_is_open(tmp_path, rows):
     data = encoded(path, (N, 300), **FILTERS["shuffle"])
     field = direct_field(path)
     with path.open("r+b") as file:
-        file.truncate(int(field._table.offsets[2]) + 700)
+        file.truncate(int(field._chunks._table.offsets[2]) + 700)
     with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: the file ends .*cut short"):
         read(field, path, np.array(rows), np.zeros((len(rows), 300), np.uint8))
     read(field, path, np.arange(8), np.zeros((8, 300), np.uint8))
@@ -347,7 +348,7 @@ def test_a_stored_chunk_of_more_than_it_can_be(tmp_path):
     encoded(tmp_path / "a.h5", **FILTERS["gzip"])
     with h5py.File(tmp_path / "a.h5", "a") as file:
         file["x"].id.write_direct_chunk((8, 0, 0), bytes(1 << 20))
-    with pytest.raises(FileError, match=r"a\.h5: field 'x' has a stored chunk of 1048576 bytes for 60 of data"):
+    with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: 1048576 stored bytes for 60 of data"):
         direct_field(tmp_path / "a.h5")
 
 
@@ -359,7 +360,7 @@ def test_memory_that_decoding_takes(tmp_path):
 
 
 def test_huge_compressed_chunks_are_not_direct(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct, "MAX_DECODED_BYTES", 1199)
+    monkeypatch.setattr("h5chunk.store.decoded.MAX_DECODED_BYTES", 1199)
     encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
     with pytest.raises(NotDirect, match=r"compressed chunks are of 1\.2 KiB, and threads decode at most 1\.2 KiB each"):
         direct_field(tmp_path / "a.h5")
@@ -434,7 +435,7 @@ def test_short_reads(tmp_path, monkeypatch, most_bytes):
             left = left[length:]
         return len(given)
 
-    monkeypatch.setattr(direct, "_preadv", short)
+    monkeypatch.setattr(ranges, "_preadv", short)
     for rows in ROWS:
         check_direct(path, data, rows)
     assert len(calls) > len(ROWS)
@@ -492,7 +493,7 @@ def test_an_error_of_the_system_names_file_field_and_chunk(tmp_path, monkeypatch
         return -1
 
     monkeypatch.setattr(os, "preadv", fail)
-    monkeypatch.setattr(direct, "_preadv", fail_in_c)
+    monkeypatch.setattr(ranges, "_preadv", fail_in_c)
     match = rf"a\.h5: field 'x', chunk {0 if whole else 5}: cannot be read: Input/output error"
     with path.open("rb") as file, pytest.raises(FileError, match=match):
         if whole:

@@ -25,7 +25,7 @@ from h5chunk.feed.pipeline import Load
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, check_echo, echo_pass, num_echoed
 from h5chunk.plan.order import Order, permutation
-from h5chunk.store.direct import _PlainPart
+from h5chunk.store.ranges import VectorPart
 
 __all__ = ["nothing_is_left"]
 
@@ -284,7 +284,7 @@ def test_repr_and_length(path, echo):
 @pytest.fixture
 def late(monkeypatch):
     """Windows come only when the loop has nothing left to do but to wait for them."""
-    allowed, over, wait, read = threading.Semaphore(0), threading.Event(), Load.wait, _PlainPart.__call__
+    allowed, over, wait, read = threading.Semaphore(0), threading.Event(), Load.wait, VectorPart.__call__
 
     def wait_and_allow(load, timeout_s=None):
         if not load.is_ready:
@@ -297,7 +297,7 @@ def late(monkeypatch):
         read(*arguments)
 
     monkeypatch.setattr(Load, "wait", wait_and_allow)
-    monkeypatch.setattr(_PlainPart, "__call__", read_if_allowed)
+    monkeypatch.setattr(VectorPart, "__call__", read_if_allowed)
     yield over
     over.set()
 

@@ -29,7 +29,7 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.slots import AHEAD, num_open_windows
 from h5chunk.store.codecs import ChunkDecoder
-from h5chunk.store.direct import _PlainPart
+from h5chunk.store.ranges import VectorPart
 from h5chunk.store.reader import H5Reader
 
 __all__ = ["no_imagecodecs", "nothing_is_left"]
@@ -193,7 +193,7 @@ def test_the_warning_points_at_the_caller(tmp_path):
 
 
 def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.direct.MAX_DECODED_BYTES", 359)
+    monkeypatch.setattr("h5chunk.store.decoded.MAX_DECODED_BYTES", 359)
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}))
     [expected] = expected_epochs(path, 16)
     with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode at most"):
@@ -599,7 +599,7 @@ def test_closing_frees_what_is_kept_for_batches(large):
 def test_report(path, monkeypatch):
     """What the loop waited for, and nothing else; it is there while an epoch lasts."""
     monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 0)
-    wait, read, asked = Load.wait, _PlainPart.__call__, threading.Event()
+    wait, read, asked = Load.wait, VectorPart.__call__, threading.Event()
 
     def ask(*arguments):
         asked.set()
@@ -612,7 +612,7 @@ def test_report(path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Load, "wait", ask)
-        patch.setattr(_PlainPart, "__call__", slowly)
+        patch.setattr(VectorPart, "__call__", slowly)
         with ChunkLoader(path, 16, num_threads=1) as loader:
             assert loader.report == EpochReport() and loader.report.samples_per_s == 0
             start = time.perf_counter()
@@ -780,7 +780,7 @@ def test_a_file_that_changes(tmp_path, how, when, kind):
 def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch):
     monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 0)
     loader = ChunkLoader(path, 16, shuffle=False)
-    read, calls = _PlainPart.__call__, []
+    read, calls = VectorPart.__call__, []
 
     def fail(self, descriptor):
         calls.append(self)
@@ -789,7 +789,7 @@ def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch):
         read(self, descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_PlainPart, "__call__", fail)
+        patch.setattr(VectorPart, "__call__", fail)
         found = []
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             found += [as_lists([batch])[0] for batch in loader]

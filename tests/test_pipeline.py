@@ -16,8 +16,9 @@ import h5chunk.feed.pipeline
 from h5chunk.errors import FileError
 from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.order import Window
-from h5chunk.store import direct as direct_module
-from h5chunk.store.direct import _PlainPart, direct_field
+from h5chunk.store import ranges
+from h5chunk.store.direct import direct_field
+from h5chunk.store.ranges import VectorPart
 from h5chunk.store.reader import H5Reader
 
 N = 203
@@ -101,7 +102,7 @@ def nothing_is_left():
 @pytest.mark.parametrize("whole_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("direct", [(), ("x",), ("x", "y")])
 def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct):
-    monkeypatch.setattr(direct_module, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
     monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_BYTES", whole_bytes)
     readers = make_readers(path, 3, direct)
     shuffled = np.random.default_rng(0).permutation(N)
@@ -117,8 +118,8 @@ def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct):
 
 def test_parts_are_shared_out(path, monkeypatch):
     """Two threads work on one window at the same time."""
-    monkeypatch.setattr(direct_module, "PART_BYTES", 1)
-    both, read = threading.Barrier(2, timeout=WAIT_S), _PlainPart.__call__
+    monkeypatch.setattr(ranges, "PART_BYTES", 1)
+    both, read = threading.Barrier(2, timeout=WAIT_S), VectorPart.__call__
     seen = set()
 
     def meet(*arguments):
@@ -127,7 +128,7 @@ def test_parts_are_shared_out(path, monkeypatch):
             both.wait()
         read(*arguments)
 
-    monkeypatch.setattr(_PlainPart, "__call__", meet)
+    monkeypatch.setattr(VectorPart, "__call__", meet)
     readers = make_readers(path)
     load = readers.load(window(range(N)), MemorySlot())
     load.wait(WAIT_S)
@@ -137,8 +138,8 @@ def test_parts_are_shared_out(path, monkeypatch):
 
 @pytest.mark.parametrize("field", ["x", "z"])
 def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field):
-    monkeypatch.setattr(direct_module, "PART_BYTES", 1)
-    owner, name = {"x": (_PlainPart, "__call__"), "z": (Readers, "_read_by_hdf5")}[field]
+    monkeypatch.setattr(ranges, "PART_BYTES", 1)
+    owner, name = {"x": (VectorPart, "__call__"), "z": (Readers, "_read_by_hdf5")}[field]
     original = getattr(owner, name)
     failed: list[int] = []
 
@@ -204,14 +205,14 @@ def test_a_thread_that_does_not_start_leaves_nothing(path, monkeypatch):
 def blocked(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """Let reading begin and stand still; gives (begun, go on)."""
     begun, go_on = threading.Event(), threading.Event()
-    read = _PlainPart.__call__
+    read = VectorPart.__call__
 
     def wait(*arguments):
         begun.set()
         assert go_on.wait(WAIT_S)
         read(*arguments)
 
-    monkeypatch.setattr(_PlainPart, "__call__", wait)
+    monkeypatch.setattr(VectorPart, "__call__", wait)
     return begun, go_on
 
 
@@ -235,7 +236,7 @@ def test_closing_fails_what_was_not_read(path, monkeypatch):
 
 def test_closing_races_with_threads_that_take_tasks(path, monkeypatch):
     """The last task may be gone between a look at the queue and taking it."""
-    monkeypatch.setattr(direct_module, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "PART_BYTES", 500)
     for _ in range(60):
         readers = make_readers(path, 4)
         readers.load(window(range(N)), MemorySlot())

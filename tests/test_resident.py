@@ -23,7 +23,7 @@ from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.loader import LOADING_SLOTS, ChunkLoader
 from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.order import Order
-from h5chunk.store.direct import _PlainPart
+from h5chunk.store.ranges import VectorPart
 
 __all__ = ["nothing_is_left"]
 
@@ -408,7 +408,7 @@ def test_a_loader_without_a_name(path):
 
 def fail_at(monkeypatch, number: int, work) -> None:
     """Do something when so many parts were read."""
-    read, calls = _PlainPart.__call__, []
+    read, calls = VectorPart.__call__, []
 
     def note(*arguments):
         calls.append(1)
@@ -416,7 +416,7 @@ def fail_at(monkeypatch, number: int, work) -> None:
             work()
         read(*arguments)
 
-    monkeypatch.setattr(_PlainPart, "__call__", note)
+    monkeypatch.setattr(VectorPart, "__call__", note)
 
 
 @pytest.mark.parametrize("number", [1, 4])

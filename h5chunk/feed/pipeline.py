@@ -20,7 +20,8 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.order import Window
-from h5chunk.store.direct import EncodedField, Part, PlainField
+from h5chunk.store.direct import EncodedField, PlainField
+from h5chunk.store.ranges import Part
 from h5chunk.store.reader import H5Reader
 
 WHOLE_ROW_BYTES = 64  # fields of such small rows, labels mostly, are kept in memory whole
