@@ -102,15 +102,52 @@ class Entry:
 CONTENDERS = {
     "ours": Entry("ours", "ChunkLoader", "h5chunk", {224: {}}),
     "ours-reuse": Entry("ours", "ChunkLoader, reuse=True", "h5chunk", {224: {"memory": REUSED}}),
-    "ffcv-random": Entry("ffcv", "FFCV, RANDOM", "ffcv", {224: {"order": "RANDOM", "memory": REUSED}}),
-    "ffcv-quasi": Entry("ffcv", "FFCV, QUASI_RANDOM", "ffcv", {224: {"order": "QUASI_RANDOM", "memory": REUSED}}),
-    "memmap": Entry("memmap", "np.memmap, fancy indexing", "numpy", {224: {}}),
-    "lmdb": Entry("lmdb", "LMDB", "lmdb", {224: {}}),
-    "tensorstore": Entry("tensorstore", "TensorStore", "tensorstore", {224: {}}),
-    "hf": Entry("hf", "Hugging Face datasets", "datasets", {224: {}}),
-    "mds": Entry("mds", "MosaicML Streaming", "mosaicml-streaming", {224: {}}),
-    "litdata": Entry("litdata", "LitData", "litdata", {224: {}}),
-    "webdataset": Entry("webdataset", "WebDataset", "webdataset", {224: {}}),
-    "h5py-rows": Entry("h5py_rows", "h5py, a batch read into one array", "h5py", {224: {}}),
-    "h5py": Entry("h5py", "h5py Dataset in a DataLoader", "h5py", {224: {}}),
+    "ffcv-random": Entry(
+        "ffcv",
+        "FFCV, RANDOM",
+        "ffcv",
+        {
+            224: {"order": "RANDOM", "memory": REUSED, "ahead": 1, "page_bytes": 2 << 20},
+            32: {"order": "RANDOM", "memory": REUSED, "ahead": 1},
+            28: {"order": "RANDOM", "memory": REUSED, "ahead": 1, "field": "array"},
+        },
+    ),
+    "ffcv-quasi": Entry(
+        "ffcv",
+        "FFCV, QUASI_RANDOM",
+        "ffcv",
+        {
+            224: {"order": "QUASI_RANDOM", "memory": REUSED, "ahead": 1, "page_bytes": 2 << 20},
+            32: {"order": "QUASI_RANDOM", "memory": REUSED},
+            28: {"order": "QUASI_RANDOM", "memory": REUSED, "ahead": 1, "field": "array"},
+        },
+    ),
+    "memmap": Entry("memmap", "np.memmap, images[indices]", "numpy", {224: {"threads": 2}, 32: {}}),
+    "memmap-take": Entry(
+        "memmap",
+        "np.memmap, np.take(out=)",
+        "numpy",
+        {
+            224: {"how": "Into", "threads": 2, "memory": REUSED},
+            32: {"how": "Into", "memory": REUSED},
+        },
+    ),
+    "lmdb": Entry("lmdb", "LMDB", "lmdb", {224: {"memory": REUSED}}),
+    "tensorstore": Entry(
+        "tensorstore",
+        "TensorStore",
+        "tensorstore",
+        {
+            224: {"chunk": 1, "ahead": 2, "memory": REUSED, "io": 2, "copies": 2},
+            32: {"chunk": 1000, "ahead": 2, "memory": REUSED, "cache_bytes": 1 << 28},
+        },
+    ),
+    "hf": Entry(
+        "hf", "Hugging Face datasets", "datasets", {224: {"threads": 2, "memory": REUSED}, 32: {"layout": "binary"}}
+    ),
+    "litdata": Entry("litdata", "LitData", "litdata", {224: {"batch_decode": 0}}),
+    "h5py-rows": Entry("h5py_rows", "h5py, a batch at once", "h5py", {224: {"fancy": True, "memory": REUSED}}),
+    "h5py": Entry("h5py", "h5py Dataset in a DataLoader", "h5py", {224: {"workers": 2}}),
+    "mds": Entry("mds", "MosaicML Streaming", "mosaicml-streaming", {224: {"indexed": True, "threads": 2}}),
+    "webdataset": Entry("webdataset", "WebDataset", "webdataset", {224: {"workers": 2}}),
 }

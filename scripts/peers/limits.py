@@ -31,10 +31,10 @@ REUSED_WAYS = (
         for piece in (2 * MIB, 8 * MIB)
     ),
 )
-# One thread is never the best into fresh memory, nor is index_select: left out of what each run measures.
 FRESH_WAYS = (
     *({"kind": "take", "threads": threads, "memory": "numpy"} for threads in (1, 2)),
     *({"kind": "preadv", "threads": threads, "piece_bytes": 2 * MIB, "memory": "numpy"} for threads in (1, 2)),
+    {"kind": "index_select", "threads": 2, "memory": "numpy"},
     {"kind": "take", "threads": 2, "memory": "torch"},
     {"kind": "preadv", "threads": 2, "piece_bytes": 2 * MIB, "memory": "torch"},
 )

@@ -36,6 +36,8 @@ class Into(Rows):
 
 class Contender(Indexed):
     FILE_SETTINGS = ()
+    # Fastest in fresh memory: two threads for large images, one for small; processes lose to their transport.
+    # Sorting a batch's rows: within noise. np.take into memory used again is a row of its own.
     TRIED = (
         *({"how": how} | way for way in WAYS if "memory" not in way for how in ("Rows", "Sorted")),
         *({"how": "Into"} | way for way in WAYS),

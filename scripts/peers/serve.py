@@ -165,8 +165,6 @@ def main() -> None:
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
-    if server is not None:
-        os._exit(0)  # some libraries' threads would keep the process for seconds
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def array_spec(source: Source, path: Path, chunk: int, shard: int) -> dict[str, 
 
 class Contender:
     FILE_SETTINGS = ("chunk", "shard")
+    # Fastest: a sample a chunk, read into memory used again, as many threads as cores; for small images large chunks in
+    # a cache that holds them all.
     TRIED = (
         *({"chunk": 1, "ahead": ahead} for ahead in (0, 1, 2, 4)),
         {"chunk": 1, "ahead": 2, "memory": REUSED},
