@@ -26,7 +26,14 @@ MAY_IMPORT = {
     "cli": {"tools", "errors", "__init__"},
     "__init__": set(),
 }
-ONLY_IN = {"torch": {"feed"}, "click": {"cli"}, "tqdm": {"cli"}, "h5py": {"store", "tools"}, "PIL": {"sources"}}
+ONLY_IN = {
+    "torch": {"feed"},
+    "click": {"cli"},
+    "tqdm": {"cli"},
+    "h5py": {"sources", "store", "tools"},
+    "PIL": {"sources"},
+    "pyarrow": {"sources"},
+}
 NEVER_AT_IMPORT = {"torch", "h5py", "matplotlib", "numpy", "PIL"}
 
 

@@ -7,12 +7,39 @@ what is done about duplicates, is the converter's business.
 
 from __future__ import annotations
 
+import importlib
 import os
+import posixpath
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from h5chunk.errors import OptionError, SourceError, printable
+
+READERS = {  # modules are imported when a file needs them
+    "csv": ("delimited", "DelimitedSource", "columns"),
+    "npz": ("npz", "NpzSource", ""),
+    "mtx": ("mtx", "MtxSource", ""),
+    "libsvm": ("libsvm", "LibsvmSource", ""),
+    "h5ad": ("h5ad", "H5adSource", "layer"),
+    "10x": ("tenx", "TenxSource", "layer"),
+    "npy": ("npy", "NpySource", ""),
+}
+BY_NAME = {
+    ".mtx": "mtx",
+    ".libsvm": "libsvm",
+    ".svmlight": "libsvm",
+    ".svm": "libsvm",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".dat": "csv",
+    ".npy": "npy",
+    ".h5ad": "h5ad",
+}
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -25,7 +52,8 @@ class Block:
         Numbers from 0, as the source counts them. Where the source has ids (`SparseSource.has_ids`) the raw ids:
         int64, or fixed-length bytes (``S``, UTF-8) whose length may differ from block to block.
     values : (n,) array of any numeric type, or None
-        Finite. None for a pure pattern, where every entry is a one; it is None in all blocks of a source or in none.
+        Finite; zeros that a sparse file holds are kept. None for a pure pattern, where every entry is a one; it is
+        None in all blocks of a source or in none. Arrays may be read-only.
     """
 
     rows: np.ndarray
@@ -117,9 +145,94 @@ def open_sparse(
     OptionError
         An option that cannot be.
     """
-    raise NotImplementedError
+    path = os.fspath(path)
+    kind = format or looks_sparse(path)
+    if kind is None:
+        if not os.path.exists(path):
+            raise SourceError(f"{printable(path)}: there is no such file")
+        raise SourceError(
+            f"{printable(path)}: no sparse matrix that is known by its name and first bytes: say the format "
+            f"({', '.join(READERS)})"
+        )
+    if kind not in READERS:
+        raise OptionError(f"format is {kind!r} but must be one of {', '.join(READERS)}")
+    module, name, takes = READERS[kind]
+    options: dict[str, Any] = {}
+    for option, given in (("layer", layer), ("columns", columns)):
+        if option == takes:
+            options[option] = given
+        elif given is not None:
+            raise OptionError(f"{option} is {given!r} but {printable(path)} is read as {kind}, which has none")
+    try:
+        reader = getattr(importlib.import_module(f"h5chunk.sources.sparse.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "pyarrow":
+            raise
+        raise SourceError(f'{printable(path)}: {kind} is read with pyarrow: pip install "h5chunk[sparse]"') from None
+    return reader(path, **options)
 
 
 def looks_sparse(path: str | os.PathLike[str]) -> str | None:
     """The kind of a file by its name and first bytes, None if it is none of ours (a folder or archive of images)."""
-    raise NotImplementedError
+    path = os.fspath(path)
+    name = os.fsencode(path).decode("utf-8", "backslashreplace").lower()
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            start = file.read(1 << 12)
+    except OSError:
+        return None
+    if start.startswith(HDF5_MAGIC):
+        return _kind_of_hdf5(path, name)
+    if start.startswith(b"PK\x03\x04"):
+        return "npz" if _has_matrix(path) else None
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    extension = posixpath.splitext(name.removesuffix(".gz"))[1]
+    if extension in BY_NAME or start.startswith(b"%%MatrixMarket"):
+        return BY_NAME.get(extension, "mtx")
+    if extension == ".npz" or (b"\0" in start and not start.startswith(b"\x1f\x8b")):
+        return None
+    return _kind_of_text(path)
+
+
+def _kind_of_hdf5(path: str, name: str) -> str | None:
+    import h5py
+
+    if name.endswith(".h5ad"):
+        return "h5ad"
+    try:
+        with h5py.File(path, "r") as file:
+            links = {key: file.get(key, getlink=True) for key in list(file)[:1000]}
+            own = [key for key, link in links.items() if isinstance(link, h5py.HardLink)]
+            groups = [set(file[key]) for key in own if isinstance(file[key], h5py.Group)]
+    except (OSError, RuntimeError, KeyError, ValueError):
+        return None
+    if any({"barcodes", "indptr", "indices"} <= keys for keys in groups):
+        return "10x"
+    return "h5ad" if {"X", "obs", "var"} <= set(own) else None
+
+
+def _has_matrix(path: str) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {"format.npy", "shape.npy"} <= set(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
+        return path.lower().endswith(".npz")
+
+
+def _kind_of_text(path: str) -> str | None:
+    """Text without a telling name is taken only if its first lines leave no doubt."""
+    try:
+        from h5chunk.sources.sparse import delimited, libsvm
+        from h5chunk.sources.sparse.text import TextFile
+
+        lines = TextFile(path).head_lines()
+    except (ModuleNotFoundError, SourceError):
+        return None
+    if lines[0].startswith(b"%%MatrixMarket"):
+        return "mtx"
+    if libsvm.looks_libsvm(lines):
+        return "libsvm"
+    return "csv" if delimited.looks_delimited(lines) else None

@@ -1,0 +1,399 @@
+"""Delimited files of (row, column[, value]) in any number of lines: ratings.csv, ratings.dat, u.data, edge lists.
+
+| question | answer |
+| --- | --- |
+| delimiter | what parts the first lines: ``::``, tab, semicolon, comma, or runs of blanks |
+| header | the first line, if it names columns: words where the second line has numbers, or well-known names |
+| columns | by their names (userId, movieId, rating, timestamp and the like), else the first, second and third; others \
+are left out, times too |
+| ids | int64 if those that are looked at (the start of the file and places all over it) are whole numbers as int64 \
+writes them, but for one in 200 that is taken for broken; else bytes as they stand; ``007`` is a string |
+| values | float64, finite |
+
+Lines above that start with ``#`` or ``%`` are comments; blank lines are passed over. Source: pyarrow.csv reads the
+numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow
+import pyarrow.csv
+
+from h5chunk.errors import OptionError, printable
+from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.text import Piece, TextFile, first_bad_line, shown
+
+# names of columns, in small letters and without anything between them
+ROWS = re.compile(
+    "user|userid|uid|reviewerid|customer|customerid|row|rowid|cell|cellid|barcode|query|doc|document|from|fromnodeid|"
+    "source|src|i|u"
+)
+COLUMNS = re.compile(
+    "item|itemid|iid|movie|movieid|product|productid|isbn|asin|artist|artistid|track|trackid|song|songid|book|bookid|"
+    "business|businessid|column|columnid|col|gene|geneid|feature|term|word|to|tonodeid|target|dst|j"
+)
+VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
+TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
+
+MAX_ID_BYTES = 256
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
+PIECES_IN_MEMORY = 6  # text, its translation, pyarrow's columns, the block, masks
+ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
+MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole numbers are taken for broken lines
+NUM_PROBES, PROBE_BYTES = 16, 1 << 14
+COMMENTS = (b"#", b"%")
+BLANKS = re.compile(rb"[ \t]+")
+EDGES = re.compile(rb"(?m)^ +| +\r?$")
+WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
+AS_STRING = ":str"
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """How lines fall into cells; ``mark`` is what stands for the delimiter when pyarrow reads."""
+
+    delimiter: bytes
+    mark: bytes
+
+    @property
+    def has_quotes(self) -> bool:
+        return self.delimiter in (b",", b";", b"\t")
+
+    def translate(self, data: bytes) -> bytes:
+        """The same lines with a delimiter of one character."""
+        if self.delimiter == b" ":
+            data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
+            return EDGES.sub(b"", data) if data.startswith(b" ") or b"\n " in data or b" \n" in data else data
+        return data if self.delimiter == self.mark else data.replace(self.delimiter, self.mark)
+
+    def cells(self, line: bytes) -> list[bytes]:
+        """The cells of one line."""
+        line = self.translate(line)
+        if not self.has_quotes or b'"' not in line:
+            return line.split(self.mark)
+        text = line.decode("utf-8", "surrogateescape")
+        row = next(csv.reader(io.StringIO(text), delimiter=self.mark.decode()), [])
+        return [cell.encode("utf-8", "surrogateescape") for cell in row]
+
+
+COMMA, SEMICOLON, TAB = (_Dialect(mark, mark) for mark in (b",", b";", b"\t"))
+BLANK = _Dialect(b" ", b" ")
+COLONS = _Dialect(b"::", b"\x1f")
+DIALECTS = (COLONS, TAB, SEMICOLON, COMMA, BLANK)
+
+
+class DelimitedSource:
+    """A delimited file; see `SparseSource`. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
+
+    Parameters
+    ----------
+    path : path
+    columns : tuple of str, optional
+        Columns that are row, column and, if there is a third, value: names of the header, or numbers from 0. A name
+        that ends with ``:str`` says that its ids are strings.
+
+    Raises
+    ------
+    SourceError
+        The file cannot be read, or it cannot be told what its columns are.
+    OptionError
+        ``columns`` does not fit the file.
+    """
+
+    kind = "csv"
+    shape = (None, None)
+    has_ids = True
+    is_sorted_by_row = False
+    row_names = None
+    column_names = None
+
+    def __init__(self, path: str | os.PathLike[str], columns: tuple[str, ...] | None = None) -> None:
+        self._text = TextFile(path)
+        self.path, self.num_bytes = self._text.path, self._text.num_bytes
+        self.row_fields: dict[str, np.ndarray] = {}
+        self.categories: dict[str, list[str]] = {}
+        lines = self._text.head_lines()
+        self._num_skipped = _num_comments(lines)
+        lines = [line for line in lines[self._num_skipped :] if line.strip()]
+        if not lines:
+            self._text.fail("holds no line of data")
+        self._dialect = guess_dialect(lines)
+        table = [self._dialect.cells(line) for line in lines[:1000]]
+        self._width = len(table[0])
+        if self._width < 2:
+            self._text.fail(
+                f"one column only, {shown(lines[0])}: at least row and column must be there, parted by a comma, tab, "
+                "semicolon, blank or '::'",
+                self._num_skipped + 1,
+            )
+        self.header = self._find_header(table, columns)
+        if self.header is None and columns is None and self._width > 4:
+            self._text.fail(f"{self._width} columns and no header: say which are row, column and value (columns)")
+        self._columns, self._told = self._choose(columns)
+        self._num_skipped += self.header is not None
+        self._types = self._find_types(table[self.header is not None :])
+
+    def _find_header(self, table: list[list[bytes]], columns: tuple[str, ...] | None) -> list[str] | None:
+        first = table[0]
+        names = [cell.decode("utf-8", "backslashreplace").strip() for cell in first]
+        known = [_plain(name) for name in names]
+        named = columns is not None and not all(_without_type(name).isdecimal() for name in columns)
+        second = table[1] if len(table) > 1 and len(table[1]) == len(first) else None
+        words = second is not None and any(
+            _is_number(below) and cell.strip() and not _is_number(cell)
+            for cell, below in zip(first, second, strict=True)
+        )
+        if not (words or named or (ROWS.fullmatch(known[0]) and COLUMNS.fullmatch(known[1]))):
+            return None
+        if any(_is_number(cell) for cell in first) and not named:
+            return None  # a broken line, not a header
+        repeated = next((name for name in names if name and names.count(name) > 1), None)
+        if repeated is not None:
+            self._text.fail(f"two columns are called {repeated!r}: rename one", self._num_skipped + 1)
+        return names
+
+    def _choose(self, columns: tuple[str, ...] | None) -> tuple[list[int], list[bool]]:
+        """Numbers of the columns that are row, column[, value], and which were said to be strings."""
+        if columns is not None:
+            if len(columns) not in (2, 3):
+                raise OptionError(f"columns names {len(columns)} columns: name row, column and, if there is one, value")
+            chosen = [self._number(name) for name in columns]
+            if len(set(chosen)) < len(chosen):
+                raise OptionError(f"columns {columns!r} names one column twice")
+            return chosen, [name not in (self.header or ()) and name.endswith(AS_STRING) for name in columns]
+        if self.header is None:
+            return list(range(min(self._width, 3))), [False] * 3
+        known = [_plain(name) for name in self.header]
+        parts = [
+            next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)
+        ]
+        if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or self._width <= 4):
+            left = [i for i, name in enumerate(known) if name and i not in parts and not TIMES.fullmatch(name)]
+            value = parts[2] if parts[2] >= 0 else next(iter(left), -1)
+            return [i for i in (*parts[:2], value) if i >= 0], [False] * 3
+        left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
+        if not 2 <= len(left) <= 3:
+            names = ", ".join(repr(name) for name in self.header)
+            self._text.fail(
+                f"it cannot be told which of the columns {names} are row, column and value: say it (columns)"
+            )
+        return left, [False] * 3
+
+    def _number(self, name: str) -> int:
+        for word in (name, _without_type(name)):
+            if self.header and word in self.header:
+                return self.header.index(word)
+            if word.isdecimal():
+                if int(word) < self._width:
+                    return int(word)
+                raise OptionError(f"column {word} is not there: {printable(self.path)} has {self._width}, from 0")
+        there = ", ".join(self.header) if self.header else f"no header, but columns 0 to {self._width - 1}"
+        raise OptionError(f"column {name!r} is not in {printable(self.path)}: it has {there}")
+
+    def _find_types(self, table: list[list[bytes]]) -> list[pyarrow.DataType]:
+        """int64 or bytes for ids, float64 for values."""
+        sample = list(table)
+        for lines in self._text.probes(NUM_PROBES, PROBE_BYTES):
+            sample += [self._dialect.cells(line) for line in lines.split(b"\n") if line.strip()]
+        types = []
+        for told, number in zip(self._told, self._columns[:2], strict=False):
+            cells = [row[number] for row in sample if len(row) == self._width and row[number].strip()]
+            num_words = sum(not _is_whole(cell) for cell in cells)
+            words = num_words > MAX_BROKEN_PART * len(cells)
+            types.append(pyarrow.binary() if told or words else pyarrow.int64())
+        return types + [pyarrow.float64()] * (len(self._columns) - 2)
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
+        num_rows = 0
+        for piece in self._text.pieces(size):
+            piece = self._without_start(piece)
+            columns = self._parse(piece)
+            step = self._rows_at_once(columns, max_bytes)
+            count = len(columns[0])
+            num_rows += count
+            for start in range(0, count, step):
+                arrays = [_to_numpy(column.slice(start, step)) for column in columns]
+                values = arrays[2] if len(arrays) == 3 else None
+                if values is not None and not np.isfinite(values).all():
+                    self._refuse_value(piece, start + int(np.flatnonzero(~np.isfinite(values))[0]))
+                yield Block(arrays[0], arrays[1], values), piece.consumed_bytes
+        if not num_rows:
+            self._text.fail("holds no line of data below its header")
+
+    def _without_start(self, piece: Piece) -> Piece:
+        """The lines of data: without the comments and the header."""
+        if piece.line > self._num_skipped:
+            return piece
+        lines = piece.data.split(b"\n", self._num_skipped - piece.line + 1)
+        return Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
+
+    def _parse(self, piece: Piece) -> list[pyarrow.Array]:
+        data = self._dialect.translate(piece.data)
+        try:
+            columns = self._read(data)
+            if len(columns[0]) == _num_filled(data):
+                self._check_ids(columns)
+                return columns
+        except pyarrow.ArrowInvalid:
+            pass
+        self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
+        raise AssertionError("unreachable")
+
+    def _read(self, data: bytes) -> list[pyarrow.Array]:
+        names = [str(i) for i in range(self._width)]
+        chosen = [names[i] for i in self._columns]
+        if not data.strip(b"\r\n"):
+            return [pyarrow.array([], kind) for kind in self._types]
+        table = pyarrow.csv.read_csv(
+            pyarrow.BufferReader(data),
+            pyarrow.csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
+            pyarrow.csv.ParseOptions(
+                delimiter=self._dialect.mark.decode(), quote_char='"' if self._dialect.has_quotes else False
+            ),
+            pyarrow.csv.ConvertOptions(
+                check_utf8=False,
+                include_columns=chosen,
+                column_types=dict(zip(chosen, self._types, strict=True)),
+                null_values=[],
+            ),
+        )
+        return [table[name].combine_chunks() for name in chosen]
+
+    def _check_ids(self, columns: list[pyarrow.Array]) -> None:
+        for column in columns[:2]:
+            if column.type == pyarrow.binary() and len(column):
+                lengths = _lengths(column)
+                if not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
+                    raise pyarrow.ArrowInvalid("an id is empty or too long")
+
+    def _works(self, data: bytes) -> bool:
+        data = self._dialect.translate(data)
+        try:
+            columns = self._read(data)
+            self._check_ids(columns)
+        except pyarrow.ArrowInvalid:
+            return False
+        return len(columns[0]) == _num_filled(data)
+
+    def _rows_at_once(self, columns: list[pyarrow.Array], max_bytes: int) -> int:
+        """Rows of a block: strings are as wide as the longest."""
+        wide = [int(_lengths(c).max()) for c in columns if c.type == pyarrow.binary() and len(c)]
+        return max(1, len(columns[0]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
+
+    def _refuse_line(self, line: int, text: bytes) -> None:
+        """Say what is wrong with a line."""
+        cells = self._dialect.cells(text)
+        if self._dialect.has_quotes and text.count(b'"') % 2:
+            self._text.fail(f"a quote is not closed in {shown(text)}", line)
+        if len(cells) != self._width:
+            self._text.fail(f"{len(cells)} columns where the lines above have {self._width}: {shown(text)}", line)
+        for part, kind, number in zip(("row", "column", "value"), self._types, self._columns, strict=False):
+            name = f"{part} {self.header[number]!r}" if self.header else part
+            cell = cells[number]
+            what = f"{name} is {shown(cell)}"
+            if not cell.strip():
+                self._text.fail(f"{name} is empty: {shown(text)}", line)
+            if kind == pyarrow.binary() and len(cell) > MAX_ID_BYTES:
+                self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
+            if kind == pyarrow.int64() and not _is_whole(cell):
+                told = self.header[number] if self.header else number
+                self._text.fail(
+                    f"{what}, no whole number of 64 bits as the ids above: if ids are strings, say so with the column "
+                    f"'{told}{AS_STRING}' (columns): {shown(text)}",
+                    line,
+                )
+            if kind == pyarrow.float64() and not _is_number(cell):
+                self._text.fail(f"{what}, no number: {shown(text)}", line)
+        self._text.fail(f"cannot be read: {shown(text)}", line)
+
+    def _refuse_value(self, piece: Piece, place: int) -> None:
+        lines = piece.data.split(b"\n")
+        filled = [number for number, text in enumerate(lines) if text.strip(b"\r")]
+        text = lines[filled[place]].removesuffix(b"\r")
+        cells = self._dialect.cells(text)
+        row, column, value = (cells[i].decode("utf-8", "backslashreplace") for i in self._columns)
+        self._text.fail(
+            f"the value at row {row}, column {column} is {value}: values must be finite: {shown(text)}",
+            piece.line + filled[place],
+        )
+
+
+def guess_dialect(lines: list[bytes]) -> _Dialect:
+    """What parts the cells of some lines."""
+    lines = lines[:100]
+    for dialect in DIALECTS:
+        if all(dialect.delimiter in line for line in lines[:2]):
+            return dialect
+    return next((dialect for dialect in DIALECTS if dialect.delimiter in lines[0]), BLANK)
+
+
+def looks_delimited(lines: list[bytes]) -> bool:
+    """Whether lines without any header are pairs of whole numbers and what follows them, alike in all."""
+    lines = [line for line in lines[_num_comments(lines) :] if line.strip()][:100]
+    if not lines:
+        return False
+    dialect = guess_dialect(lines)
+    table = [dialect.cells(line) for line in lines]
+    return all(2 <= len(row) == len(table[0]) <= 4 and _is_whole(row[0]) and _is_whole(row[1]) for row in table)
+
+
+def _num_comments(lines: list[bytes]) -> int:
+    """Comments and blank lines above the first line."""
+    return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)), len(lines))
+
+
+def _without_type(name: str) -> str:
+    return name.removesuffix(AS_STRING)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _is_whole(cell: bytes) -> bool:
+    cell = cell.strip(b" \t")
+    return WHOLE.fullmatch(cell) is not None and -(1 << 63) <= int(cell) < 1 << 63
+
+
+def _is_number(cell: bytes) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return b"_" not in cell
+
+
+def _num_filled(data: bytes) -> int:
+    """Number of lines that are not empty."""
+    count = data.count(b"\n")
+    if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:
+        count = sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
+    return count
+
+
+def _lengths(column: pyarrow.Array) -> np.ndarray:
+    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    return np.diff(offsets)
+
+
+def _to_numpy(column: pyarrow.Array) -> np.ndarray:
+    """Numbers as they lie; strings as bytes of fixed length."""
+    if column.type != pyarrow.binary():
+        return column.to_numpy()
+    if not len(column):
+        return np.empty(0, "S1")
+    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    lengths = np.diff(offsets)
+    wide = np.zeros((len(column), int(lengths.max())), np.uint8)
+    data = np.frombuffer(column.buffers()[2], np.uint8)
+    wide[np.arange(wide.shape[1]) < lengths[:, None]] = data[offsets[0] : offsets[-1]]
+    return wide.view(f"S{wide.shape[1]}")[:, 0]
