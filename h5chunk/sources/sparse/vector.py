@@ -167,7 +167,9 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
     return ends
 
 
-def _numbers(vector: Vector, start: int, stop: int, limit: int, word: str, where: Callable[[int], str]) -> np.ndarray:
+def _numbers(
+    vector: Vector, start: int, stop: int, limit: int, word: str, others: str, other: np.ndarray
+) -> np.ndarray:
     """Checked numbers of rows or columns, int64; messages name the number on the other axis."""
     read = vector.read(start, stop)
     if len(read) and (int(read.min()) < 0 or int(read.max()) >= limit):
