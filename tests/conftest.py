@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,3 +32,10 @@ def class_folder(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def small_images_are_read(monkeypatch):
+    """Images of tests are so small that all of them would be kept in memory."""
+    if "h5chunk.feed.pipeline" in sys.modules:
+        monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_ROW_BYTES", 64)

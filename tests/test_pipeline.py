@@ -101,7 +101,10 @@ def nothing_is_left():
 @pytest.mark.parametrize("part_bytes", [1, 5000, 1 << 22])
 @pytest.mark.parametrize("whole_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("direct", [(), ("x",), ("x", "y")])
-def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct):
+@pytest.mark.parametrize(("whole_row_bytes", "quick_bytes"), [(64, 1 << 20), (1024, 1 << 20), (1024, 0)])
+def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct, whole_row_bytes, quick_bytes):
+    monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_ROW_BYTES", whole_row_bytes)
+    monkeypatch.setattr(h5chunk.feed.pipeline, "QUICK_BYTES", quick_bytes)
     monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
     monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_BYTES", whole_bytes)
     readers = make_readers(path, 3, direct)

@@ -185,11 +185,16 @@ class CudaSlot:
 
 
 def gather(fields: Tensors, samples: torch.Tensor, memory: BatchMemory | None) -> Tensors:
-    """Some samples of each field, in memory of ``memory`` or, on a GPU, of torch's."""
+    """Some samples of each field: on a GPU in torch's memory, on the CPU in that of ``memory``.
+
+    By NumPy there: torch's threads wait for each other, which takes long where others use the cores.
+    """
     if memory is None:
         return tuple(field.index_select(0, samples) for field in fields)
-    rooms = (memory.empty((len(samples), *field.shape[1:]), field.dtype) for field in fields)
-    return tuple(torch.index_select(field, 0, samples, out=room) for field, room in zip(fields, rooms, strict=True))
+    rooms = tuple(memory.empty((len(samples), *field.shape[1:]), field.dtype) for field in fields)
+    for field, room in zip(fields, rooms, strict=True):
+        np.take(field.numpy(), samples.numpy(), axis=0, out=room.numpy(), mode="clip")
+    return rooms
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -24,8 +24,9 @@ from h5chunk.store.direct import EncodedField, PlainField
 from h5chunk.store.ranges import Part
 from h5chunk.store.reader import H5Reader
 
-WHOLE_ROW_BYTES = 64  # fields of such small rows, labels mostly, are kept in memory whole
+WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size
+QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
 WAIT_S = 120.0  # after which threads that finish nothing are an error
 
 
@@ -144,7 +145,11 @@ class Readers:
         parts: list[Part] = []
         for name, out in slot.begin(len(window.samples)).items():
             if name in self._whole:
-                _gather(self._whole[name], window.samples, out)
+                gather = partial(_gather, self._whole[name], window.samples, out)
+                if out.nbytes > QUICK_BYTES:
+                    parts.append(gather)
+                else:
+                    gather(self.descriptor)
             elif name in self._direct:
                 parts += self._direct[name].parts(window.rows, window.places, out)
             else:
@@ -210,7 +215,7 @@ def _open(path: Path) -> int:
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
 
 
-def _gather(values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
+def _gather(values: np.ndarray, samples: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
     there = out.view(values.dtype).reshape(len(samples), *values.shape[1:])
     np.take(values, samples, axis=0, out=there, mode="clip")  # another mode makes NumPy copy once more
 
