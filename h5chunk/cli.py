@@ -53,6 +53,25 @@ class _ChunkSamples(click.ParamType):
             self.fail(f"{value!r} is neither auto nor a number", param, ctx)
 
 
+class _Bytes(click.ParamType):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from h5chunk.tools.sparse_options import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except H5ChunkError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Names(click.ParamType):
+    name = "A,B[,C]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+
+
 @main.command()
 @click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
@@ -115,6 +134,47 @@ class _ChunkSamples(click.ParamType):
 @click.option(
     "--max-pixels", type=click.IntRange(1), default=89_478_485, show_default=True, help="Refuse images of more pixels."
 )
+@click.option(
+    "--format",
+    type=click.Choice(["images", "csv", "npz", "mtx", "libsvm", "h5ad", "10x", "npy"]),
+    help="What SOURCE is. [default: as its name and first bytes say]",
+)
+@click.option(
+    "--layer", metavar="NAME", help="Sparse: matrix of an .h5ad (X, raw, or a layer), or genome of a 10x file."
+)
+@click.option(
+    "--columns",
+    type=_Names(),
+    help="Sparse: columns of a delimited file that are row, column and value (names, or 0, 1, ...).",
+)
+@click.option("--scale", type=float, metavar="S", help="Sparse: store value * S. [default: the smallest that is exact]")
+@click.option("--clip", is_flag=True, help="Sparse: what is outside of 0..255 becomes 0 or 255.")
+@click.option("--binarize", type=float, metavar="MIN", help="Sparse: values >= MIN become 1, all others are dropped.")
+@click.option(
+    "--min-row-count", type=click.IntRange(0), default=0, metavar="N", help="Sparse: leave out rows of fewer entries."
+)
+@click.option(
+    "--min-column-count",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Sparse: leave out columns of fewer entries, before rows are.",
+)
+@click.option("--dense", is_flag=True, help="Sparse: pack dense rows instead.")
+@click.option(
+    "--filter",
+    type=click.Choice(["gzip", "none"]),
+    default="gzip",
+    show_default=True,
+    help="How --dense rows are compressed.",
+)
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=_Bytes(),
+    default=1 << 30,
+    help="Sparse: about the most memory to take, such as 512M; the rest waits on disk. [default: 1GiB]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--quiet", is_flag=True, help="No progress bar, no report.")
@@ -122,9 +182,10 @@ class _ChunkSamples(click.ParamType):
 def convert(
     source: str, output: str, no_shuffle: bool, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Pack the images of SOURCE into the HDF5 file OUTPUT.
+    """Pack the images, or the sparse matrix, of SOURCE into the HDF5 file OUTPUT.
 
-    SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar.
+    SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix:
+    ratings.csv and other (row, column[, value]) lines, .npz, .mtx, libsvm, .h5ad, 10x .h5, .npy.
     """
     from h5chunk.tools.convert import convert as run
     from h5chunk.tools.convert import plan_convert
@@ -193,7 +254,8 @@ def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    words = {"list": "listing", "convert": "converting", "bench": "measuring"}
+    words = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
+    units = {"read": "B", "write": " entries"}
     bar: tqdm[Any] | None = None
     current = ""
 
@@ -202,7 +264,15 @@ def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int
         if stage != current or bar is None:
             if bar is not None:
                 bar.close()
-            bar = tqdm(desc=words[stage], unit=unit, total=total, leave=False, mininterval=0.1, dynamic_ncols=True)
+            bar = tqdm(
+                desc=words[stage],
+                unit=units.get(stage, unit),
+                unit_scale=stage in units,
+                total=total,
+                leave=False,
+                mininterval=0.1,
+                dynamic_ncols=True,
+            )
             current = stage
         bar.update(done - bar.n)
 

@@ -49,15 +49,15 @@ fields is cut there. The cache is that of a process that reads rows through HDF5
 ``row_ids``, ``column_ids``
     int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name that row i or column j had in the source.
 ``column_index``
-    int64, (columns,): column j is column ``column_index[j]`` of the source.
+    int64, (columns,): column j is column ``column_index[j]`` of the source. Only where columns were left out.
 ``categories/<field>``
     Fixed-length UTF-8 strings: what the codes of a field mean; -1 is missing.
 
 ``source_index`` counts the rows of the source from 0, all of them: as they are numbered there, or, where they have ids,
 in ascending order of all ids of the source. So does ``column_index``. Rows that were filtered away leave gaps.
 
-A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the attributes
-``scale`` and ``pattern``, in chunks of (chunk_samples, columns) compressed by shuffle and gzip or by none; ``kind`` is
+A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the
+attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
 ``dense``. Where it is compressed, its chunks have an index and lie in order.
 
 Beside the data, in the group ``/h5chunk``
@@ -101,15 +101,17 @@ LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
 ALIGNMENT_THRESHOLD = 64 << 10
 HEADER_BYTES = 16 << 10  # metadata of a file, about
+GZIP_LEVEL = 1  # of dense rows, mostly zeros: higher ones take three times the time for a few percent
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """A field to be written: its name, and shape and dtype of one sample."""
+    """A field to be written: its name, shape and dtype of one sample, and whether its chunks are compressed."""
 
     name: str
     sample_shape: tuple[int, ...]
     dtype: np.dtype
+    gzip: bool = False
 
     @property
     def sample_bytes(self) -> int:
@@ -129,12 +131,15 @@ class ArraySpec:
         Contiguous without.
     fill : int, optional
         Nothing is ever written to it: all elements read as this, and take no bytes.
+    gzip : bool
+        Its chunks are compressed, and written one by one (`h5chunk.store.newfile.NewFile.chunk_writer`).
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[int, ...] | None = None
     fill: int | None = None
+    gzip: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -174,11 +179,12 @@ class FileSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file, but for alignment and some of the metadata."""
+        """Bytes of the file, but for alignment, some of the metadata, and what is compressed."""
         num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
         tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
         arrays = sum(each.num_bytes for each in self.arrays.values())
-        return HEADER_BYTES + num_rows * sum(each.sample_bytes for each in self.fields) + arrays + tables
+        fields = num_rows * sum(each.sample_bytes for each in self.fields if not each.gzip)
+        return HEADER_BYTES + fields + arrays + tables
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,8 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
         datasets = {}
         for each in spec.fields:
             shape = (spec.num_samples, *each.sample_shape)
-            datasets[each.name] = _create(file, each.name, shape, each.dtype, (spec.chunk_samples, *each.sample_shape))
+            array = ArraySpec(shape, each.dtype, (spec.chunk_samples, *each.sample_shape), gzip=each.gzip)
+            datasets[each.name] = _create(file, each.name, array)
         for path_of, array in spec.arrays.items():
             datasets[path_of] = _create_array(file, path_of, array)
         for path_of, attributes in spec.field_attributes.items():
@@ -221,34 +228,31 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
 def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
     parent, _, name = path.rpartition("/")
     group = group.require_group(parent) if parent else group
-    return _create(group, name, array.shape, array.dtype, array.chunks, array.fill)
+    return _create(group, name, array)
 
 
-def _create(
-    group: h5py.Group,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    chunks: tuple[int, ...] | None,
-    fill: int | None = None,
-) -> h5py.Dataset:
-    """A dataset with all its space allocated and none of it written; with ``fill``, with none allocated."""
+def _create(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
+    """A dataset with all its space allocated and none of it written; with a fill value or a filter, none allocated."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
-    if fill is None:
-        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    else:
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    if array.fill is not None:
+        properties.set_fill_value(np.array(array.fill, array.dtype))
+        properties.set_fill_time(h5py.h5d.FILL_TIME_IFSET)
+    if array.fill is not None or array.gzip:
         properties.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR)
-        properties.set_fill_value(np.array(fill, dtype))
-    if chunks:
-        properties.set_chunk(chunks)
+    if array.chunks:
+        properties.set_chunk(array.chunks)
     else:
         properties.set_layout(h5py.h5d.CONTIGUOUS)
+    if array.gzip:
+        properties.set_deflate(GZIP_LEVEL)
+    dtype = array.dtype
     if dtype.kind == "S":
         dtype = h5py.string_dtype("utf-8", dtype.itemsize)
     kind = h5py.h5t.py_create(dtype, logical=True)
-    space = h5py.h5s.create_simple(shape)
+    space = h5py.h5s.create_simple(array.shape)
     return h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space, properties))
 
 

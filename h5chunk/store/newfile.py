@@ -12,17 +12,20 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+import h5py
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.store.format import FileSpec, Region, create_file
+from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
 
 FLUSH_INTERVAL_S = 0.5
+ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
 
 
 class NewFile:
@@ -144,6 +147,27 @@ class NewFile:
     def write_bytes(self, name: str, start: int, data: bytes | memoryview) -> None:
         """Write bytes of a dataset, from its byte ``start`` on."""
         write_at(self._descriptor, data, self._regions[name].offset + start)
+
+    @contextmanager
+    def chunk_writer(self, name: str) -> Iterator[Callable[[int, bytes], None]]:
+        """Gives a function that stores a compressed chunk of a field, by its number along the first axis.
+
+        Nothing else may be written meanwhile.
+        """
+        with h5py.File(self.part, "r+", libver=LIBVER, locking=False) as file:
+            dataset = file[name]
+            size, rest = dataset.chunks[0], (0,) * (dataset.ndim - 1)
+            left = 0
+
+            def write(number: int, data: bytes) -> None:
+                nonlocal left
+                left -= len(data)
+                if left < 0:  # before HDF5 writes, as it crashes on a full disk
+                    left = ROOM_BYTES
+                    check_room(self._path, len(data) + 2 * ROOM_BYTES)
+                dataset.id.write_direct_chunk((number * size, *rest), data)
+
+            yield write
 
     def flusher(self) -> Flusher:
         """A thread that sends what was written to the disk all the while."""

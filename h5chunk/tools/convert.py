@@ -1,4 +1,4 @@
-"""Pack a folder, an archive or a manifest of images into one HDF5 file."""
+"""Pack a folder, an archive or a manifest of images, or a sparse matrix, into one HDF5 file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,14 @@ from h5chunk.sources.decode import MAX_PIXELS, ImageOptions
 from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
+from h5chunk.store.csr import field_checksums
 from h5chunk.store.fill import Filled, FillJob, available_cores, fill
 from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
 from h5chunk.store.newfile import NewFile, check_output, check_room
+from h5chunk.tools.convert_sparse import MEMORY_BYTES, convert_sparse, plan_sparse
 from h5chunk.tools.report import ConvertPlan, ConvertReport
+from h5chunk.tools.report_sparse import SparsePlan, SparseReport
+from h5chunk.tools.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
 
 IMAGES = "images"
 NAMES_AT_A_TIME = 65_536
@@ -108,10 +112,21 @@ def convert(
     on_error: str = "fail",
     animated: str = "error",
     max_pixels: int = MAX_PIXELS,
+    format: str | None = None,
+    layer: str | None = None,
+    columns: Sequence[str] | None = None,
+    scale: float | None = None,
+    clip: bool = False,
+    binarize: float | None = None,
+    min_row_count: int = 0,
+    min_column_count: int = 0,
+    dense: bool = False,
+    filter: str = "gzip",
+    memory_bytes: int = MEMORY_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> ConvertReport:
-    """Pack images into one HDF5 file.
+) -> ConvertReport | SparseReport:
+    """Pack images, or a sparse matrix, into one HDF5 file.
 
     The file appears under its name only when it is complete and on disk. Equal source and options give equal bytes,
     with any number of workers.
@@ -119,7 +134,9 @@ def convert(
     Parameters
     ----------
     source : path
-        A folder with one folder per class, a flat folder, or either in a .zip or .tar.
+        A folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix: a file of
+        (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
+        10x .h5, or a dense .npy.
     path : path
         The file to make.
     manifest : path, optional
@@ -145,6 +162,31 @@ def convert(
         For an image of several frames.
     max_pixels : int
         Images of more pixels are refused.
+    format : {"images", "csv", "npz", "mtx", "libsvm", "h5ad", "10x", "npy"}, optional
+        What the source is, where its name and first bytes do not tell. This and all options down to ``memory_bytes``
+        are for sparse matrices; those from ``manifest`` to ``max_pixels``, but for ``chunk_samples``, ``seed`` and
+        ``shuffle``, for images.
+    layer : str, optional
+        Which matrix of an .h5ad: ``X``, ``raw`` or the name of a layer; which genome of an old 10x file.
+    columns : sequence of str, optional
+        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if any, value.
+    scale : float, optional
+        Values are stored as value * scale, which must be whole numbers from 0 to 255; without, the smallest of 1, 2,
+        4, 5, 8, 10, 16, 20, 100 that makes them so. The values of duplicate entries are summed before anything else.
+    clip : bool
+        Whether what lies outside of 0..255 becomes 0 or 255.
+    binarize : float, optional
+        Values of at least this become 1, all others are dropped.
+    min_row_count, min_column_count : int
+        Leave out first columns, then rows, of fewer entries than this; once. Rows without entries are kept if the
+        source has them by number, and if this is 0.
+    dense : bool
+        Pack dense rows instead.
+    filter : {"gzip", "none"}
+        Of their chunks.
+    memory_bytes : int
+        About the most memory to take; what does not fit waits on disk, beside ``path``. The output does not depend on
+        it.
     overwrite : bool
         Whether to replace a file at ``path``.
     progress : callable, optional
@@ -152,7 +194,7 @@ def convert(
 
     Returns
     -------
-    ConvertReport
+    ConvertReport or SparseReport
 
     Raises
     ------
@@ -163,25 +205,15 @@ def convert(
     OptionError
         An argument cannot be.
     """
+    given = dict(locals())
+    if is_sparse(source, given, convert):
+        return convert_sparse(source, path, **sparse_arguments(given), progress=progress)
+    return _convert_images(**{name: value for name, value in given.items() if name not in SPARSE_ONLY})
+
+
+def _convert_images(*, overwrite: bool, progress: Progress | None, **options: Any) -> ConvertReport:
     started = time.perf_counter()
-    job = _prepare(
-        source=source,
-        path=path,
-        manifest=manifest,
-        size=size,
-        fit=fit,
-        color=color,
-        layout=layout,
-        animated=animated,
-        max_pixels=max_pixels,
-        chunk_samples=chunk_samples,
-        seed=seed,
-        shuffle=shuffle,
-        workers=workers,
-        on_error=on_error,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    job = _prepare(overwrite=overwrite, progress=progress, **options)
     with NewFile(job.path, overwrite) as new:
         regions = new.allocate(job.spec())
         filled = _fill(new, job, regions[IMAGES].offset, progress)
@@ -209,7 +241,9 @@ def convert(
 _APPLIED = ("rotated", "resized", "first frame")
 
 
-def plan_convert(source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any) -> ConvertPlan:
+def plan_convert(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any
+) -> ConvertPlan | SparsePlan:
     """What `convert` would do with the same arguments; writes nothing.
 
     Raises
@@ -218,7 +252,10 @@ def plan_convert(source: str | os.PathLike[str], path: str | os.PathLike[str], *
     """
     call = inspect.signature(convert).bind(source, path, **options)
     call.apply_defaults()
-    job = _prepare(**call.arguments)
+    given = call.arguments
+    if is_sparse(source, given, convert):
+        return plan_sparse(source, path, **sparse_arguments(given))
+    job = _prepare(**{name: value for name, value in given.items() if name not in SPARSE_ONLY})
     spec = job.spec()
     check_room(job.path, spec.num_bytes)
     return ConvertPlan(
@@ -352,7 +389,7 @@ def _write_tables(new: NewFile, job: _Conversion, image_checksums: np.ndarray) -
     for name, values in listing.columns.items():
         rows = values[order]
         new.write(name, rows)
-        new.write(f"{GROUP}/checksums/{name}", _checksums(rows, size))
+        new.write(f"{GROUP}/checksums/{name}", field_checksums(rows, size))
     new.write(f"{GROUP}/source_index", order)
     ends = np.cumsum(listing.names.offsets[order + 1] - listing.names.offsets[order])
     new.write(f"{GROUP}/source_name_ends", ends)
@@ -361,13 +398,6 @@ def _write_tables(new: NewFile, job: _Conversion, image_checksums: np.ndarray) -
         new.write_bytes(f"{GROUP}/source_names", int(ends[start - 1]) if start else 0, names)
     if listing.class_names:
         new.write(f"{GROUP}/class_names", _class_table(listing.class_names))
-
-
-def _checksums(rows: np.ndarray, chunk_samples: int) -> np.ndarray:
-    """CRC-32 of each chunk of a field, the last filled up with zeros: (num_chunks,) uint32."""
-    data, chunk_bytes = rows.tobytes(), chunk_samples * rows.itemsize
-    data += bytes(-len(data) % chunk_bytes)
-    return np.array([zlib.crc32(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)], np.uint32)
 
 
 def _class_table(class_names: list[str]) -> np.ndarray:

@@ -1,0 +1,188 @@
+"""Which uint8 codes stand for the values of a sparse matrix: exactly, or not at all.
+
+A value is ``code / scale``. While entries are read they are counted in *units*, whole numbers that every scale tried
+shares: 1/400 (or 1/scale, where a scale was asked for), so that duplicates are summed exactly. What the sums are
+decides the scale: the smallest that makes all of them whole numbers up to 255.
+
+>>> coding = Coding()
+>>> units, unfit = coding.units(np.array([0.5, 3.0, 5.0]))
+>>> units.tolist(), unfit
+([200, 1200, 2000], None)
+>>> coding.choose_scale(np.unique(units)), coding.codes(2.0)[units].tolist()
+(2.0, [1, 6, 10])
+>>> coding.units(np.array([0.5, 0.3333]))[1]
+1
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5chunk.errors import OptionError
+
+SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100)
+UNITS = math.lcm(*SCALES)  # in a one
+MAX_CODE = 255
+HUGE = float(1 << 40)  # with clip: far above any code, and small enough that sums of entries do not overflow
+
+Values = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How values become codes.
+
+    Attributes
+    ----------
+    scale : float, optional
+        A value is its code over this; chosen among `SCALES` if not given.
+    clip : bool
+        Whether codes below 0 and above 255 become those.
+    binarize : float, optional
+        Values of at least this become 1, all others 0.
+
+    Raises
+    ------
+    OptionError
+        One of them cannot be, or two exclude each other.
+    """
+
+    scale: float | None = None
+    clip: bool = False
+    binarize: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("scale", self.scale), ("binarize", self.binarize)):
+            if value is not None and not 0 < value < math.inf:
+                raise OptionError(f"{name} is {value}: give a number above 0")
+        if self.binarize is not None and (self.scale is not None or self.clip):
+            raise OptionError("binarize makes all values 1: give no scale and no clip with it")
+
+    @property
+    def units_per_one(self) -> float:
+        """Units in a value of 1."""
+        return UNITS if self.scale is None else self.scale
+
+    @property
+    def max_unit(self) -> int:
+        """Sums of entries end here, in units."""
+        return UNITS * MAX_CODE if self.scale is None and self.binarize is None else MAX_CODE
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of what `units` gives: sums of it must be exact."""
+        if self.binarize is not None:
+            return np.dtype(np.float64)
+        return np.dtype(np.int64 if self.clip else np.uint32)
+
+    @property
+    def num_bits(self) -> int | None:
+        """Bits of an entry's units; None where they have no bound."""
+        return self.max_unit.bit_length() if self.dtype == np.uint32 else None
+
+    def units(self, values: Values) -> tuple[Values, int | None]:
+        """Count entries in units.
+
+        Parameters
+        ----------
+        values : (n,) array of any real type
+
+        Returns
+        -------
+        units : (n,) array of `dtype`
+            With ``binarize``, the values themselves.
+        unfit : int or None
+            The first entry that has none; the units mean nothing then.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows does not fit
+            return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
+
+    def _units(self, values: Values) -> tuple[Values, int | None]:
+        real = values.astype(np.float64)
+        unfit = ~np.isfinite(real)
+        if unfit.any():
+            return real, int(unfit.argmax())
+        if self.binarize is not None:
+            return real, None
+        scales = SCALES if self.scale is None else (self.scale,)
+        units = np.zeros(len(values), np.float64)
+        left = np.ones(len(values), bool)
+        for scale in scales:
+            codes = np.rint(real * scale)
+            fits = (codes / scale).astype(values.dtype) == values if values.dtype.kind == "f" else codes / scale == real
+            if not self.clip:
+                fits &= (codes >= 0) & (codes <= MAX_CODE)
+            per_code = 1 if self.scale is not None else UNITS // scale
+            if fits.all():
+                units, left = codes * per_code, ~fits
+                break
+            fits &= left
+            units[fits] = codes[fits] * per_code
+            left &= ~fits
+        if left.any():
+            return units, int(left.argmax())
+        return np.clip(units, -HUGE, HUGE).astype(self.dtype), None
+
+    def settle(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """What sums of units stand for: clipped or binarised.
+
+        Parameters
+        ----------
+        sums : (n,) array
+            Of what `units` gave, in uint64, int64 or float64.
+
+        Returns
+        -------
+        units : (n,) int64
+            0 for entries that are to be dropped.
+        unfit : (n,) bool
+            Those above `max_unit`.
+        """
+        if self.binarize is not None:
+            return (sums >= self.binarize).astype(np.int64), np.zeros(len(sums), bool)
+        units = sums.astype(np.int64)
+        if self.clip:
+            return np.clip(units, 0, self.max_unit), np.zeros(len(sums), bool)
+        return units, units > self.max_unit
+
+    def choose_scale(self, units: npt.NDArray[np.int64]) -> float | None:
+        """The smallest scale that makes codes of all these units; None if there is none.
+
+        Parameters
+        ----------
+        units : (n,) int64
+            Those that occur, ascending.
+        """
+        if self.scale is not None or self.binarize is not None:
+            return 1.0 if self.scale is None else float(self.scale)
+        for scale in SCALES:
+            step = UNITS // scale
+            if not (units % step).any() and (self.clip or not len(units) or int(units[-1]) // step <= MAX_CODE):
+                return float(scale)
+        return None
+
+    def unfit_units(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of the units, where `choose_scale` found no scale, that keep the scale of the others from fitting.
+
+        The smallest scale that makes them all whole, if there is one: those that are then above 255. Else the first
+        that no scale shares with those below it.
+        """
+        scales = list(SCALES)
+        for unit in units.tolist():
+            fitting = [scale for scale in scales if unit * scale % UNITS == 0]
+            if not fitting:
+                return np.array([unit], np.int64)
+            scales = fitting
+        return units[units // (UNITS // scales[0]) > MAX_CODE]
+
+    def codes(self, scale: float) -> npt.NDArray[np.uint8]:
+        """The code of each number of units: (max_unit + 1,) uint8; of units that have none, anything."""
+        units = np.arange(self.max_unit + 1, dtype=np.int64)
+        if self.scale is None and self.binarize is None:
+            units //= UNITS // int(scale)
+        return np.minimum(units, MAX_CODE).astype(np.uint8)

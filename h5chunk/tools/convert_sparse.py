@@ -1,0 +1,299 @@
+"""Pack a sparse matrix into one HDF5 file: read, sort by row, settle on codes, write.
+
+Entries are read once and sorted within ``memory_bytes``; what does not fit waits on disk, beside the output, in files
+without names, which the system takes back however this ends. The bytes of the output do not depend on the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import h5chunk
+from h5chunk.errors import OutputError, SourceError, printable
+from h5chunk.plan.sparse import index_dtype, plan_csr
+from h5chunk.sources.sparse import block as sparse
+from h5chunk.sources.sparse.block import SparseSource
+from h5chunk.store.csr import MATRIX, CsrWriter, csr_spec, write_fields
+from h5chunk.store.format import GROUP, FileSpec
+from h5chunk.store.newfile import NewFile, check_output
+from h5chunk.tools.report_sparse import SparsePlan, SparseReport
+from h5chunk.tools.sparse_dense import DenseFile
+from h5chunk.tools.sparse_keep import Kept, choose_what_to_keep
+from h5chunk.tools.sparse_options import MEMORY_BYTES as MEMORY_BYTES
+from h5chunk.tools.sparse_options import SparseOptions
+from h5chunk.tools.sparse_read import Budget, read_source
+
+PROBE_S = 1.0  # time to read the start of a source for a plan
+
+Progress = Callable[[str, int, "int | None"], None]
+
+
+def convert_sparse(
+    source: SparseSource | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    options: SparseOptions,
+    *,
+    format: str | None = None,
+    layer: str | None = None,
+    columns: tuple[str, ...] | None = None,
+    progress: Progress | None = None,
+) -> SparseReport:
+    """Pack a sparse matrix into one HDF5 file: see `h5chunk.convert`.
+
+    Raises
+    ------
+    SourceError, OutputError, OptionError
+        As `h5chunk.convert`.
+    """
+    started = time.perf_counter()
+    source, path = _open(source, path, options, format, layer, columns)
+
+    def told(done: int) -> None:
+        if progress:
+            progress("read", done, source.num_bytes)
+
+    with ExitStack() as stack:
+        new = stack.enter_context(NewFile(path, options.overwrite))
+        budget = Budget(options.memory_bytes)
+        seed = options.seed if options.shuffle else None
+        folder = Path(os.path.realpath(path)).parent
+        read = read_source(source, options.coding(), folder, budget, seed, stack, told)
+        kept = choose_what_to_keep(read, options.min_row_count, options.min_column_count)
+        if kept.num_columns < 1 or not len(kept.row_entries):
+            raise SourceError(f"{printable(source.path)}: nothing is left of it")
+        fields, tables = _fields(kept), _tables(kept)
+        write = _write_dense if options.dense else _write_csr
+        chunk_samples = write(new, kept, options, fields, tables, _writing(progress, kept))
+        new.commit()
+        num_ranges = read.entries.num_ranges
+    return SparseReport(
+        path=printable(path),
+        source_kind=source.kind,
+        kind="dense" if options.dense else "csr",
+        num_rows=len(kept.row_entries),
+        num_columns=kept.num_columns,
+        num_entries=int(kept.row_entries.sum()),
+        num_bytes=path.stat().st_size,
+        scale=kept.scale,
+        pattern=kept.pattern,
+        chunk_samples=chunk_samples,
+        seconds=time.perf_counter() - started,
+        counts={what: count for what, count in kept.counts.items() if count},
+        num_ranges=num_ranges,
+        fields=list(fields),
+    )
+
+
+def _open(
+    source: SparseSource | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    options: SparseOptions,
+    format: str | None,
+    layer: str | None,
+    columns: tuple[str, ...] | None,
+) -> tuple[SparseSource, Path]:
+    path = Path(path)
+    if isinstance(source, str | os.PathLike):
+        if path.exists() and os.path.exists(source) and path.samefile(source):
+            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+        check_output(path, options.overwrite)
+        source = sparse.open_sparse(source, format, layer=layer, columns=columns)
+    return source, path
+
+
+def _writing(progress: Progress | None, kept: Kept) -> Callable[[int], None]:
+    done, total = 0, int(kept.row_entries.sum())
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress("write", done, total)
+
+    return wrote
+
+
+def _write_csr(
+    new: NewFile,
+    kept: Kept,
+    options: SparseOptions,
+    fields: Mapping[str, np.ndarray],
+    tables: Mapping[str, np.ndarray],
+    wrote: Callable[[int], None],
+) -> int:
+    num_entries = int(kept.row_entries.sum())
+    layout = plan_csr(
+        len(kept.row_entries),
+        kept.num_columns,
+        num_entries,
+        pattern=kept.pattern,
+        chunk_samples=options.chunk_samples,
+    )
+    new.allocate(csr_spec(layout, scale=kept.scale, attributes=_attributes(options), fields=fields, tables=tables))
+    writer = CsrWriter(new, layout)
+    with new.flusher():
+        for part in kept.parts(layout.index_dtype):
+            writer.append(part.columns, None if layout.pattern else part.values)
+            wrote(len(part.rows))
+        writer.finish(kept.row_entries)
+        _write_rest(new, fields, tables, layout.chunk_samples)
+    return layout.chunk_samples
+
+
+def _write_dense(
+    new: NewFile,
+    kept: Kept,
+    options: SparseOptions,
+    fields: Mapping[str, np.ndarray],
+    tables: Mapping[str, np.ndarray],
+    wrote: Callable[[int], None],
+) -> int:
+    num_rows, num_columns = len(kept.row_entries), kept.num_columns
+    file = DenseFile(num_rows, num_columns, options.chunk_samples, options.filter, options.memory_bytes)
+    spec: FileSpec = file.spec(
+        scale=kept.scale, pattern=kept.pattern, attributes=_attributes(options), fields=fields, tables=tables
+    )
+    new.allocate(spec)
+    file.write(new, kept.parts(index_dtype(num_columns)), wrote)
+    _write_rest(new, fields, tables, file.layout.chunk_samples)
+    return file.layout.chunk_samples
+
+
+def _write_rest(
+    new: NewFile, fields: Mapping[str, np.ndarray], tables: Mapping[str, np.ndarray], chunk_samples: int
+) -> None:
+    write_fields(new, fields, chunk_samples)
+    for name, values in tables.items():
+        new.write(f"{GROUP}/{name}", values)
+
+
+def _attributes(options: SparseOptions) -> dict[str, Any]:
+    return {
+        "h5chunk_version": h5chunk.__version__,
+        "seed": options.seed,
+        "shuffled": options.shuffle,
+        "options": json.dumps(options.recorded(), sort_keys=True),
+    }
+
+
+def _fields(kept: Kept) -> dict[str, np.ndarray]:
+    """Fields of the source, in the order of the file."""
+    fields: dict[str, np.ndarray] = {}
+    source, index = kept.read.source, kept.source_index
+    for name, values in source.row_fields.items():
+        if len(values) != len(kept.read.order):
+            raise SourceError(
+                f"{printable(source.path)}: field {name!r} has {len(values)} values, "
+                f"the matrix {len(kept.read.order)} rows"
+            )
+        if values.dtype.kind not in "biufS":
+            raise SourceError(f"{printable(source.path)}: field {name!r} is of type {values.dtype}")
+        given = field_name(name)
+        if given in fields:
+            raise SourceError(f"{printable(source.path)}: two fields would be called {given!r}")
+        kind = values.dtype.newbyteorder("<") if values.dtype.kind in "iuf" else values.dtype
+        fields[given] = values[index].astype(np.uint8 if values.dtype.kind == "b" else kind, copy=False)
+    return fields
+
+
+def field_name(name: str) -> str:
+    """The name of a dataset at the root for a column of a source.
+
+    >>> field_name("cell type"), field_name("n/a"), field_name("X")
+    ('cell type', 'n_a', 'X_')
+    """
+    name = name.replace("/", "_").replace("\\0", "_")
+    return f"{name}_" if name in (MATRIX, GROUP, "", ".", "..") else name
+
+
+def _tables(kept: Kept) -> dict[str, np.ndarray]:
+    """Datasets beside the data."""
+    read, source = kept.read, kept.read.source
+    index = kept.source_index
+    tables: dict[str, np.ndarray] = {"source_index": index}
+    rows = read.row_ids if read.row_ids is not None else source.row_names
+    columns = read.column_ids if read.column_ids is not None else source.column_names
+    if rows is not None:
+        tables["row_ids"] = rows[index]
+    if columns is not None:
+        tables["column_ids"] = columns if kept.columns is None else columns[kept.columns]
+    if kept.columns is not None:
+        tables["column_index"] = np.flatnonzero(kept.columns).astype(np.int64)
+    for name, names in source.categories.items():
+        if name in source.row_fields and names:
+            encoded = np.array([each.encode() for each in names], "S")
+            tables[f"categories/{field_name(name)}"] = encoded
+            if name == "labels":
+                tables["class_names"] = encoded
+    return {name: _not_empty(values) for name, values in tables.items()}
+
+
+def _not_empty(values: np.ndarray) -> np.ndarray:
+    """HDF5 has no strings of length 0."""
+    return values.astype("S1") if values.dtype == np.dtype("S0") else values
+
+
+def plan_sparse(
+    source: SparseSource | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    options: SparseOptions,
+    *,
+    format: str | None = None,
+    layer: str | None = None,
+    columns: tuple[str, ...] | None = None,
+) -> SparsePlan:
+    """What `convert_sparse` would do; reads the start of the source, for a second, and writes nothing.
+
+    Raises
+    ------
+    As `convert_sparse`, as far as that shows it.
+    """
+    source, path = _open(source, path, options, format, layer, columns)
+    coding = options.coding()
+    started = time.perf_counter()
+    num_entries, done, whole, largest = 0, 0, True, [0, 0]
+    for block, done in source.blocks(Budget(options.memory_bytes).source_bytes):
+        num_entries += len(block.rows)
+        if block.values is not None:
+            coding.units(block.values)
+        if not source.has_ids and len(block.rows):
+            largest = [max(largest[0], int(block.rows.max())), max(largest[1], int(block.columns.max()))]
+        if time.perf_counter() - started > PROBE_S:
+            whole = done >= source.num_bytes
+            break
+    seconds = time.perf_counter() - started
+    if not whole:
+        share = source.num_bytes / max(1, done)
+        num_entries, seconds = int(num_entries * share), seconds * share
+    rows, num_columns = source.shape
+    width = index_dtype(num_columns or max(largest[1] + 1, 1 << 16)).itemsize + 1
+    num_bytes = num_entries * width + 24 * (rows or 0)
+    if options.dense:
+        num_bytes = (rows or 0) * (num_columns or 0)
+    record = 8 + (coding.dtype.itemsize if coding.num_bits is None else 0)
+    budget = Budget(options.memory_bytes)
+    temporary = num_entries * record if num_entries * record > budget.sort_bytes // 2 else 0
+    waiting = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
+    temporary += waiting if waiting > budget.spool_bytes else 0
+    return SparsePlan(
+        source_kind=source.kind,
+        num_rows=rows,
+        num_columns=num_columns,
+        num_entries=num_entries,
+        whole=whole,
+        fields={field_name(name): str(values.dtype) for name, values in source.row_fields.items()},
+        num_bytes=num_bytes,
+        temporary_bytes=temporary,
+        free_bytes=shutil.disk_usage(path.absolute().parent).free,
+        memory_bytes=options.memory_bytes,
+        estimated_s=seconds * 2,  # sorting and writing take about as long as reading
+    )
