@@ -83,7 +83,7 @@ def numbers(batches) -> list[int]:
     drop_last=st.booleans(),
     shuffle=st.booleans(),
     seed=st.sampled_from([0, 1, (1 << 64) - 1]),
-    reader=st.sampled_from(["auto", "direct", "h5py"]),
+    reader=st.sampled_from(["auto", "direct", "mapped", "h5py"]),
     reuse=st.booleans(),
     num_threads=st.sampled_from([None, 1, 3]),
 )
@@ -160,7 +160,11 @@ def test_readers_give_the_same_bytes(tmp_path, layout, dtype):
         tmp_path / "a.h5", file={"userblock_size": 512}, images=(values((50, 3, 5, 6), dtype), LAYOUTS[layout])
     )
     [expected] = expected_epochs(path, 16)
-    for reader in ("direct", "h5py", "auto"):
+    for reader in ("direct", "h5py", "auto", "mapped"):
+        if (reader, layout) == ("mapped", "compressed"):
+            with pytest.raises(OptionError, match="'images' cannot be mapped: it is compressed"):
+                ChunkLoader(path, 16, reader=reader)
+            continue
         with ChunkLoader(path, 16, reader=reader) as loader:
             batches = list(loader)
             assert batches[0][0].dtype == torch.from_numpy(np.empty(0, dtype)).dtype
@@ -809,7 +813,7 @@ def test_before_iterating_nothing_is_open(path):
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("reader", ["direct", "h5py"])
+@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
 def test_break(path, reader, reuse):
     loader = ChunkLoader(path, 16, reader=reader, reuse=reuse)
     for _ in loader:
@@ -917,7 +921,7 @@ def test_memory_is_free_after_closing(large):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("reader", ["direct", "h5py"])
+@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
 def test_a_fork_while_a_loader_is_open(path, reader):
     """The fork ends as it should, can let go of the loader, and the parent reads on."""
     loader = ChunkLoader(path, 16, reader=reader, **ORDER)

@@ -76,8 +76,10 @@ class ChunkLoader:
     reuse : bool
         On the CPU, give batches that are valid only until the next one: none is ever allocated anew. (Without it,
         memory is used again as well, once nothing refers to it.)
-    reader : {"auto", "direct", "h5py"}
-        How bytes are read: by byte ranges, through HDF5, or by ranges where the file allows it.
+    reader : {"auto", "direct", "mapped", "h5py"}
+        How bytes are read: by byte ranges, through HDF5, or by ranges where the file allows it. ``"mapped"`` copies
+        them out of mapped memory, which is faster where few cores are the limit; but a file that is cut short meanwhile
+        ends the process without a message, where the others raise an error.
 
     Attributes
     ----------
@@ -91,7 +93,7 @@ class ChunkLoader:
     FileError, FieldError
         As for `ChunkDataset`; while iterating: what a reading thread met, with file and chunk.
     OptionError
-        An argument cannot be; ``reader="direct"`` with the reason why the file does not allow it.
+        An argument cannot be; ``reader="direct"`` or ``"mapped"`` with the reason why the file does not allow it.
     """
 
     def __init__(
@@ -278,8 +280,8 @@ class ChunkLoader:
 
 
 def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:
-    if reader not in ("auto", "direct", "h5py"):
-        raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
+    if reader not in ("auto", "direct", "mapped", "h5py"):
+        raise OptionError(f"reader is {reader!r}: give auto, direct, mapped or h5py")
     if not isinstance(resident, bool) and resident != "auto":
         raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
     for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):

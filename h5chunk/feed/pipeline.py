@@ -113,9 +113,18 @@ class Readers:
     direct : dict of str to PlainField or EncodedField
         For the others.
     num_threads : int
+    mapped : bool
+        Copy plain rows out of mapped memory: see `PlainField.map`.
     """
 
-    def __init__(self, reader: H5Reader, direct: Mapping[str, PlainField | EncodedField], num_threads: int) -> None:
+    def __init__(
+        self,
+        reader: H5Reader,
+        direct: Mapping[str, PlainField | EncodedField],
+        num_threads: int,
+        *,
+        mapped: bool = False,
+    ) -> None:
         self._reader, self._direct = reader, direct
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
@@ -128,6 +137,9 @@ class Readers:
             self._whole = {
                 name: field.read_all(self.descriptor) for name, field in direct.items() if is_kept_whole(field)
             }
+            for field in direct.values():
+                if mapped and isinstance(field, PlainField):
+                    field.map(self.descriptor)
             for _ in range(num_threads):
                 thread = threading.Thread(target=_work, args=(self, self._tasks), name="h5chunk-reader", daemon=True)
                 thread.start()

@@ -27,7 +27,7 @@ class Supply:
     Parameters
     ----------
     reader : H5Reader
-    how : {"auto", "direct", "h5py"}
+    how : {"auto", "direct", "mapped", "h5py"}
     device : torch.device
     num_threads : int
 
@@ -42,7 +42,7 @@ class Supply:
     FieldError
         A field holds strings, or numbers that torch does not have.
     OptionError
-        ``how="direct"`` where that cannot be.
+        ``how="direct"`` or ``"mapped"`` where that cannot be.
     """
 
     def __init__(self, reader: H5Reader, how: str, device: torch.device, num_threads: int) -> None:
@@ -50,6 +50,7 @@ class Supply:
         self.num_threads = num_threads
         self._reader, self._device = reader, device
         self._direct, self.why = _direct_fields(reader, how)
+        self._mapped = how == "mapped"
 
     def window_bytes(self, num_samples: int) -> int:
         """Of a window: on the host and, if that is a GPU, on the device."""
@@ -103,7 +104,7 @@ class Supply:
                 slots = [CudaSlot(self.spaces, num_samples, part, copies) for part in parts]
             if self.why:
                 self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
-            readers = Readers(self._reader, self._direct, self.num_threads)
+            readers = Readers(self._reader, self._direct, self.num_threads, mapped=self._mapped)
             stream = WindowStream(readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None)
             return stream, close
         except BaseException:
@@ -131,9 +132,14 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, PlainField | E
                 direct[name] = direct_field(reader.path, file, field)
             except NotDirect as error:
                 why[name] = str(error)
-    if why and how == "direct":
+    if how == "mapped":
+        for name, found in direct.items():
+            if not found.is_one_run:
+                why[name] = "it is compressed, or its chunks do not lie one behind the other"
+    if why and how != "auto":
         name, reason = next(iter(why.items()))
-        raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
+        verb = "mapped" if how == "mapped" else "read directly"
+        raise OptionError(f"field {name!r} cannot be {verb}: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
         warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=4)
     return direct, why

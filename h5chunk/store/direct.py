@@ -8,7 +8,9 @@ copied to their places.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,9 +40,13 @@ def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | Enco
         The layout or a filter needs HDF5.
     """
     dataset = file[field.dataset]
-    properties = dataset.id.get_create_plist()
-    _check(file, dataset, properties, field)
-    return (EncodedField if properties.get_nfilters() else PlainField)(path, dataset, field)
+    if h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno:
+        raise NotDirect("a link leads to it in another file")
+    check_bytes(dataset, field.dtype)
+    if dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]:
+        raise NotDirect("its chunks hold parts of samples")
+    filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    return (EncodedField if filtered else PlainField)(path, dataset, field)
 
 
 class PlainField:
@@ -68,6 +74,18 @@ class PlainField:
         self._rows_per_chunk = table.chunk_shape[0]
         self._rows_per_run = max(1, min(self._rows_per_chunk, RUN_BYTES // self.row_bytes, MAX_VECTORS))
         self._offsets = table.offsets
+        self._mapped: np.ndarray | None = None
+
+    def map(self, descriptor: int) -> None:
+        """From now on copy rows out of mapped memory, if they lie one behind the other.
+
+        That is faster than ``preadv`` where it is the processor that limits. But where another process cuts the file
+        short meanwhile, the system ends this one: there is no error to raise.
+        """
+        if self.is_one_run:
+            memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            rows = np.frombuffer(memory, np.uint8, self.num_bytes, int(self._offsets[0]))
+            self._mapped = rows.reshape(self._shape[0], self.row_bytes)
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
         """What has to be done so that ``out[places[i]]`` is row ``rows[i]``, in parts for several threads.
@@ -84,6 +102,8 @@ class PlainField:
         FileError
             From a part: the file ends before its rows do, or cannot be read.
         """
+        if self._mapped is not None:
+            return _mapped_parts(self._mapped, rows, places, out)
         borders = self._borders(rows)
         chunks, offsets = np.divmod(rows[borders[:-1]], self._rows_per_chunk)
         vectors = np.empty((len(rows), 2), np.uintp)
@@ -112,7 +132,8 @@ class PlainField:
         return values
 
     def forget(self) -> None:
-        """Nothing is kept between parts."""
+        """Free what is kept between parts: the mapping."""
+        self._mapped = None
 
     def _where(self, offset: int) -> str:
         """Names the chunk that holds this byte of the file."""
@@ -157,6 +178,19 @@ class EncodedField:
         return values
 
 
+def _mapped_parts(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+    wanted = np.empty_like(rows)
+    wanted[places] = rows
+    per_part = max(1, PART_BYTES // mapped.shape[1])
+    for first in range(0, len(rows), per_part):
+        some = slice(first, first + per_part)
+        yield partial(_copy_rows, mapped, wanted[some], out[some])
+
+
+def _copy_rows(mapped: np.ndarray, rows: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
+    np.take(mapped, rows, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
+
+
 class _EncodedPart:
     """Some compressed chunks."""
 
@@ -179,21 +213,18 @@ class _EncodedPart:
             self._field.copy_rows(descriptor, chunk, self._rows[some], self._places[some], self._out)
 
 
-def _check(file: h5py.File, dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, field: Field) -> None:
-    """Raise NotDirect unless rows are bytes of the file, plain or encoded."""
-    if h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno:
-        raise NotDirect("a link leads to it in another file")
+def check_bytes(dataset: h5py.Dataset, dtype: np.dtype | None = None) -> None:
+    """Raise NotDirect unless a dataset's numbers are bytes of its file, plain or encoded, as this machine has them."""
+    properties, dtype = dataset.id.get_create_plist(), dtype or dataset.dtype
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
     if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
         raise NotDirect("its data lie in other files")
-    native = h5py.h5t.py_create(np.dtype(field.dtype.str), logical=True)  # .str: without names of an enum's values
+    native = h5py.h5t.py_create(np.dtype(dtype.str), logical=True)  # .str: without names of an enum's values
     stored = dataset.id.get_type()
-    if isinstance(stored, h5py.h5t.TypeEnumID) and field.dtype.kind != "b":
+    if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
         stored = stored.get_super()
-    if field.dtype.kind not in "biuf" or not stored.equal(native):
+    if dtype.kind not in "biuf" or not stored.equal(native):
         raise NotDirect(f"its type {dataset.dtype} is not stored as this machine has it")
-    if dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]:
-        raise NotDirect("its chunks hold parts of samples")
     if not math.prod(dataset.shape):
         raise NotDirect("it is empty")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from make_packed import spec_of
@@ -26,6 +27,8 @@ class Contender:
         {"memory": REUSED},
         {"num_threads": 1, "memory": REUSED},
         {"num_threads": 3, "memory": REUSED},
+        {"reader": "mapped"},
+        {"reader": "mapped", "memory": REUSED},
     )
 
     @staticmethod
@@ -44,7 +47,7 @@ class Contender:
             new.write("labels", order.astype(np.int64))
             new.commit()
 
-    def __init__(self, source: Source, path: Path, batch_size: int, memory: str = "fresh", **options: int) -> None:
+    def __init__(self, source: Source, path: Path, batch_size: int, memory: str = "fresh", **options: Any) -> None:
         self.loader = h5chunk.ChunkLoader(path, batch_size, seed=source.seed, reuse=memory == REUSED, **options)
 
     def epoch(self, number: int) -> Iterator[Batch]:
