@@ -259,7 +259,7 @@ def chosen(args: argparse.Namespace, size: int) -> list[tuple[str, str, str, dic
             ]
         return rows
     names = args.peers if args.peers is not None else [name for name in CONTENDERS if not name.startswith("ours")]
-    for name in ["ours", "ours-reuse", *names]:
+    for name in [*(name for name in CONTENDERS if name.startswith("ours")), *names]:
         entry = CONTENDERS[name]
         rows.append((name, entry.module, entry.label, entry.settings(size)))
     return rows
