@@ -12,7 +12,9 @@ import h5py
 from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
+from h5chunk.store.csr import MATRIX
 from h5chunk.store.format import GROUP, Header, open_file, read_header
+from h5chunk.tools.info_matrix import MatrixInfo, info_matrix
 
 _FILTERS = {
     1: "gzip",
@@ -34,6 +36,7 @@ _LAYOUTS = {
     h5py.h5d.CHUNKED: "chunked",
     h5py.h5d.VIRTUAL: "virtual",
 }
+_OF_MATRIX = "part of the matrix: a run of rows is a run of bytes of each part"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class FileInfo:
         The chunk cache that this HDF5 library gives a dataset by default.
     datasets : list of DatasetInfo
         All but what h5chunk keeps beside the data.
+    matrix : MatrixInfo or None
+        The sparse matrix in a file of ours.
     """
 
     path: str
@@ -100,6 +105,7 @@ class FileInfo:
     header: Header | None
     default_cache: CacheSettings
     datasets: list[DatasetInfo]
+    matrix: MatrixInfo | None = None
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
@@ -107,6 +113,8 @@ class FileInfo:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._origin()}"]
+        if self.matrix is not None:
+            lines.append(f"  {self.matrix}")
         for each in self.datasets:
             layout = each.layout
             if each.chunks is not None:
@@ -128,7 +136,7 @@ class FileInfo:
 
 
 def info(path: str | os.PathLike[str]) -> FileInfo:
-    """Look at all datasets of a file; reads no data.
+    """Look at all datasets of a file; reads no data, but of a sparse matrix of ours the lengths of rows, and values.
 
     Raises
     ------
@@ -137,6 +145,7 @@ def info(path: str | os.PathLike[str]) -> FileInfo:
     """
     with open_file(path) as file:
         header = read_header(file)
+        matrix = info_matrix(file) if header else None
         found: list[h5py.Dataset] = []
 
         def visit(name: str, item: h5py.HLObject) -> None:
@@ -151,11 +160,12 @@ def info(path: str | os.PathLike[str]) -> FileInfo:
             num_bytes=Path(path).stat().st_size,
             header=header,
             default_cache=cache,
-            datasets=[_describe(dataset, cache) for dataset in found],
+            datasets=[_describe(dataset, cache, matrix) for dataset in found],
+            matrix=matrix,
         )
 
 
-def _describe(dataset: h5py.Dataset, cache: CacheSettings) -> DatasetInfo:
+def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrix: MatrixInfo | None) -> DatasetInfo:
     properties = dataset.id.get_create_plist()
     numbers = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
     grid = ChunkGrid(tuple(dataset.shape or ()), dataset.chunks, dataset.dtype.itemsize, bool(numbers))
@@ -176,8 +186,12 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings) -> DatasetInfo:
         chunks_per_sample=grid.chunks_per_sample if usable else 0,
         reads_per_sample=grid.reads_per_sample(cached) if usable else 0,
         amplification=amplification,
-        verdict=_verdict(dataset, grid, amplification, cached),
+        verdict=_verdict(dataset, grid, amplification, cached) if not _of(matrix, dataset) else _OF_MATRIX,
     )
+
+
+def _of(matrix: MatrixInfo | None, dataset: h5py.Dataset) -> bool:
+    return matrix is not None and dataset.name.startswith(f"/{MATRIX}/")
 
 
 def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, amplification: float, cached: bool) -> str:
