@@ -60,7 +60,8 @@ class MatrixInfo:
             values += f", from {self.value_range[0]:g} to {self.value_range[1]:g}"
         return (
             f"matrix {shape}, {self.num_entries:,} entries (density {self.density:.3g}; "
-            f"a row {self.median_row_entries:g} in the median, {self.max_row_entries:,} at most), values {values}, {size}"
+            f"a row {self.median_row_entries:g} in the median, {self.max_row_entries:,} at most), "
+            f"values {values}, {size}"
         )
 
 
