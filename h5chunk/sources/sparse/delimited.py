@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import pyarrow
@@ -52,6 +53,7 @@ NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
+EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 AS_STRING = ":str"
 
@@ -71,7 +73,7 @@ class _Dialect:
         """The same lines with a delimiter of one character."""
         if self.delimiter == b" ":
             data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
-            return EDGES.sub(b"", data) if data.startswith(b" ") or b"\n " in data or b" \n" in data else data
+            return EDGES.sub(b"", data) if EDGE.search(data) else data
         return data if self.delimiter == self.mark else data.replace(self.delimiter, self.mark)
 
     def cells(self, line: bytes) -> list[bytes]:
@@ -223,8 +225,6 @@ class DelimitedSource:
             for start in range(0, count, step):
                 arrays = [_to_numpy(column.slice(start, step)) for column in columns]
                 values = arrays[2] if len(arrays) == 3 else None
-                if values is not None and not np.isfinite(values).all():
-                    self._refuse_value(piece, start + int(np.flatnonzero(~np.isfinite(values))[0]))
                 yield Block(arrays[0], arrays[1], values), piece.consumed_bytes
         if not num_rows:
             self._text.fail("holds no line of data below its header")
@@ -237,16 +237,32 @@ class DelimitedSource:
         return Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
 
     def _parse(self, piece: Piece) -> list[pyarrow.Array]:
-        data = self._dialect.translate(piece.data)
         try:
-            columns = self._read(data)
-            if len(columns[0]) == _num_filled(data):
-                self._check_ids(columns)
-                return columns
+            return self._checked(piece.data)
         except pyarrow.ArrowInvalid:
-            pass
-        self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
-        raise AssertionError("unreachable")
+            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
+
+    def _works(self, data: bytes) -> bool:
+        try:
+            self._checked(data)
+        except pyarrow.ArrowInvalid:
+            return False
+        return True
+
+    def _checked(self, data: bytes) -> list[pyarrow.Array]:
+        """Columns of whole lines, in which nothing is wrong; else ArrowInvalid."""
+        data = self._dialect.translate(data)
+        columns = self._read(data)
+        if len(columns[0]) != _num_filled(data):
+            raise pyarrow.ArrowInvalid("a line end where none should be")
+        for column in columns[:2]:
+            if column.type == pyarrow.binary() and len(column):
+                lengths = _lengths(column)
+                if not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
+                    raise pyarrow.ArrowInvalid("an id is empty or too long")
+        if len(columns) == 3 and not np.isfinite(columns[2].to_numpy()).all():
+            raise pyarrow.ArrowInvalid("a value is not finite")
+        return columns
 
     def _read(self, data: bytes) -> list[pyarrow.Array]:
         names = [str(i) for i in range(self._width)]
@@ -268,30 +284,16 @@ class DelimitedSource:
         )
         return [table[name].combine_chunks() for name in chosen]
 
-    def _check_ids(self, columns: list[pyarrow.Array]) -> None:
-        for column in columns[:2]:
-            if column.type == pyarrow.binary() and len(column):
-                lengths = _lengths(column)
-                if not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
-                    raise pyarrow.ArrowInvalid("an id is empty or too long")
-
-    def _works(self, data: bytes) -> bool:
-        data = self._dialect.translate(data)
-        try:
-            columns = self._read(data)
-            self._check_ids(columns)
-        except pyarrow.ArrowInvalid:
-            return False
-        return len(columns[0]) == _num_filled(data)
-
     def _rows_at_once(self, columns: list[pyarrow.Array], max_bytes: int) -> int:
         """Rows of a block: strings are as wide as the longest."""
         wide = [int(_lengths(c).max()) for c in columns if c.type == pyarrow.binary() and len(c)]
         return max(1, len(columns[0]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
 
-    def _refuse_line(self, line: int, text: bytes) -> None:
+    def _refuse_line(self, line: int, text: bytes) -> NoReturn:
         """Say what is wrong with a line."""
         cells = self._dialect.cells(text)
+        if b"\r" in text:
+            self._text.fail(f"holds a carriage return that ends no line: {shown(text)}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:
             self._text.fail(f"a quote is not closed in {shown(text)}", line)
         if len(cells) != self._width:
@@ -313,27 +315,23 @@ class DelimitedSource:
                 )
             if kind == pyarrow.float64() and not _is_number(cell):
                 self._text.fail(f"{what}, no number: {shown(text)}", line)
+            if kind == pyarrow.float64() and not np.isfinite(float(cell)):
+                row, column = (shown(cells[i]) for i in self._columns[:2])
+                self._text.fail(f"{name} at row {row}, column {column} is {shown(cell)}: values must be finite", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
-
-    def _refuse_value(self, piece: Piece, place: int) -> None:
-        lines = piece.data.split(b"\n")
-        filled = [number for number, text in enumerate(lines) if text.strip(b"\r")]
-        text = lines[filled[place]].removesuffix(b"\r")
-        cells = self._dialect.cells(text)
-        row, column, value = (cells[i].decode("utf-8", "backslashreplace") for i in self._columns)
-        self._text.fail(
-            f"the value at row {row}, column {column} is {value}: values must be finite: {shown(text)}",
-            piece.line + filled[place],
-        )
 
 
 def guess_dialect(lines: list[bytes]) -> _Dialect:
     """What parts the cells of some lines."""
-    lines = lines[:100]
     for dialect in DIALECTS:
         if all(dialect.delimiter in line for line in lines[:2]):
-            return dialect
+            mixed = dialect == TAB and not _are_numbers(TAB, lines[:2]) and _are_numbers(BLANK, lines[:2])
+            return BLANK if mixed else dialect
     return next((dialect for dialect in DIALECTS if dialect.delimiter in lines[0]), BLANK)
+
+
+def _are_numbers(dialect: _Dialect, lines: list[bytes]) -> bool:
+    return all(_is_number(cell) for line in lines for cell in dialect.cells(line))
 
 
 def looks_delimited(lines: list[bytes]) -> bool:

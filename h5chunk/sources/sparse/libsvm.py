@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import pyarrow
@@ -85,7 +86,6 @@ class LibsvmSource:
             return self._read(piece.data)
         except (pyarrow.ArrowInvalid, ValueError):
             self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
-            raise AssertionError("unreachable") from None
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of entries of each row, and columns and values of all; ValueError if something is wrong."""
@@ -122,7 +122,7 @@ class LibsvmSource:
             return False
         return True
 
-    def _refuse_line(self, line: int, text: bytes) -> None:
+    def _refuse_line(self, line: int, text: bytes) -> NoReturn:
         """Say what is wrong with a line."""
         words = _without_comments(text).split()
         if not words or not NUMBER.fullmatch(words[0]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import pyarrow
@@ -17,7 +18,8 @@ from h5chunk.sources.sparse.block import Block
 from h5chunk.sources.sparse.delimited import BLANK
 from h5chunk.sources.sparse.text import Piece, TextFile, first_bad_line, shown
 
-FIELDS = {"real": pyarrow.float64(), "integer": pyarrow.int64(), "pattern": None}
+REAL, INTEGER = pyarrow.float64(), pyarrow.int64()
+FIELDS = {"real": REAL, "integer": INTEGER, "pattern": None}
 SYMMETRIES = ("general", "symmetric", "skew-symmetric")
 PIECES_IN_MEMORY = 10  # text, pyarrow's columns, the block, its mirror image
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
@@ -100,7 +102,7 @@ class MtxSource:
                         "which count twice: it must keep one triangle, or be general",
                         piece.line,
                     )
-                rows, columns, values = self._mirror(piece, rows, columns, values)
+                rows, columns, values = self._mirror(rows, columns, values)
             yield Block(rows, columns, values), piece.consumed_bytes
         if num_entries < self._num_entries:
             self._text.fail(
@@ -108,35 +110,40 @@ class MtxSource:
             )
 
     def _mirror(
-        self, piece: Piece, rows: np.ndarray, columns: np.ndarray, values: np.ndarray | None
+        self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """These entries and those on the other side of the diagonal."""
         off = rows != columns
         both = None
         if values is not None:
-            if self._symmetry == "skew-symmetric" and (values[~off] != 0).any():
-                place = int(np.flatnonzero(~off & (values != 0))[0])
-                self._refuse(piece, place, "skew-symmetric, so that the diagonal must be zero")
             both = np.concatenate([values, -values[off] if self._symmetry == "skew-symmetric" else values[off]])
         return np.concatenate([rows, columns[off]]), np.concatenate([columns, rows[off]]), both
 
     def _parse(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         try:
-            arrays = self._read(piece.data)
-        except pyarrow.ArrowInvalid:
-            line, text = first_bad_line(piece.data, piece.line, self._works)
-            wanted = "row and column" if self._value_type is None else f"row, column and a value ({self._value_type})"
-            self._text.fail(f"must be {wanted} but is {shown(text)}", line)
-        rows, columns = arrays[0] - 1, arrays[1] - 1
-        for word, numbers, limit in (("row", rows, self.shape[0]), ("column", columns, self.shape[1])):
-            if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= limit):
-                place = int(np.flatnonzero((numbers < 0) | (numbers >= limit))[0])
-                self._refuse(piece, place, f"{word} {numbers[place] + 1} is out of range 1 to {limit}")
-        values = arrays[2] if len(arrays) == 3 else None
-        if values is not None and values.dtype.kind == "f" and not np.isfinite(values).all():
-            place = int(np.flatnonzero(~np.isfinite(values))[0])
-            self._refuse(piece, place, f"the value is {values[place]}: values must be finite")
-        return rows, columns, values
+            return self._checked(piece.data)
+        except (pyarrow.ArrowInvalid, ValueError):
+            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
+
+    def _works(self, data: bytes) -> bool:
+        try:
+            self._checked(data)
+        except (pyarrow.ArrowInvalid, ValueError):
+            return False
+        return True
+
+    def _checked(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Rows, columns and values in which nothing is wrong; else ValueError."""
+        rows, columns, *rest = self._read(data)
+        values = rest[0] if rest else None
+        for numbers, limit in ((rows, self.shape[0]), (columns, self.shape[1])):
+            if len(numbers) and (int(numbers.min()) < 1 or int(numbers.max()) > limit):
+                raise ValueError("a number is out of range")
+        if values is not None and not np.isfinite(values).all():
+            raise ValueError("a value is not finite")
+        if self._symmetry == "skew-symmetric" and values is not None and (values[rows == columns] != 0).any():
+            raise ValueError("the diagonal is not zero")
+        return rows - 1, columns - 1, values
 
     def _read(self, data: bytes) -> list[np.ndarray]:
         types = [pyarrow.int64(), pyarrow.int64(), *([self._value_type] if self._value_type else [])]
@@ -154,14 +161,20 @@ class MtxSource:
         )
         return [table[name].to_numpy() for name in names]
 
-    def _works(self, data: bytes) -> bool:
+    def _refuse_line(self, line: int, text: bytes) -> NoReturn:
+        """Say what is wrong with a line."""
+        words = text.split()
+        kinds = [int, int] + ([] if self._value_type is None else [int if self._value_type == INTEGER else float])
         try:
-            self._read(data)
-        except pyarrow.ArrowInvalid:
-            return False
-        return True
-
-    def _refuse(self, piece: Piece, place: int, what: str) -> None:
-        lines = piece.data.replace(b"\r", b"").split(b"\n")
-        filled = [number for number, text in enumerate(lines) if text.strip()]
-        self._text.fail(f"{what}: {shown(lines[filled[place]])}", piece.line + filled[place])
+            row, column, *rest = (kind(word) for kind, word in zip(kinds, words, strict=True))
+        except ValueError:
+            wanted = "row and column" if len(kinds) == 2 else f"row, column and a value ({self._value_type})"
+            self._text.fail(f"must be {wanted} but is {shown(text)}", line)
+        for word, number, limit in (("row", row, self.shape[0]), ("column", column, self.shape[1])):
+            if not 1 <= number <= limit:
+                self._text.fail(f"{word} {number} is out of range 1 to {limit}: {shown(text)}", line)
+        if rest and not np.isfinite(float(rest[0])):
+            self._text.fail(f"the value at row {row}, column {column} is {rest[0]}: values must be finite", line)
+        if rest and row == column and self._symmetry == "skew-symmetric":
+            self._text.fail(f"skew-symmetric, so that the diagonal must be zero: {shown(text)}", line)
+        self._text.fail(f"cannot be read: {shown(text)}", line)

@@ -122,24 +122,25 @@ class TextFile:
         SourceError
             The file changed, is damaged or cut short, holds a zero byte or a line of more than `MAX_LINE_BYTES`.
         """
-        line, rest = 1, b""
+        line = 1
+        rest: list[bytes] = []  # the start of a line that goes on
         with self._open() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
             while data := file.read(num_bytes):
-                if line == 1 and not rest:
+                if line == 1 and not rest:  # the very start
                     data = data.removeprefix(UTF8_MARK)
                 self._check_text(data, line)
                 cut = data.rfind(b"\n") + 1
                 if not cut:
-                    rest += data
-                    if len(rest) > MAX_LINE_BYTES:
+                    rest.append(data)
+                    if sum(map(len, rest)) > MAX_LINE_BYTES:
                         self.fail(f"longer than the limit of {MAX_LINE_BYTES} bytes for one line", line)
                     continue
-                data, rest = rest + data[:cut], data[cut:]
+                data, rest = b"".join([*rest, data[:cut]]), [data[cut:]]
                 yield Piece(data, line, raw.tell())
                 line += data.count(b"\n")
-            if rest:
-                yield Piece(rest + b"\n", line, raw.tell())
+            if last := b"".join(rest):
+                yield Piece(last + b"\n", line, raw.tell())
             if stamp_of(os.fstat(raw.fileno())) != self._stamp:
                 self.fail("changed while it was read")
 
