@@ -140,10 +140,10 @@ class CsrWriter:
         """
         if indices.dtype != self._layout.index_dtype or (codes is None) != (self._data is None):
             raise TypeError(f"indices are {indices.dtype}, codes {None if codes is None else codes.dtype}")
+        if codes is not None and (codes.dtype != np.uint8 or len(codes) != len(indices)):
+            raise TypeError(f"{len(codes)} codes of {codes.dtype} for {len(indices)} indices")
         self._indices.append(indices)
         if self._data is not None and codes is not None:
-            if codes.dtype != np.uint8 or len(codes) != len(indices):
-                raise TypeError(f"{len(codes)} codes of {codes.dtype} for {len(indices)} indices")
             self._data.append(codes)
 
     def finish(self, row_entries: np.ndarray) -> None:
