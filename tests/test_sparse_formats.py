@@ -200,7 +200,7 @@ def test_a_row_longer_than_a_block(tmp_path, form):
 
 
 def test_libsvm_rows_labels_queries_and_comments(tmp_path):
-    text = b"+1 qid:3 2:0.5 5:-1e1 # first 0:9\r\n\r\n# no row 0:1\n-1\n  2 qid:4\t1:.5  \n"
+    text = b"+1 qid:3 2:0.5 5:-1e+1 # first 0:9\r\n\r\n# no row 0:1\n-1\n  2 qid:4\t1:+.5  \n"
     source = opened(tmp_path / "train.txt", text)
     assert (source.kind, source.shape) == ("libsvm", (3, None))
     assert source.row_fields["labels"].tolist() == [1, -1, 2]

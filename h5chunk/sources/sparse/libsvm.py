@@ -61,11 +61,9 @@ class LibsvmSource:
                 self._base = 0
             words = FIRST_WORD.findall(data)
             try:
-                parts.append(np.array(words, dtype="S").astype(np.float64) if words else np.empty(0))
+                parts.append(_finite(words))
             except ValueError:
-                self._refuse_line(*first_bad_line(piece.data, piece.line, lambda data: _has_labels(data)))
-            if not np.isfinite(parts[-1]).all():
-                self._refuse_line(*first_bad_line(piece.data, piece.line, lambda data: _has_labels(data)))
+                self._refuse_line(*first_bad_line(piece.data, piece.line, _has_labels))
         labels = np.concatenate(parts)
         if not len(labels):
             self._text.fail("holds no row")
@@ -110,7 +108,10 @@ class LibsvmSource:
             raise ValueError("an entry is no pair")
         both = parts.flatten()
         columns = both[::2].cast(pyarrow.int64()).to_numpy() - self._base
-        values = both[1::2].cast(pyarrow.float64()).to_numpy()
+        values = both[1::2]
+        if b"+" in data:
+            values = pc.replace_substring_regex(values, r"^\+([0-9.])", r"\1")
+        values = values.cast(pyarrow.float64()).to_numpy()
         if len(columns) and (columns.min() < 0 or not np.isfinite(values).all()):
             raise ValueError("an index is negative or a value not finite")
         return counts, columns, values
@@ -125,7 +126,7 @@ class LibsvmSource:
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
         """Say what is wrong with a line."""
         words = _without_comments(text).split()
-        if not words or not NUMBER.fullmatch(words[0]):
+        if not words or not _has_labels(text):
             self._text.fail(f"must start with a label that is a finite number: {shown(text)}", line)
         for place, word in enumerate(words[1:]):
             if place == 0 and word.startswith(b"qid:"):
@@ -135,7 +136,7 @@ class LibsvmSource:
                 self._text.fail(
                     f"{shown(word)} must be index:value with an index from {self._base}: {shown(text)}", line
                 )
-            elif not NUMBER.fullmatch(pair[2]):
+            elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
                 self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}, no finite number", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
 
@@ -155,5 +156,17 @@ def _without_comments(data: bytes) -> bytes:
     return COMMENT.sub(b"", data) if b"#" in data else data
 
 
+def _finite(words: list[bytes]) -> np.ndarray:
+    """Labels as numbers; ValueError if one is none."""
+    numbers = np.array(words, dtype="S").astype(np.float64) if words else np.empty(0)
+    if not np.isfinite(numbers).all() or b"_" in b"".join(words):
+        raise ValueError("a label is no finite number")
+    return numbers
+
+
 def _has_labels(data: bytes) -> bool:
-    return all(NUMBER.fullmatch(word) for word in FIRST_WORD.findall(_without_comments(data)))
+    try:
+        _finite(FIRST_WORD.findall(_without_comments(data)))
+    except ValueError:
+        return False
+    return True

@@ -69,6 +69,8 @@ class TextFile:
             self.fail("text of 16-bit characters (UTF-16): save it as UTF-8")
         if not self.head.strip(b" \t\r\n"):
             self.fail("holds nothing but blanks")
+        if self.head.lstrip().startswith(b"<"):
+            self.fail("starts with '<': this is a web page or XML, not the data")
         if b"\r" in self.head and b"\n" not in self.head:
             self.fail("its lines end with carriage returns only: turn them into line feeds (tr '\\r' '\\n')")
 
