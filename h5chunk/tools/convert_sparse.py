@@ -211,7 +211,7 @@ def field_name(name: str) -> str:
     >>> field_name("cell type"), field_name("n/a"), field_name("X")
     ('cell type', 'n_a', 'X_')
     """
-    name = name.replace("/", "_").replace("\\0", "_")
+    name = name.replace("/", "_").replace("\0", "_")
     return f"{name}_" if name in (MATRIX, GROUP, "", ".", "..") else name
 
 

@@ -114,7 +114,7 @@ def choose_what_to_keep(read: Read, min_row_count: int, min_column_count: int) -
         "columns left out": 0 if columns_kept is None else int((~columns_kept).sum()),
     }
     kept_entries = row_entries[rows_kept]
-    pattern = scale == 1 and bool((read.coding.codes(scale)[seen] == 1).all())
+    pattern = scale == 1 and len(seen) > 0 and bool((read.coding.codes(scale)[seen] == 1).all())
     return Kept(read, rows_kept, columns_kept, kept_entries, scale, pattern, counts)
 
 
