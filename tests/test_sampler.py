@@ -14,7 +14,6 @@ import h5chunk
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.plan.order import INTERLEAVE
 
 __all__ = ["counted"]
 
@@ -79,7 +78,8 @@ def test_drop_last_and_file_order(dataset):
 
 def test_defaults(dataset):
     order = ChunkSampler(dataset, 32).order
-    assert (order.chunk_samples, order.window_chunks, order.interleave) == (4, dataset.window_chunks, INTERLEAVE)
+    assert (order.chunk_samples, order.window_chunks, order.interleave) == (4, dataset.window_chunks, 1)
+    assert ChunkSampler(dataset, 32, window_chunks=1).order.interleave == 12  # of 13 windows of a batch each
     assert (order.seed, order.epoch, order.shuffle, order.drop_last) == (0, 0, True, False)
     assert "batch_size=32" in repr(ChunkSampler(dataset, 32))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order
-from h5chunk.plan.slots import AHEAD, AHEAD_BYTES, largest_window, num_open_windows, plan_slots
+from h5chunk.plan.slots import AHEAD, AHEAD_BYTES, largest_window, num_ahead, num_open_windows, plan_slots
 
 orders = st.builds(
     Order,
@@ -34,8 +34,9 @@ def test_windows_of_an_epoch_fit(order):
     plan = plan_slots(order, lambda samples: samples, lambda _: 0)
     assert plan.order == order
     assert all(len(window.samples) <= plan.window_samples for window in order.windows())
-    assert plan.num_slots == num_open_windows(order) + AHEAD
+    assert plan.num_slots == num_open_windows(order) + num_ahead(order)
     assert most_open(order) < plan.num_slots
+    assert num_ahead(order) == min(AHEAD, max(1, sum(1 for _ in order.windows())))
     if order.num_batches:
         assert largest_window(order) == max(len(window.samples) for window in order.windows())
 

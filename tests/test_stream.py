@@ -78,7 +78,7 @@ def test_windows_are_read_once_and_in_order(path, loads, echo, options):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_slot_is_filled_again_once_its_batches_were_used(path, loads, reuse):
     """With reuse not before the next batch is asked for; without, as soon as the last one is given."""
-    with ChunkLoader(path, 16, shuffle=False, reuse=reuse, memory_bytes=2 * 2048 + N * 8) as loader:
+    with ChunkLoader(path, 16, shuffle=False, reuse=reuse, memory_bytes=(2 if reuse else 4) * 2048 + N * 8) as loader:
         batches = iter(loader)
         for number in range(5):
             next(batches)

@@ -167,6 +167,8 @@ def _scale_and_shift(
         raise OptionError(f"normalize is {normalize!r}: give (mean, std), each a number or one a channel") from None
     if (stds == 0).any():
         raise OptionError(f"normalize has a std of 0: {std}")
+    if not ((stds > 0).all() and torch.isfinite(stds).all() and torch.isfinite(means).all()):
+        raise OptionError(f"normalize is {normalize!r}: give finite means, and positive stds")
     scale, shift = 1 / (unit * stds), -means / stds
     shape = [1] * len(sample_shape)
     for values, name in ((scale, "std"), (shift, "mean")):

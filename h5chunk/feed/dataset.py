@@ -19,7 +19,7 @@ from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.memory import BatchMemory, SharedMemory
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_interleave, choose_window_chunks
-from h5chunk.plan.order import INTERLEAVE, Order
+from h5chunk.plan.order import INTERLEAVE, Order, with_full_windows
 from h5chunk.store.format import Header
 from h5chunk.store.reader import H5Reader, model_cache
 
@@ -246,6 +246,9 @@ def make_order(
 ) -> Order:
     """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
 
+    A file that was not shuffled when it was converted, or windows that the user asked for, get windows of that size
+    even where few fit in an epoch; else workers get windows of their own, which are smaller.
+
     Raises
     ------
     OptionError
@@ -263,6 +266,8 @@ def make_order(
     )
     if interleave is None:
         order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
+        if window_chunks is not None or reader.header is None or not reader.header.shuffled:
+            order = with_full_windows(order)
     return order
 
 

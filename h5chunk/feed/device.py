@@ -12,7 +12,6 @@ import math
 import mmap
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,9 +97,6 @@ class PinnedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self._map = mmap.mmap(-1, max(1, num_bytes))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = np.frombuffer(self._map, np.uint8)
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
@@ -144,6 +140,7 @@ class CudaSlot:
         self._used = 0
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
+        self.release()  # who had the memory of the device buffer before may still be using it on the current stream
 
     def begin(self, num_samples: int) -> dict[str, np.ndarray]:
         """Make room for a window; gives pinned memory of each field, (num_samples, sample_bytes) uint8."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.convert import BatchMaker, Convert
 from h5chunk.feed.dataset import Fields, field_mapping, make_order
 from h5chunk.feed.device import Tensors, slot_bytes
+from h5chunk.feed.memory import KEPT
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
-from h5chunk.plan.slots import plan_slots
+from h5chunk.plan.slots import largest_window, plan_slots
 from h5chunk.store.fill import available_cores
 from h5chunk.store.reader import H5Reader
 
@@ -148,7 +152,7 @@ class ChunkLoader:
             self._plan = plan_slots(
                 order,
                 self._supply.window_bytes,
-                self._supply.other_bytes,
+                self._beside_windows,
                 memory_bytes=memory_bytes,
                 num_spare=1 if echo == AUTO else 0,
                 least_chunks=least_chunks,
@@ -157,6 +161,15 @@ class ChunkLoader:
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
+
+    def _beside_windows(self, order: Order) -> int:
+        """Memory that streaming in this order takes beside the windows."""
+        total = self._supply.other_bytes(order)
+        if self._device.type == "cpu" and not self._reuse:  # windows that were given back and wait to be used again
+            total += KEPT * self._supply.window_bytes(largest_window(order))
+        if self._device.type == "cpu" and not self._convert.changes_nothing:
+            total += (KEPT + 1) * order.batch_size * self._convert.sample_bytes
+        return total
 
     def _choose_resident(self, wanted: bool | str, memory_bytes: int | None) -> bool:
         if not wanted or not self._order.num_samples:
@@ -198,17 +211,22 @@ class ChunkLoader:
         self._order = replace(self._order, epoch=epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise OptionError(
+                "a ChunkLoader in a DataLoader's worker: each would give all samples; iterate it directly"
+            )
         if self._feed is not None and self._feed_is_at is None:
             raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
         order = self._order
+        report = EpochReport(started=time.perf_counter())
         if self._feed is None or (self._feed_is_at != order.epoch and not self.resident):
             self.close()
             self._feed = self._start(order)
         feed, self._feed_is_at = self._feed, None
         try:
             self._order = replace(order, epoch=order.epoch + 1)
-            self.report = EpochReport()
-            for batch in feed.batches(order, self.report):
+            self.report = report
+            for batch in feed.batches(order, report):
                 yield batch
                 if self._feed is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
@@ -257,6 +275,9 @@ class ChunkLoader:
             self._feed = self._feed_is_at = None
             self._convert.forget()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a ChunkLoader stays in its process, with its threads: make one where it is used")
+
     def __enter__(self) -> ChunkLoader:
         return self
 
@@ -271,7 +292,8 @@ class ChunkLoader:
             what = f"all {self._order.num_samples} samples resident ({held}), shuffled as a whole"
         else:
             held = human_bytes(self._plan.num_slots * supply.window_bytes(self._plan.window_samples))
-            what = f"windows of {self._order.window_batches} batches, {self._plan.num_slots} under way ({held})"
+            batches = -(-self._plan.window_samples // self._order.batch_size)
+            what = f"windows of {batches} batches, {self._plan.num_slots} under way ({held})"
         echo = "" if self._echo == 1 else f"; echo {self._echo}"
         return (
             f"ChunkLoader({str(self._reader.path)!r} to {self._device}: {len(self)} batches of "
@@ -285,7 +307,9 @@ def _check_options(reader: str, resident: bool | str, num_threads: int | None, m
     if not isinstance(resident, bool) and resident != "auto":
         raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
     for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
-        if number is not None and (not isinstance(number, int) or number < least):
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
+        ):
             raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
 
 

@@ -178,14 +178,8 @@ class Readers:
     def _read_by_hdf5(self, name: str, samples: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
         field = self._reader.fields[name]
         values = out.view(field.dtype).reshape(len(samples), *field.sample_shape)
-        try:
-            with self._hdf5:
-                self._reader.read(name, samples, values)
-        except FileError:
-            raise
-        except OSError as error:  # HDF5 names neither
-            self.check_unchanged()
-            raise FileError(f"{printable(self._reader.path)}: field {name!r} cannot be read: {error}") from error
+        with self._hdf5:
+            self._reader.read(name, samples, values)
 
     def close(self) -> None:
         """Stop and join the threads, and close the file. Parts that no thread has begun are dropped."""

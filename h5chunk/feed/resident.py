@@ -69,16 +69,15 @@ class Resident:
 
     def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
         """The batches of an epoch; the order of the next one is drawn meanwhile."""
-        started = time.perf_counter()
         samples = self._plan(order).result()
-        report.waited_s += time.perf_counter() - started
+        report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches
         for number, batch in enumerate(self._batches(samples, order)):
             report.batches += 1
             report.samples += len(batch[0])
             report.fresh_samples += len(batch[0]) if number < fresh else 0
-            report.seconds = time.perf_counter() - started
+            report.seconds = time.perf_counter() - report.started
             yield batch if self._maker.transform is None else self._maker.transform(batch)
 
     def _batches(self, samples: np.ndarray, order: Order) -> Iterator[Tensors]:

@@ -38,7 +38,8 @@ class ChunkSampler(Sampler[list[int]]):
         Leave out a last batch that is not full.
     interleave : int, optional
         Windows whose batches alternate, for the workers. Default: 24, or a divisor of it where chunks are so large
-        that the windows would take more than 1 GiB. Make it a multiple of your number of workers if 24 is not.
+        that the windows would take more than 1 GiB, or where an epoch has fewer windows of the size that you ask for.
+        Make it a multiple of your number of workers if 24 is not.
 
     Raises
     ------

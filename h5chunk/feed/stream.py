@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
@@ -26,7 +26,7 @@ class EpochReport:
     fresh_samples : int
         Of those, not echoed.
     seconds : float
-        From the first request to the last, with all that the caller did between them.
+        From the first request to the last, with opening the file, and all that the caller did meanwhile.
     waited_s : float
         Of those, in which the caller waited for data. On a GPU the copy may be waited for there, uncounted.
     """
@@ -36,6 +36,7 @@ class EpochReport:
     fresh_samples: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter, repr=False, compare=False)
 
     @property
     def samples_per_s(self) -> float:
@@ -93,7 +94,8 @@ class WindowStream:
 
     def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
         """The batches of an epoch; epochs are asked for one after the other."""
-        self._started, self._report = time.perf_counter(), report
+        self._report = report
+        report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
         for number in range(order.num_batches):
             opened, place = self._places.pop((order.epoch, number))
             if not opened.load.is_ready:
@@ -133,7 +135,7 @@ class WindowStream:
         self._report.batches += 1
         self._report.samples += num_samples
         self._report.fresh_samples += num_samples if fresh else 0
-        self._report.seconds = time.perf_counter() - self._started
+        self._report.seconds = time.perf_counter() - self._report.started
         yield batch if self._maker.transform is None else self._maker.transform(batch)
         if done is not None and self._late:
             self._release(done)

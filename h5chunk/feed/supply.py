@@ -93,13 +93,14 @@ class Supply:
 
         try:
             if self._device.type == "cpu":
-                memory = None if late else BatchMemory(keep=num_slots)
+                memory = None if late else BatchMemory()
                 gathered = BatchMemory()
                 slots = [CpuSlot(self.spaces, num_samples, memory, gathered) for _ in range(num_slots)]
             else:
                 copies = torch.cuda.Stream(self._device)
                 each = slot_bytes(self.spaces, num_samples)
-                pinned = PinnedMemory(num_slots * each)
+                with torch.cuda.device(self._device):
+                    pinned = PinnedMemory(num_slots * each)
                 parts = pinned.bytes[: num_slots * each].reshape(num_slots, each)
                 slots = [CudaSlot(self.spaces, num_samples, part, copies) for part in parts]
             if self.why:

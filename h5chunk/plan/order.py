@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -286,6 +286,17 @@ class Order:
             offset[ends | fills] = drawn[offset[ends | fills]]
             turn[fills] = last_turn
         return chunks[turn] * size + offset
+
+
+def with_full_windows(order: Order) -> Order:
+    """The order with as many alternating windows as there are: fewer, rather than smaller ones.
+
+    >>> order = Order(num_samples=120, chunk_samples=1, batch_size=10, window_chunks=40)
+    >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]
+    ([12], [3])
+    """
+    fitting = (n for n in _divisors(order.interleave) if n * order.window_batches <= order.num_batches)
+    return replace(order, interleave=next(fitting, 1))
 
 
 def _divisors(number: int) -> list[int]:

@@ -71,11 +71,11 @@ def plan_slots(
         each = max(1, window_bytes(window_samples))
         least = num_open_windows(order) + num_spare + 1
         if memory_bytes is None:
-            return SlotPlan(order, least - 1 + max(1, min(AHEAD, AHEAD_BYTES // each)), window_samples)
+            return SlotPlan(order, least - 1 + max(1, min(num_ahead(order), AHEAD_BYTES // each)), window_samples)
         others = other_bytes(order)
         fitting = max(0, memory_bytes - others) // each
         if fitting >= least:
-            return SlotPlan(order, min(fitting, least - 1 + AHEAD), window_samples)
+            return SlotPlan(order, min(fitting, least - 1 + num_ahead(order)), window_samples)
         fewer = max(order.window_chunks // 2, least_chunks or order.window_chunks)
         if fewer >= order.window_chunks:
             break
@@ -85,6 +85,16 @@ def plan_slots(
         f"memory_bytes is {memory_bytes} but {least} windows of {order.window_batches} batches need "
         f"{least * each + others}: give that, {remedy}smaller window_chunks or batch_size"
     )
+
+
+def num_ahead(order: Order) -> int:
+    """Windows to read ahead: no more than an epoch has."""
+    windows = 0
+    for each in order.rounds():
+        windows += each.num_windows
+        if windows >= AHEAD:
+            return AHEAD
+    return max(1, windows)
 
 
 def num_open_windows(order: Order) -> int:

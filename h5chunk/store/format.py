@@ -85,6 +85,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,8 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         raise FileError(f"{shown}: no such file")
     if not Path(path).is_file():
         raise FileError(f"{shown}: not a regular file")
+    with suppress(ImportError):
+        import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
     try:
         return h5py.File(path, "r", **options)
     except OSError as error:

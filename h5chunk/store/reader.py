@@ -132,8 +132,21 @@ class H5Reader:
         rows : (n,) int64
             Each from 0 to ``num_samples - 1``; in any order, also repeated.
         out : (n, *sample_shape), the field's dtype, C-contiguous
+
+        Raises
+        ------
+        FileError
+            The file was changed, or cannot be read.
         """
-        self._handles()[name].read(rows, out)
+        handle = self._handles()[name]
+        try:
+            handle.read(rows, out)
+        except OSError as error:  # HDF5 names neither file nor field
+            self.check_unchanged()
+            remedy = ""
+            if "plugin" in str(error) or "filter" in str(error):
+                remedy = ': if a filter is missing, pip install "h5chunk[codecs]"'
+            raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
 
     def _handles(self) -> dict[str, _Handle]:
         """The open datasets of this process; those inherited by a fork are left alone."""
