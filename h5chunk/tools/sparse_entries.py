@@ -59,7 +59,8 @@ class Entries:
         packed = np.dtype(np.uint64)
         self.record = packed if self._bits else np.dtype([("key", packed), ("value", dtype)])
         self._spool = Spool(folder, self.record, 0)
-        self._limit = max(64, memory_bytes // 2 // self.record.itemsize)  # a sorted copy takes as much again
+        copies = 2 if self._bits else 4  # packed records are sorted in place, others through an index
+        self._limit = max(64, memory_bytes // copies // self.record.itemsize)
         self._step = min(MAX_KEY_STEP, self._limit // 64)
         self._parts: list[np.ndarray] = []
         self._num_waiting = 0
