@@ -15,7 +15,7 @@ import numpy as np
 from h5chunk.errors import SourceError
 from h5chunk.sources.sparse import vector
 from h5chunk.sources.sparse.block import Block
-from h5chunk.sources.sparse.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings, word_of
+from h5chunk.sources.sparse.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
 
 FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 CELL_BYTES = 64  # of memory for a cell of a dense matrix, as int64 numbers, value and masks
@@ -88,9 +88,8 @@ class H5adSource:
 
     def _shape(self, group: GuardedGroup) -> tuple[int, int]:
         for name in ("shape", "h5sparse_shape"):
-            if name in group.attributes:
-                shape = np.asarray(group.attributes[name])
-                if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
+            if (shape := group.numbers(name)) is not None:
+                if shape.shape != (2,) or int(shape.min()) < 0:
                     raise group.error(f"its attribute {name!r} must be two numbers, of rows and of columns")
                 return int(shape[0]), int(shape[1])
         raise group.error("has no attribute 'shape'")
@@ -110,8 +109,7 @@ class H5adSource:
 
     def _read_fields(self, obs: GuardedGroup) -> None:
         index = obs.word("_index") or "_index"
-        order = [word_of(name) for name in np.ravel(obs.attributes.get("column-order", []))]
-        names = [name for name in order if name in obs] or obs.names()
+        names = [name for name in obs.words("column-order") if name in obs] or obs.names()
         for name in dict.fromkeys(names):
             if name in (index, "index", "__categories"):
                 continue

@@ -7,12 +7,12 @@
 | shapes larger than what is stored | refused: all chunks must be there, and their bytes in proportion |
 | chunks that inflate to more or less | gzip, shuffle and Fletcher-32 are undone here, to the exact length |
 | unknown filters, plugins | refused, but for LZF and those of hdf5plugin, which are left to HDF5 |
-| strings of variable length | their heap is read here, in bounds, and gives strings of fixed length |
+| strings of variable length, in datasets and attributes | their heap is read here, in bounds, and gives strings of \
+fixed length |
 | other types | numbers and fixed strings only; nothing is unpickled |
 
-What is left to HDF5: the tree of groups, attributes, and the filters that are not undone here.
-Source: HDF5 File Format Specification, III.E (global heap), IV.A.2.l (filter pipeline), VIII.B (disk format of
-variable-length data).
+What is left to HDF5: the tree of groups, other attributes, and the filters that are not undone here.
+Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
+from h5chunk.sources.sparse.heap import MAX_STRING_BYTES, POINTER, Bytes, attribute_bytes, resolve
 from h5chunk.sources.sparse.text import check_regular, stamp_of
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -36,11 +37,6 @@ PLUGINS = (32001, 32004, 32008, 32015, 32026)  # Blosc, LZ4, Bitshuffle, Zstanda
 MAX_CHUNK_BYTES = 256 << 20
 MAX_RATIO = 1032  # deflate cannot give more bytes for one
 SLACK_BYTES = 1 << 16  # and is worth nothing on tiny chunks
-MAX_STRING_BYTES = 256
-MAX_HEAP_BYTES = 1 << 30
-HEAP_HEADER = struct.Struct("<4sB3xQ")
-HEAP_OBJECT = struct.Struct("<HH4xQ")
-POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a string of variable length
 DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, struct.error)
 
 
@@ -88,7 +84,6 @@ class GuardedGroup:
     def __init__(self, owner: GuardedFile, group: h5py.Group, descriptor: int, path: str) -> None:
         self.owner, self.path = owner, path
         self._group, self._descriptor = group, descriptor
-        self.attributes = group.attrs
 
     def __contains__(self, name: str) -> bool:
         return name in self._group
@@ -96,9 +91,37 @@ class GuardedGroup:
     def names(self) -> list[str]:
         return list(self._group)
 
+    def words(self, name: str) -> list[str]:
+        """An attribute that is a string or several, else nothing."""
+        if name not in self._group.attrs:
+            return []
+        attribute = h5py.h5a.open(self._group.id, name.encode())
+        kind = attribute.get_type()
+        if not isinstance(kind, h5py.h5t.TypeStringID) or len(attribute.shape) > 1:
+            return []
+        if kind.is_variable_str():
+            file = Bytes(self._descriptor, self.owner.file_bytes, self.error)
+            count = int(np.prod(attribute.shape))
+            address = h5py.h5o.get_info(self._group.id).addr
+            value = attribute_bytes(file, address, name, count * POINTER.itemsize)
+            strings = resolve(file, np.frombuffer(value, POINTER))
+        else:
+            strings = np.ravel(self._group.attrs[name])
+        return [bytes(word).decode("utf-8", "backslashreplace") for word in strings.tolist()]
+
     def word(self, name: str) -> str:
-        """An attribute that is a word, else an empty string."""
-        return word_of(self.attributes.get(name))
+        """An attribute that is one string, else an empty one."""
+        words = self.words(name)
+        return words[0] if len(words) == 1 else ""
+
+    def numbers(self, name: str) -> np.ndarray | None:
+        """An attribute that is whole numbers, if there is one."""
+        if name not in self._group.attrs:
+            return None
+        kind = h5py.h5a.open(self._group.id, name.encode()).get_type()
+        if not isinstance(kind, h5py.h5t.TypeIntegerID):
+            raise self.error(f"its attribute {name!r} must be whole numbers")
+        return np.asarray(self._group.attrs[name])
 
     def error(self, what: str, name: str = "") -> SourceError:
         where = f"{self.path}/{name}".strip("/")
@@ -133,13 +156,6 @@ class GuardedGroup:
         return Stored(member, self._descriptor, f"{printable(self.owner.path)}: {where}", self.owner.file_bytes)
 
 
-def word_of(value: Any) -> str:
-    """An attribute that is a word, else an empty string."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    return value if isinstance(value, str) else ""
-
-
 class Stored:
     """A dataset of numbers or strings, read chunk by chunk; a `vector.Vector` if it has one dimension.
 
@@ -151,8 +167,7 @@ class Stored:
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, name: str, file_bytes: int) -> None:
         self.name = name
-        self._dataset, self._descriptor, self._file_bytes = dataset, descriptor, file_bytes
-        self.attributes = dataset.attrs
+        self._dataset, self.bytes = dataset, Bytes(descriptor, file_bytes, self.error)
         self.shape: tuple[int, ...] = dataset.shape
         self.length = self.shape[0]
         kind = dataset.id.get_type()
@@ -185,12 +200,12 @@ class Stored:
         self._chunks = plist.get_chunk() if layout == h5py.h5d.CHUNKED else None
         filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
         self._filters: list[tuple[int, tuple[int, ...]]] = [(entry[0], entry[2]) for entry in filters]
-        if self.stored_bytes > self._file_bytes:
-            raise self.error(f"claims {self.stored_bytes} stored bytes but the file has {self._file_bytes}")
+        if self.stored_bytes > self.bytes.num_bytes:
+            raise self.error(f"claims {self.stored_bytes} stored bytes but the file has {self.bytes.num_bytes}")
         if self._chunks is None:
             if self.stored_bytes != self.num_bytes:
                 raise self.error(f"its shape {self.shape} needs {self.num_bytes} bytes, {self.stored_bytes} are stored")
-            if self._offset is not None and self._offset + self.num_bytes > self._file_bytes:
+            if self._offset is not None and self._offset + self.num_bytes > self.bytes.num_bytes:
                 raise self.error("reaches beyond the end of the file: it is cut short")
         else:
             self._check_chunks(self._chunks)
@@ -278,9 +293,11 @@ class Stored:
 
     def _pread(self, start: int, count: int) -> np.ndarray:
         size = self.dtype.itemsize
-        data = os.pread(self._descriptor, count * size, (self._offset or 0) + start * size)
+        data = os.pread(self.bytes.descriptor, count * size, (self._offset or 0) + start * size)
         while len(data) < count * size and (
-            more := os.pread(self._descriptor, count * size - len(data), (self._offset or 0) + start * size + len(data))
+            more := os.pread(
+                self.bytes.descriptor, count * size - len(data), (self._offset or 0) + start * size + len(data)
+            )
         ):
             data += more
         if len(data) != count * size:
@@ -384,30 +401,7 @@ def read_strings(stored: Stored) -> np.ndarray:
         if stored.dtype.itemsize > 16 * MAX_STRING_BYTES:
             raise stored.error(f"has strings of {stored.dtype.itemsize} bytes but the limit is {MAX_STRING_BYTES}")
         return _narrow(stored, stored.read(0, stored.length))
-    pointers = stored.read(0, stored.length)
-    lengths = pointers["length"].astype(np.int64)
-    if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
-        place = int(lengths.argmax())
-        raise stored.error(f"string {place} has {lengths[place]} bytes but the limit is {MAX_STRING_BYTES}")
-    strings = np.zeros(stored.length, f"S{max(1, int(lengths.max(initial=0)))}")
-    filled = np.flatnonzero(lengths)
-    order = filled[np.argsort(pointers["address"][filled], kind="stable")]
-    addresses, starts = np.unique(pointers["address"][order], return_index=True)
-    end = 0
-    for address, group in zip(addresses.tolist(), np.split(order, starts[1:]), strict=bool(len(order))):
-        if address < end:
-            raise stored.error("the collections of its string heap overlap: the file is damaged")
-        data = _collection(stored, address)
-        end = address + len(data)
-        objects = _objects(stored, data)
-        for place, index, length in zip(
-            group.tolist(), pointers["index"][group].tolist(), lengths[group].tolist(), strict=True
-        ):
-            start, size = objects.get(index, (0, -1))
-            if size < length:
-                raise stored.error(f"string {place} is not in the heap: the file is damaged")
-            strings[place] = data[start : start + length]
-    return strings
+    return resolve(stored.bytes, stored.read(0, stored.length))
 
 
 def _narrow(stored: Stored, strings: np.ndarray) -> np.ndarray:
@@ -415,33 +409,3 @@ def _narrow(stored: Stored, strings: np.ndarray) -> np.ndarray:
     if width > MAX_STRING_BYTES:
         raise stored.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
     return strings.astype(f"S{max(1, width)}")
-
-
-def _collection(stored: Stored, address: int) -> bytes:
-    """The bytes of one collection of the global heap."""
-    head = os.pread(stored._descriptor, HEAP_HEADER.size, address) if address < stored._file_bytes else b""
-    if len(head) < HEAP_HEADER.size:
-        raise stored.error("its strings lie beyond the end of the file: it is cut short or damaged")
-    magic, version, size = HEAP_HEADER.unpack(head)
-    if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= min(MAX_HEAP_BYTES, stored._file_bytes):
-        raise stored.error("its string heap is damaged")
-    data = os.pread(stored._descriptor, size, address)
-    if len(data) != size:
-        raise stored.error("its string heap reaches beyond the end of the file: it is cut short")
-    return data
-
-
-def _objects(stored: Stored, data: bytes) -> dict[int, tuple[int, int]]:
-    """(start, size) of each object of a collection, by its index."""
-    objects = {}
-    at = HEAP_HEADER.size
-    while at + HEAP_OBJECT.size <= len(data):
-        index, _, size = HEAP_OBJECT.unpack_from(data, at)
-        if index == 0:  # the free space behind the last one
-            break
-        at += HEAP_OBJECT.size
-        if size > len(data) - at:
-            raise stored.error("its string heap is damaged: an object is larger than its collection")
-        objects[index] = at, size
-        at += (size + 7) // 8 * 8
-    return objects

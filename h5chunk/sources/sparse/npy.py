@@ -41,8 +41,8 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
                 raise SourceError(f"{name}: version {version} of the .npy format is not read: save it again")
     except SourceError:
         raise
-    except (ValueError, TypeError, SyntaxError, UserWarning, EOFError, OverflowError, RecursionError) as error:
-        raise SourceError(f"{name} is no .npy array: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a header is Python's notation, and its parser has errors of many types
+        raise SourceError(f"{name} is no .npy array: {(str(error).splitlines() or ['damaged'])[0]}") from None
     if any(length < 0 for length in shape):
         raise SourceError(f"{name} claims the shape {shape}: that cannot be")
     return shape, by_column, dtype
