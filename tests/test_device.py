@@ -10,9 +10,9 @@ import torch
 from foreign import values
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.convert import Convert
 from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, slot_bytes
 from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.normalize import Convert
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SPACES = {"x": FieldSpace((3, 70, 50), torch.uint8), "y": FieldSpace((), torch.int64)}
@@ -240,6 +240,25 @@ class TestCuda:
         memory = PinnedMemory(slot_bytes(SPACES, 120))
         slot = CudaSlot(SPACES, 120, memory.bytes[: slot_bytes(SPACES, 120)], torch.cuda.Stream(device))
         yield slot
+        torch.cuda.synchronize()
+        memory.close()
+
+    def test_memory_that_is_still_in_use_is_not_overwritten(self, device):
+        """A slot may get memory that kernels queued before still write."""
+        num_bytes = slot_bytes(SPACES, 120)
+        memory = PinnedMemory(num_bytes)
+        data = window_data(120, 0)
+        for _ in range(3):
+            old = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            torch.cuda._sleep(100_000_000)
+            old.fill_(7)
+            del old
+            slot = CudaSlot(SPACES, 120, memory.bytes[:num_bytes], torch.cuda.Stream(device))
+            fill(slot.begin(120), data)
+            slot.send()
+            slot.receive()
+            check_fields(slot.window, data, np.arange(120))
+            del slot
         torch.cuda.synchronize()
         memory.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import threading
 import time
 import warnings
@@ -679,6 +680,36 @@ def test_axes_of_the_file(tmp_path):
         found = torch.cat([batch for (batch,) in loader])
     expected = (torch.from_numpy(images).double() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
     assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((5, 6, 3), 2), ((3, 5, 6), 0), ((3, 5, 4), 0), ((5, 6, 7), 0)])
+def test_axes_of_files_that_do_not_say(tmp_path, shape, axis):
+    images = values((20, *shape), np.uint8)
+    path = make_file(tmp_path / "a.h5", images=(images, {}))
+    mean = np.linspace(0.1, 0.5, shape[axis])
+    with ChunkLoader(path, 20, shuffle=False, normalize=(mean.tolist(), 0.5)) as loader:
+        [(found,)] = loader
+    sizes = [1, 1, 1]
+    sizes[axis] = -1
+    np.testing.assert_allclose(found.numpy(), (images / 255 - mean.reshape(sizes)) / 0.5, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loader_stays_in_its_process(path):
+    with pytest.raises(TypeError, match="stays in its process"):
+        pickle.dumps(ChunkLoader(path, 16))
+
+
+def test_windows_asked_for_are_windows_had(tmp_path):
+    """A file sorted by class, in a short epoch."""
+    labels = np.arange(1200) // 100
+    path = make_file(
+        tmp_path / "a.h5", images=(values((1200, 70), np.uint8), {"chunks": (50, 70)}), labels=(labels, {})
+    )
+    for window_chunks in (2, 24):
+        with ChunkLoader(path, 10, window_chunks=window_chunks) as loader:
+            classes = np.mean([len(batch[1].unique()) for batch in loader])
+            assert f"windows of {5 * window_chunks} batches" in repr(loader)
+        assert (classes <= 2) == (window_chunks == 2) and (classes > 5) == (window_chunks == 24)
 
 
 def test_transform(path):

@@ -14,7 +14,7 @@ from foreign import make_file, values
 
 import h5chunk.feed.pipeline
 from h5chunk.errors import FileError
-from h5chunk.feed.pipeline import Load, Readers
+from h5chunk.feed.pipeline import Load, Progress, Readers
 from h5chunk.plan.order import Window
 from h5chunk.store import ranges
 from h5chunk.store.direct import direct_field
@@ -281,17 +281,17 @@ def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
 
 
 def test_slow_reading_is_no_error(path):
-    load = Load(MemorySlot(), window([0]), 4, path)
+    load = Load(MemorySlot(), window([0]), 4, path, Progress())
     waits = iter([False, False, False, True])
 
     class Slowly:
         def wait(self, _):
-            load._left -= 1
+            load._progress.count += 1
             return next(waits)
 
     load._ready = Slowly()
     load.wait(0.01)
-    load = Load(MemorySlot(), window([0]), 4, path)
+    load = Load(MemorySlot(), window([0]), 4, path, Progress())
     load._ready = type("Never", (), {"wait": lambda *_: False})()
     with pytest.raises(FileError, match="hangs"):
         load.wait(0.01)
@@ -299,7 +299,7 @@ def test_slow_reading_is_no_error(path):
 
 def test_a_window_of_nothing_to_read_is_ready(path):
     readers = make_readers(path)
-    load = Load(MemorySlot(), window([]), 0, path)
+    load = Load(MemorySlot(), window([]), 0, path, Progress())
     load.finish(readers)
     load.wait(0)
     readers.close()

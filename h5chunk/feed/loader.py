@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.convert import BatchMaker, Convert
 from h5chunk.feed.dataset import Fields, field_mapping, make_order
 from h5chunk.feed.device import Tensors, slot_bytes
 from h5chunk.feed.memory import KEPT
+from h5chunk.feed.normalize import BatchMaker, Convert
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
@@ -42,8 +42,10 @@ class ChunkLoader:
         for images, labels in h5chunk.ChunkLoader("photos.h5", batch_size=256, device="cuda"):
             ...
 
-    The order is that of `ChunkSampler` with the same arguments, unless data is resident or echoed. Each iteration is an
-    epoch, and the first windows of the next one are read while this one ends.
+    The order is that of `ChunkSampler` with the same arguments, unless data is resident or echoed, or ``memory_bytes``
+    makes windows smaller. Each iteration is an epoch, and the first windows of the next one are read while this one
+    ends. On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
+    who keeps one keeps the window; ``clone()`` it to keep it alone.
 
     Parameters
     ----------
@@ -62,7 +64,8 @@ class ChunkLoader:
     num_threads : int, optional
         That read; default: one a core, at most 10.
     normalize : (mean, std), optional
-        Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it.
+        Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it. Where a file
+        does not say which axis holds the channels, it is the one of 1, 3 or 4.
     dtype : torch.dtype, optional
         Of the first field. Default: as in the file, or float32 with ``normalize``; uint8 made floating gives 0..1.
     channels_last : bool
@@ -326,4 +329,9 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _channel_axis(reader: H5Reader) -> int:
-    return 2 if next(iter(reader.fields.values())).axes == "NHWC" else 0
+    """As the file says, or as the shape does: images of 1, 3 or 4 channels."""
+    first = next(iter(reader.fields.values()))
+    if first.axes or len(first.sample_shape) != 3:
+        return 2 if first.axes == "NHWC" else 0
+    ends = [size in (1, 3, 4) for size in (first.sample_shape[0], first.sample_shape[2])]
+    return 2 if ends == [False, True] else 0

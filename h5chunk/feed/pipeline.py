@@ -40,13 +40,19 @@ class Slot(Protocol):
         """The window is there; any thread calls it."""
 
 
+class Progress:
+    """Counts the parts that are done, of all windows: a window that waits for others is not stuck."""
+
+    count = 0
+
+
 class Load:
     """A window on its way into a slot; ``path`` is where from, for messages."""
 
-    def __init__(self, slot: Any, window: Window, num_parts: int, path: Path) -> None:
+    def __init__(self, slot: Any, window: Window, num_parts: int, path: Path, progress: Progress) -> None:
         self.slot, self.window = slot, window
         self.error: BaseException | None = None
-        self._path = path
+        self._path, self._progress = path, progress
         self._left = num_parts
         self._lock = threading.Lock()
         self._ready = threading.Event()
@@ -73,6 +79,7 @@ class Load:
         self._end_part(readers)
 
     def _end_part(self, readers: Readers) -> None:
+        self._progress.count += 1  # threads may count over each other: that it moves is enough
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -90,15 +97,15 @@ class Load:
         self._ready.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` some part has to be done."""
+        """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` a part has to be done, of any."""
         if os.getpid() != self._process:
             raise FileError(f"{printable(self._path)}: read ahead by threads that a fork leaves behind: start again")
-        left = self._left
+        done = self._progress.count
         while not self._ready.wait(timeout_s):
-            if self._left == left:
+            if self._progress.count == done:
                 shown = printable(self._path)
                 raise FileError(f"{shown}: no data came for {timeout_s:.0f} s: a thread or the file system hangs")
-            left = self._left
+            done = self._progress.count
         if self.error is not None:
             raise self.error
 
@@ -128,6 +135,7 @@ class Readers:
         self._reader, self._direct = reader, direct
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
+        self._progress = Progress()
         self._tasks: SimpleQueue[tuple[Load, Part] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.descriptor = _open(reader.path)
@@ -166,7 +174,7 @@ class Readers:
                 parts += self._direct[name].parts(window.rows, window.places, out)
             else:
                 parts.append(partial(self._read_by_hdf5, name, window.samples, out))
-        load = Load(slot, window, len(parts), self._reader.path)
+        load = Load(slot, window, len(parts), self._reader.path, self._progress)
         for part in parts:
             self._tasks.put((load, part))
         if not parts:

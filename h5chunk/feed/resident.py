@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.convert import BatchMaker
 from h5chunk.feed.device import Spaces, Tensors, gather, to_device
 from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.normalize import BatchMaker
 from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.echo import echo_pass, num_echoed
 from h5chunk.plan.order import Order

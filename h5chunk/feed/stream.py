@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
-from h5chunk.feed.convert import BatchMaker
 from h5chunk.feed.device import Tensors
+from h5chunk.feed.normalize import BatchMaker
 from h5chunk.feed.pipeline import WAIT_S, Load, Readers
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, echo_pass, num_echoed
 from h5chunk.plan.order import Order, Window

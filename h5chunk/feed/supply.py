@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FieldError, OptionError
-from h5chunk.feed.convert import BatchMaker
 from h5chunk.feed.dataset import torch_dtype
 from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, slot_bytes
 from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.normalize import BatchMaker
 from h5chunk.feed.pipeline import Readers, is_kept_whole
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
