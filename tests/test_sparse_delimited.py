@@ -74,6 +74,12 @@ def test_leading_zeros_make_an_id_a_word(tmp_path):
     assert entries(opened(tmp_path / "r.csv", b"1,007,3\n1,7,4\n"))[1].tolist() == [b"007", b"7"]
 
 
+def test_words_may_not_be_empty(tmp_path):
+    source = opened(tmp_path / "r.csv", b"user,item,rating\na,b,1\na,,1\n")
+    with pytest.raises(SourceError, match="line 3: column 'item' is empty: 'a,,1'"):
+        entries(source)
+
+
 def test_long_words_do_not_take_memory_out_of_proportion(tmp_path):
     text = b"a,b,1\n" * 20_000 + b"a," + b"x" * 256 + b",1\n"
     source = opened(tmp_path / "r.csv", text)
@@ -123,6 +129,7 @@ BROKEN = {
     "1.5,2,3": "row 'userId' is '1.5', no whole number",
     '1,"2,3': "a quote is not closed",
     "1,2\r,3": "holds a carriage return",
+    "1,2,3\r4,5,6": "holds a carriage return",
     "   ": "1 columns where",
 }
 

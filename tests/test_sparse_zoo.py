@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from sparse_files import entries, write_10x, write_h5ad
 
 from h5chunk.errors import SourceError
 from h5chunk.sources.sparse.block import open_sparse
+from h5chunk.sources.sparse.heap import POINTER, Bytes, resolve
 
 RNG = np.random.default_rng(0)
 RATINGS = b"userId,movieId,rating\n" + b"1,2,3\n" * 5000
@@ -292,6 +294,13 @@ def bad_checksum(file: h5py.File) -> None:
     file["X/data"].id.write_direct_chunk((0,), bytes(480) + b"abcd")
 
 
+def categorical(file: h5py.File, code: int) -> None:
+    file["obs"].create_group("c").attrs["encoding-type"] = "categorical"
+    file["obs/c/codes"] = np.full(20, code, np.int8)
+    file["obs/c/categories"] = ["a", "b"]
+    file["obs"].attrs["column-order"] = ["c"]
+
+
 def changed(name: str, index: int, value: Any) -> Callable[[h5py.File], None]:
     def change(file: h5py.File) -> None:
         file[name][index] = value
@@ -329,15 +338,8 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix 20"),
     "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes but the limit is 256"),
     "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; matrices that it has \(layer\): none"),
-    "codes": (
-        lambda f: (
-            f["obs"].create_group("c").attrs.update({"encoding-type": "categorical"}),
-            f["obs/c"].create_dataset("codes", data=np.full(20, 2, np.int8)),
-            f["obs/c"].create_dataset("categories", data=["a", "b"]),
-            f["obs"].attrs.__setitem__("column-order", ["c"]),
-        ),
-        "code 2 of row 0 is out of range: there are 2",
-    ),
+    "codes": (lambda f: categorical(f, 2), "code 2 of row 0 is out of range: there are 2"),
+    "negative codes": (lambda f: categorical(f, -2), "code -2 of row 0 is out of range: there are 2"),
     "field": (
         lambda f: (put(f, "obs/n", np.arange(3)), f["obs"].attrs.__setitem__("column-order", ["n"])),
         "obs/n: has 3 values but the matrix 20 rows",
@@ -387,6 +389,42 @@ def test_damaged_string_heaps_are_errors(tmp_path):
             assert names.tolist() == [str(i).encode() for i in range(20)]  # another heap than that of the names
         except SourceError as error:
             assert str(error).startswith(str(tmp_path))
+
+
+def heap(*texts: bytes) -> bytes:
+    """A collection of a global heap."""
+    objects = b"".join(
+        struct.pack("<HH4xQ", number, 1, len(text)) + text + bytes(-len(text) % 8)
+        for number, text in enumerate(texts, 1)
+    )
+    return struct.pack("<4sB3xQ", b"GCOL", 1, 16 + len(objects)) + objects
+
+
+@pytest.mark.parametrize(
+    ("pointers", "message"),
+    [
+        ([(2, 0, 1), (3, 0, 2), (0, 99, 9)], None),
+        ([(3, 0, 1)], "string 0 is not in the heap"),
+        ([(2, 0, 1), (2, 0, 7)], "string 1 is not in the heap"),
+        ([(2, 0, 1), (1, 32, 1)], "collections of its string heap overlap"),
+        ([(2, 8, 1)], "its string heap is damaged"),
+        ([(2, 1 << 60, 1)], "beyond the end of the file"),
+        ([(257, 0, 1)], "string 0 has 257 bytes but the limit is 256"),
+    ],
+)
+def test_heaps(tmp_path, pointers, message):
+    inner = heap(b"z")
+    (tmp_path / "heap").write_bytes(heap(b"ab", b"abc" if message is None or "overlap" not in message else inner))
+    data = (tmp_path / "heap").read_bytes()
+    if message and "overlap" in message:
+        pointers[1] = (1, data.index(inner, 1), 1)
+    with (tmp_path / "heap").open("rb") as file:
+        source = Bytes(file.fileno(), len(data), SourceError)
+        if message is None:
+            assert resolve(source, np.array(pointers, POINTER)).tolist() == [b"ab", b"abc", b""]
+            return
+        with pytest.raises(SourceError, match=message):
+            resolve(source, np.array(pointers, POINTER))
 
 
 @pytest.mark.parametrize(
