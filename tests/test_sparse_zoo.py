@@ -377,6 +377,25 @@ def test_damaged_hdf5_never_crashes_and_mostly_tells(tmp_path):
     assert told
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [(24, 481, "has 481 bytes but must have 480"), (24, 1 << 30, "beyond the end"), (48, 1 << 61, "beyond|damaged")],
+)
+def test_damaged_chunk_tables(tmp_path, where, value, message):
+    path = make_h5ad(tmp_path / "m.h5ad")
+    with h5py.File(path, "a") as file:
+        put(file, "X/data", np.arange(60.0), chunks=(60,))
+    data = bytearray(path.read_bytes())
+    at = data.index(
+        b"TREE\x01\x00\x01\x00" + b"\xff" * 16 + (480).to_bytes(4, "little")
+    )  # the B-tree of the chunks: key 0 starts with the size, its child is the address
+    width = 4 if where == 24 else 8
+    data[at + where : at + where + width] = value.to_bytes(width, "little")
+    path.write_bytes(bytes(data))
+    with pytest.raises(SourceError, match=f"^{path}.*({message})"):
+        entries(open_sparse(path))
+
+
 def test_damaged_string_heaps_are_errors(tmp_path):
     good = make_h5ad(tmp_path / "m.h5ad").read_bytes()
     at = good.index(b"GCOL")

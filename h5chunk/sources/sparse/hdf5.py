@@ -217,11 +217,12 @@ class Stored:
             raise self.error(f"its chunks of {chunk_bytes} bytes are over the limit of {MAX_CHUNK_BYTES}: repack it")
         if len(set(codes)) < len(codes):
             raise self.error(f"has a filter twice ({codes}): repack it (h5repack)")
-        grid = [-(-length // chunk) for length, chunk in zip(self.shape, chunks, strict=True)]
-        wanted = int(np.prod(grid, dtype=object))
+        self._grid = tuple(-(-length // chunk) for length, chunk in zip(self.shape, chunks, strict=True))
+        wanted = int(np.prod(self._grid, dtype=object))
         there = self._dataset.id.get_num_chunks()
         if there != wanted:
             raise self.error(f"its shape {self.shape} needs {wanted} chunks but {there} are stored")
+        self._table = self._read_table(chunks, wanted)
         claimed = wanted * chunk_bytes
         undone = (GZIP, SHUFFLE, FLETCHER32, *([LZF] if self.is_text else []))  # in Python, LZF is slow
         self._own = all(code in undone for code in codes)
@@ -230,6 +231,26 @@ class Stored:
             raise self.error(f"claims {claimed} bytes out of {self.stored_bytes} stored ones: that cannot be")
         if not self._own:
             self._check_plugins(codes)
+
+    def _read_table(self, chunks: tuple[int, ...], count: int) -> np.ndarray:
+        """(count, 3) int64: where each chunk lies, its stored bytes and its filter mask, in the order of the grid.
+
+        Chunks are then read past the library, which writes beyond its memory if a size is damaged.
+        """
+        table = np.full((count, 3), -1, np.int64)
+
+        def note(chunk: Any) -> None:
+            place = [start // size for start, size in zip(chunk.chunk_offset, chunks, strict=True)]
+            if chunk.byte_offset is not None and all(0 <= i < n for i, n in zip(place, self._grid, strict=True)):
+                number = int(np.ravel_multi_index(place, self._grid))
+                table[number] = min(chunk.byte_offset, 1 << 62), chunk.size, chunk.filter_mask
+
+        self._dataset.id.chunk_iter(note)
+        order = table[table[:, 0].argsort(kind="stable")]
+        ends = order[:, 0] + order[:, 1]
+        if (table < 0).any() or (ends[:-1] > order[1:, 0]).any() or (ends > self.bytes.num_bytes).any():
+            raise self.error("its chunks are not all there, overlap or lie beyond the end of the file: it is damaged")
+        return table
 
     def _check_plugins(self, codes: list[int]) -> None:
         unknown = [code for code in codes if code not in (GZIP, SHUFFLE, FLETCHER32, LZF, *PLUGINS)]
@@ -313,7 +334,9 @@ class Stored:
         """One chunk, whole; the last one is kept."""
         assert self._chunks is not None
         if self._cached is None or self._cached[0] != origin:
-            mask, data = self._dataset.id.read_direct_chunk(origin)
+            place = [start // size for start, size in zip(origin, self._chunks, strict=True)]
+            offset, size, mask = self._table[np.ravel_multi_index(place, self._grid)].tolist()
+            data = self.bytes.read(offset, size)
             num_bytes = int(np.prod([self.dtype.itemsize, *self._chunks], dtype=object))
             for bit in reversed(range(len(self._filters))):
                 if not mask >> bit & 1:
