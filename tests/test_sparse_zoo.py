@@ -86,6 +86,7 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "rubbish later": ("r.csv", RATINGS + RATINGS[22:] * 20 + b"\n1\x002,3,4\n", "line 105003: holds a zero byte"),
     "rubbish without zeros": ("r.csv", RATINGS + b"\xff\x80,\xfe\n" * 9, "line 5002: 2 columns where"),
     "UTF-16": ("r.csv", RATINGS.decode().encode("utf-16"), "16-bit characters"),
+    "return and quote": ("r.csv", b'1,2,3\n1,"a"\r2,3\n1,2,3\n', "line 2: holds a carriage return"),
     "old Macintosh": ("r.csv", b"1,2,3\r4,5,6\r", "carriage returns only"),
     "HTML": ("r.csv", b"<!DOCTYPE html>\n<html>\n", "this is a web page or XML"),
     "duplicate header": ("r.csv", b"userId,movieId,movieId\n1,2,3\n", "line 1: two columns are called 'movieId'"),
@@ -379,7 +380,11 @@ def test_damaged_hdf5_never_crashes_and_mostly_tells(tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "value", "message"),
-    [(24, 481, "has 481 bytes but must have 480"), (24, 1 << 30, "beyond the end"), (48, 1 << 61, "beyond|damaged")],
+    [
+        (24, 481, "has 481 bytes but must have 480"),
+        (24, 1 << 30, "claims 1073741824 stored bytes but"),
+        (48, 1 << 61, "beyond|damaged"),
+    ],
 )
 def test_damaged_chunk_tables(tmp_path, where, value, message):
     path = make_h5ad(tmp_path / "m.h5ad")

@@ -17,7 +17,6 @@ numbers.
 from __future__ import annotations
 
 import csv
-import io
 import os
 import re
 from collections.abc import Iterator
@@ -82,7 +81,10 @@ class _Dialect:
         if not self.has_quotes or b'"' not in line:
             return line.split(self.mark)
         text = line.decode("utf-8", "surrogateescape")
-        row = next(csv.reader(io.StringIO(text), delimiter=self.mark.decode()), [])
+        try:
+            row = next(csv.reader([text], delimiter=self.mark.decode()), [])
+        except csv.Error:  # a broken line, of which others say what is wrong
+            return line.split(self.mark)
         return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
 
