@@ -1,0 +1,237 @@
+"""Rows of a CSR matrix by their byte ranges in the file, outside HDF5's lock.
+
+A row is one range of ``indices`` and the same range of ``data``. Rows that lie side by side in the file are read with
+one call, and each goes where a shuffled window wants it. Any file will do in which ``indptr``, ``indices`` and
+``data`` are datasets of numbers in one group: ours, or AnnData's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.store.chunktable import list_chunks
+from h5chunk.store.decoded import DecodedChunks, NotDirect
+from h5chunk.store.direct import check_bytes
+from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, vector_parts
+
+
+@dataclass(frozen=True)
+class CsrRoom:
+    """Where rows of a matrix go.
+
+    Attributes
+    ----------
+    starts : (num_rows + 1,) int64
+        Where row i begins in the other two, and the last one ends.
+    indices : (num_entries,)
+        Columns, of the file's type.
+    values : (num_entries,) or None
+        None for a pattern.
+    """
+
+    starts: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray | None
+
+
+class CsrField:
+    """Reads rows of a CSR matrix.
+
+    Parameters
+    ----------
+    path : path
+    group : h5py.Group
+        Used now and not kept.
+    name : str
+        For messages.
+    num_rows, num_columns : int
+    scale : float
+        A value is what is stored over this.
+    pattern : bool
+        All values are one; none is read.
+
+    Attributes
+    ----------
+    indptr : (num_rows + 1,) int64
+    index_dtype, value_dtype : np.dtype
+        ``value_dtype`` is None for a pattern.
+
+    Raises
+    ------
+    NotDirect
+        A layout, type or filter needs HDF5.
+    FieldError, FileError
+        It is no CSR matrix, or damaged.
+    """
+
+    is_one_run = False
+
+    def __init__(
+        self,
+        path: Path,
+        group: h5py.Group,
+        name: str,
+        *,
+        num_rows: int,
+        num_columns: int,
+        scale: float = 1.0,
+        pattern: bool = False,
+    ) -> None:
+        self.name, self.num_columns, self.scale = name, num_columns, scale
+        where = f"{printable(path)}: {name!r}"
+        for part in ("indptr", "indices", "data"):
+            dataset = group.get(part)
+            if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
+                raise FieldError(f"{where} is no CSR matrix: it has no list of numbers {part!r}")
+        self.indptr = group["indptr"][:].astype(np.int64)
+        num_entries = len(group["indices"])
+        if len(self.indptr) != num_rows + 1 or self.indptr[0] != 0 or self.indptr[-1] != num_entries:
+            raise FileError(f"{where} is damaged: indptr does not lead from 0 to {num_entries} in {num_rows} rows")
+        if (np.diff(self.indptr) < 0).any():
+            raise FileError(f"{where} is damaged: indptr falls at row {int((np.diff(self.indptr) < 0).argmax())}")
+        if len(group["data"]) != num_entries:
+            raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
+        self._indices = _entries(path, f"{name}/indices", group["indices"])
+        self._values = None if pattern else _entries(path, f"{name}/data", group["data"])
+        self.index_dtype = group["indices"].dtype
+        self.value_dtype = None if pattern else group["data"].dtype
+        self.entry_bytes = self.index_dtype.itemsize + (0 if pattern else group["data"].dtype.itemsize)
+        self.num_bytes = self.indptr.nbytes + num_entries * self.entry_bytes
+
+    def entry_counts(self, rows: np.ndarray) -> np.ndarray:
+        """Entries of each of these rows: (n,) int64."""
+        counts: np.ndarray = self.indptr[rows + 1] - self.indptr[rows]
+        return counts
+
+    def parts(self, rows: np.ndarray, places: np.ndarray, out: CsrRoom) -> Iterator[Part]:
+        """What has to be done so that row ``places[i]`` of ``out`` is row ``rows[i]``, in parts for several threads.
+
+        Parameters
+        ----------
+        rows, places : (n,) int64
+            Neighbours in the file side by side.
+        out : CsrRoom
+            ``starts`` is there already.
+        """
+        counts = self.entry_counts(rows)
+        some = counts > 0
+        firsts, counts, places = self.indptr[rows[some]], counts[some], out.starts[places[some]]
+        if not len(firsts):
+            return
+        yield from self._indices.parts(firsts, counts, places, out.indices)
+        if self._values is not None and out.values is not None:
+            yield from self._values.parts(firsts, counts, places, out.values)
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        """Memory beside ``out`` that so many threads take."""
+        each = [self._indices] if self._values is None else [self._indices, self._values]
+        return self.indptr.nbytes + sum(entries.scratch_bytes(num_threads) for entries in each)
+
+    def forget(self) -> None:
+        """Free what is kept between parts."""
+        for entries in (self._indices, self._values):
+            if entries is not None:
+                entries.forget()
+
+
+def _entries(path: Path, name: str, dataset: h5py.Dataset) -> _PlainEntries | _EncodedEntries:
+    if not len(dataset):
+        return _PlainEntries(path, name, 0, dataset.dtype.itemsize)
+    check_bytes(dataset)
+    if not dataset.id.get_create_plist().get_nfilters():
+        table = list_chunks(dataset)
+        if table.is_one_run:
+            return _PlainEntries(path, name, int(table.offsets[0]), dataset.dtype.itemsize)
+    return _EncodedEntries(path, name, dataset)
+
+
+class _PlainEntries:
+    """Entries that lie one behind the other in the file."""
+
+    def __init__(self, path: Path, name: str, offset: int, item_bytes: int) -> None:
+        self._path, self._name, self._offset, self._item_bytes = path, name, offset, item_bytes
+
+    def parts(self, firsts: np.ndarray, counts: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+        """Entries ``firsts[i]`` and the ``counts[i] - 1`` behind it to ``out[places[i]:]``."""
+        size = self._item_bytes
+        vectors = np.empty((len(firsts), 2), np.uintp)
+        vectors[:, 0] = out.ctypes.data + places * size
+        vectors[:, 1] = counts * size
+        ends = np.cumsum(counts * size)
+        groups = ends // RUN_BYTES + np.arange(len(firsts)) // MAX_VECTORS
+        apart = (firsts[1:] != firsts[:-1] + counts[:-1]) | (groups[1:] != groups[:-1])
+        borders = np.concatenate(([0], np.flatnonzero(apart) + 1, [len(firsts)]))
+        return vector_parts(borders, vectors, self._offset + firsts[borders[:-1]] * size, out, self._where)
+
+    def _where(self, offset: int) -> str:
+        return f"{printable(self._path)}: {self._name!r}, entry {(offset - self._offset) // self._item_bytes}"
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        return 0
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+class _EncodedEntries:
+    """Entries in compressed chunks, or in chunks that lie anywhere."""
+
+    def __init__(self, path: Path, name: str, dataset: h5py.Dataset) -> None:
+        self._chunks = DecodedChunks(path, name, dataset)
+        self._per_chunk = dataset.chunks[0]
+        self._dtype = dataset.dtype
+        self.scratch_bytes, self.forget = self._chunks.scratch_bytes, self._chunks.forget
+
+    def parts(self, firsts: np.ndarray, counts: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+        """As those of plain entries: runs of rows, chunk by chunk."""
+        apart = np.flatnonzero(firsts[1:] != firsts[:-1] + counts[:-1]) + 1
+        borders = [0, *apart.tolist(), len(firsts)]
+        pieces: list[tuple[int, int, int, np.ndarray]] = []
+        for start, stop in pairwise(borders):
+            pieces += self._pieces(firsts[start:stop], counts[start:stop], places[start:stop])
+        per_part = max(1, PART_BYTES // self._chunks.chunk_bytes)
+        for first in range(0, len(pieces), per_part):
+            yield _EncodedPart(self, pieces[first : first + per_part], out)
+
+    def _pieces(
+        self, firsts: np.ndarray, counts: np.ndarray, places: np.ndarray
+    ) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """Chunk, its first and last entry, and the place of each, of a run of rows."""
+        first, end = int(firsts[0]), int(firsts[-1] + counts[-1])
+        there = np.repeat(places - firsts, counts) + np.arange(first, end)
+        for chunk in range(first // self._per_chunk, (end - 1) // self._per_chunk + 1):
+            low, high = max(first, chunk * self._per_chunk), min(end, (chunk + 1) * self._per_chunk)
+            yield (
+                chunk,
+                low - chunk * self._per_chunk,
+                high - chunk * self._per_chunk,
+                there[low - first : high - first],
+            )
+
+    def copy(self, descriptor: int, piece: tuple[int, int, int, np.ndarray], out: np.ndarray) -> None:
+        """Put the entries of a piece in their places."""
+        chunk, low, high, places = piece
+        whole = high - low == self._per_chunk
+        values = (self._chunks.whole if whole else self._chunks.shared)(descriptor, chunk)
+        out[places] = values.view(self._dtype)[low:high]
+
+
+class _EncodedPart:
+    def __init__(
+        self, entries: _EncodedEntries, pieces: list[tuple[int, int, int, np.ndarray]], out: np.ndarray
+    ) -> None:
+        self._entries, self._pieces, self._out = entries, pieces, out
+
+    def __call__(self, descriptor: int) -> None:
+        for piece in self._pieces:
+            self._entries.copy(descriptor, piece, self._out)
+
+
+__all__ = ["CsrField", "CsrRoom", "NotDirect"]

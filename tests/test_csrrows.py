@@ -1,0 +1,126 @@
+"""Rows of a CSR matrix read by their byte ranges are the rows of the matrix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from h5chunk.errors import FieldError, FileError
+from h5chunk.store import ranges
+from h5chunk.store.csr import write_csr
+from h5chunk.store.csrrows import CsrField, CsrRoom
+
+
+def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> scipy.sparse.csr_matrix:
+    """With some empty rows, and values 1 to 255."""
+    found = scipy.sparse.random(num_rows, num_columns, density, "csr", rng=np.random.default_rng(seed))
+    found.data = np.random.default_rng(seed).integers(1, 256, found.nnz).astype(np.uint8)
+    return found
+
+
+def open_field(path: Path, wanted: scipy.sparse.csr_matrix, *, pattern: bool = False) -> CsrField:
+    with h5py.File(path) as file:
+        return CsrField(path, file["X"], "X", num_rows=wanted.shape[0], num_columns=wanted.shape[1], pattern=pattern)
+
+
+def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
+    """Rows in the order asked for, each read where it lies in the file."""
+    starts = np.concatenate(([0], np.cumsum(field.entry_counts(rows))))
+    values = None if field.value_dtype is None else np.zeros(starts[-1], field.value_dtype)
+    room = CsrRoom(starts, np.zeros(starts[-1], field.index_dtype), values)
+    places = np.argsort(rows, kind="stable")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for part in field.parts(rows[places], places, room):
+            part(descriptor)
+    finally:
+        os.close(descriptor)
+    data = np.ones(starts[-1], np.uint8) if room.values is None else room.values
+    return scipy.sparse.csr_matrix((data, room.indices, starts), (len(rows), field.num_columns))
+
+
+def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *, pattern: bool = False) -> None:
+    found = read(path, open_field(path, wanted, pattern=pattern), rows)
+    expected = wanted[rows]
+    assert found.indptr.tolist() == expected.indptr.tolist()
+    assert found.indices.tolist() == expected.indices.tolist()
+    assert found.data.tolist() == ([1] * expected.nnz if pattern else expected.data.tolist())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_rows=st.integers(1, 80),
+    num_columns=st.sampled_from([1, 200, 300, 70_000]),
+    density=st.sampled_from([0.0, 0.02, 0.5]),
+    pattern=st.booleans(),
+    run_bytes=st.sampled_from([1, 64, 1 << 20]),
+    seed=st.integers(0, 3),
+)
+def test_files_of_ours(tmp_path, monkeypatch, num_rows, num_columns, density, pattern, run_bytes, seed):
+    monkeypatch.setattr("h5chunk.store.csrrows.RUN_BYTES", run_bytes)
+    monkeypatch.setattr(ranges, "PART_BYTES", run_bytes)
+    wanted = matrix(num_rows, num_columns, min(density, 2000 / num_columns), seed)
+    path = tmp_path / "a.h5"
+    codes = None if pattern else wanted.data
+    write_csr(
+        path, wanted.indptr.astype(np.int64), wanted.indices.astype(np.uint64), codes, num_columns, overwrite=True
+    )
+    rows = np.random.default_rng(seed).permutation(num_rows)
+    check_rows(path, wanted, rows, pattern=pattern)
+    check_rows(path, wanted, rows[: max(1, num_rows // 3)], pattern=pattern)
+    check_rows(path, wanted, np.arange(num_rows), pattern=pattern)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (64,)}, {"chunks": (50,), "compression": "gzip", "shuffle": True}])
+@pytest.mark.parametrize("value", ["f4", "f8", "i8", "u2"])
+def test_files_of_others(tmp_path, options, value):
+    wanted = matrix(90, 400, 0.05)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("X/indptr", data=wanted.indptr.astype(np.int32))
+        file.create_dataset("X/indices", data=wanted.indices.astype(np.int32), **options)
+        file.create_dataset("X/data", data=wanted.data.astype(value), **options)
+    for seed in range(3):
+        check_rows(tmp_path / "a.h5", wanted, np.random.default_rng(seed).permutation(90)[: 30 * seed + 30])
+
+
+@pytest.mark.parametrize(
+    ("indptr", "num_indices", "num_values", "message"),
+    [
+        ([0, 2, 5], 5, 4, "5 indices but 4 values"),
+        ([0, 3, 2, 5], 5, 5, "does not lead from 0 to 5 in 2 rows"),
+        ([1, 2, 5], 5, 5, "does not lead from 0"),
+        ([0, 7, 5], 5, 5, "indptr falls at row 1"),
+        ([0, 2, 6], 5, 5, "does not lead from 0 to 5"),
+    ],
+)
+def test_damaged(tmp_path, indptr, num_indices, num_values, message):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["X/indptr"] = np.array(indptr)
+        file["X/indices"], file["X/data"] = np.zeros(num_indices, np.uint8), np.zeros(num_values, np.uint8)
+        with pytest.raises(FileError, match=rf"a\.h5: 'X' is damaged: .*{message}"):
+            CsrField(tmp_path / "a.h5", file["X"], "X", num_rows=2, num_columns=9)
+
+
+def test_no_matrix(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        group = file.create_group("X")
+        with pytest.raises(FieldError, match="'X' is no CSR matrix: it has no list of numbers 'indptr'"):
+            CsrField(tmp_path / "a.h5", group, "X", num_rows=2, num_columns=9)
+
+
+def test_cut_short(tmp_path):
+    wanted = matrix(90, 400, 0.2)
+    path = tmp_path / "a.h5"
+    write_csr(path, wanted.indptr.astype(np.int64), wanted.indices.astype(np.uint64), wanted.data, 400)
+    field = open_field(path, wanted)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 4)
+    with pytest.raises(FileError, match=r"a\.h5: 'X/(indices|data)', entry \d+: the file ends"):
+        read(path, field, np.arange(90))
