@@ -300,6 +300,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser()
     args = complete(parser.parse_args(argv))
     json_path = args.plot_json or args.json
+    if args.plot_json is not None and not args.plot_json.is_file():
+        parser.error(f"--plot-json: there is no file {args.plot_json}")
     if args.plot_json is None:
         try:
             run_all(args, say)

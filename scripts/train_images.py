@@ -649,12 +649,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser()
     values = vars(parser.parse_args(argv))
     json_path = values.pop("json")
+    if json_path is not None and not json_path.resolve().parent.is_dir():
+        parser.error(f"--json: there is no folder {json_path.resolve().parent}: make it first")
     if values["image_size"] is not None:
         values["image_size"] = tuple(values["image_size"])
     try:
         run = train(Settings(**values))
     except (SettingsError, ModelError, h5chunk.H5ChunkError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     if json_path is not None:
         json_path.write_text(json.dumps(describe(run), indent=2) + "\n")
 
