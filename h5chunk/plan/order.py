@@ -10,8 +10,8 @@ DataLoader hands batch ``t`` to worker ``t % num_workers``, so that every ``num_
 gets whole windows, and no chunk is read by two workers. The order itself knows nothing of workers. A window of a
 single batch needs none of this and is not interleaved.
 
-Random numbers are raw Philox bits, sorted: NumPy promises the bits of a bit generator for good, but not those of
-``Generator.permutation``.
+Random numbers are raw Philox bits, sorted by all but the lowest of them: NumPy promises the bits of a bit generator for
+good, but not those of ``Generator.permutation``.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -54,7 +54,21 @@ def permutation(size: int, seed: int, *, stream: tuple[int, int, int] = (_ONCE, 
     (size,) int64
     """
     _check_seed(seed)
-    return np.argsort(_bits(size, seed, stream), kind="stable").astype(np.int64, copy=False)
+    return _sorted_order(_bits(size, seed, stream))
+
+
+def _sorted_order(keys: npt.NDArray[np.uint64]) -> Indices:
+    """The order that sorts random keys along the last axis.
+
+    By all but the lowest bits of a key, and by its index, which takes their place: numbers that are all different are
+    sorted the same by every algorithm, so that NumPy may take its fastest, 6 to 10 times that of a stable ``argsort``.
+    """
+    size = keys.shape[-1]
+    index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
+    packed = (keys & ~index_bits) | np.arange(size, dtype=np.uint64)
+    packed.sort(axis=-1)
+    order: Indices = (packed & index_bits).astype(np.int64)
+    return order
 
 
 def _bits(size: int, seed: int, stream: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
@@ -264,9 +278,9 @@ class Order:
         keys = _bits(stop - first, self.seed, (_WINDOW, self.epoch, first))
         places = np.empty(stop - first, np.int64)
         full = (stop - first) // size * size
-        turns = np.argsort(keys[:full].reshape(-1, size), axis=1, kind="stable")
+        turns = _sorted_order(keys[:full].reshape(-1, size))
         np.put_along_axis(places[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
-        places[full:][np.argsort(keys[full:], kind="stable")] = np.arange(stop - first - full, dtype=np.int64)
+        places[full:][_sorted_order(keys[full:])] = np.arange(stop - first - full, dtype=np.int64)
         return self._line(chunks, short_turn, first, stop), places
 
     def _line(self, chunks: Indices, short_turn: int, start: int, stop: int) -> Indices:
