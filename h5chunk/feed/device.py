@@ -17,9 +17,38 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from h5chunk.errors import OptionError
 from h5chunk.feed.memory import BatchMemory
 
 ALIGNMENT = 512  # of a field in a slot's buffer
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device that a user names.
+
+    Raises
+    ------
+    OptionError
+        It is no CPU or CUDA device, or not there.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device is {device!r}: give cpu or cuda: {str(error).splitlines()[0]}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise OptionError(f"device is {device!r}: give cpu or cuda")
+    if found.type == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
+    if (found.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"device is {device!r} but torch finds {torch.cuda.device_count()}: give a smaller number")
+    return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that nobody has taken."""
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 @dataclass(frozen=True)

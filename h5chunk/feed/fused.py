@@ -50,7 +50,8 @@ class FusedKernel:
 
     def _compile(self) -> None:
         try:
-            kernel = _kernel()
+            from h5chunk.feed.kernels import scale_and_shift as kernel
+
             image = torch.ones(1, 1, 16, dtype=torch.uint8, device=self._scale.device)
             self._launch(kernel, image, torch.empty(1, 1, 16, device=self._scale.device), self._scale, self._shift)
         except Exception:  # no Triton, or one that does not work here: there is addcmul
@@ -86,9 +87,3 @@ class FusedKernel:
         strides = (*source.stride()[1:], *out.stride()[1:])
         with torch.cuda.device(source.device):
             kernel[(programs,)](source, out, scale, shift, pixels, *strides, channels, padded, PIXELS, num_warps=4)
-
-
-def _kernel() -> Any:
-    from h5chunk.feed.kernels import scale_and_shift
-
-    return scale_and_shift

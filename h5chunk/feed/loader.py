@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import Fields, field_mapping, make_order
-from h5chunk.feed.device import Tensors, slot_bytes
+from h5chunk.feed.device import Tensors, find_device, free_bytes, slot_bytes
 from h5chunk.feed.memory import KEPT
 from h5chunk.feed.normalize import BatchMaker, Convert
 from h5chunk.feed.resident import Resident
@@ -127,7 +127,7 @@ class ChunkLoader:
     ) -> None:
         _check_options(reader, resident, num_threads, memory_bytes)
         check_echo(echo)
-        self._device = _device(device)
+        self._device = find_device(device)
         self._reader = H5Reader(path, field_mapping(fields))
         self._supply = Supply(self._reader, reader, self._device, num_threads or min(MAX_THREADS, available_cores()))
         first = next(iter(self._supply.spaces.values()))
@@ -184,7 +184,7 @@ class ChunkLoader:
         needed = held + loading + self._supply.other_bytes(self._order)
         room = math.inf if memory_bytes is None else memory_bytes
         if self._device.type == "cuda":
-            free = torch.cuda.mem_get_info(self._device)[0]
+            free = free_bytes(self._device)
             room = min(room, free // RESIDENT_SHARE if wanted == AUTO and memory_bytes is None else free)
         if wanted is True and needed > room:
             raise OptionError(
@@ -314,18 +314,6 @@ def _check_options(reader: str, resident: bool | str, num_threads: int | None, m
             isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
         ):
             raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise OptionError(f"device is {device!r}: give cpu or cuda: {error}") from None
-    if found.type not in ("cpu", "cuda"):
-        raise OptionError(f"device is {device!r}: give cpu or cuda")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
-    return found
 
 
 def _channel_axis(reader: H5Reader) -> int:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset, Fields
-from h5chunk.feed.device import PinnedMemory
+from h5chunk.feed.device import PinnedMemory, find_device, free_bytes
 from h5chunk.feed.loader import RESIDENT_SHARE, ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -195,26 +194,14 @@ def check_device(device: str) -> str:
     OptionError
         It is no CPU or CUDA device, or not there.
     """
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise OptionError(f"device is {device!r}: give cpu or cuda: {str(error).splitlines()[0]}") from None
-    if found.type not in ("cpu", "cuda"):
-        raise OptionError(f"device is {device!r}: give cpu or cuda")
-    if found.type == "cpu":
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
-    if (found.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"device is {device!r} but torch finds {torch.cuda.device_count()}: give a smaller number")
-    return f"{device} ({torch.cuda.get_device_name(found)})"
+    found = find_device(device)
+    return "cpu" if found.type == "cpu" else f"{device} ({torch.cuda.get_device_name(found)})"
 
 
 def resident_room(device: str) -> int | None:
     """Bytes that data may take to stay on a GPU; None for the CPU."""
-    if torch.device(device).type == "cpu":
-        return None
-    return int(torch.cuda.mem_get_info(torch.device(device))[0]) // RESIDENT_SHARE
+    found = torch.device(device)
+    return None if found.type == "cpu" else free_bytes(found) // RESIDENT_SHARE
 
 
 def torch_version() -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.chunktable import list_chunks
-from h5chunk.store.decoded import DecodedChunks, NotDirect
+from h5chunk.store.decoded import DecodedChunks
 from h5chunk.store.direct import check_bytes
 from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, vector_parts
 
@@ -232,6 +232,3 @@ class _EncodedPart:
     def __call__(self, descriptor: int) -> None:
         for piece in self._pieces:
             self._entries.copy(descriptor, piece, self._out)
-
-
-__all__ = ["CsrField", "CsrRoom", "NotDirect"]
