@@ -15,6 +15,7 @@ import torch
 from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_files import IMAGES, LABELS, N, epoch_of, large, path
 from test_pipeline import nothing_is_left, reading_threads
 
 from h5chunk.errors import OptionError
@@ -27,32 +28,7 @@ from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, check_echo, echo_pass, num_
 from h5chunk.plan.order import Order, permutation
 from h5chunk.store.ranges import VectorPart
 
-__all__ = ["nothing_is_left"]
-
-N = 203
-IMAGES = values((N, 3, 5, 6), np.uint8)
-LABELS = np.arange(N, dtype=np.int64)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}), labels=(LABELS, {"chunks": (32,)}))
-
-
-@pytest.fixture
-def large(tmp_path):
-    """Batches of more than a megabyte, whose memory is used again."""
-    images = values((N, 3, 100, 60), np.uint8)
-    return make_file(tmp_path / "large.h5", images=(images, {"chunks": (8, 3, 100, 60)}), labels=(LABELS, {}))
-
-
-def epoch_of(loader) -> list[list[int]]:
-    """The labels of each batch of an epoch; the images are those of the labels."""
-    batches = []
-    for images, labels in loader:
-        assert images.shape[1:] == (3, 5, 6) and images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
-        batches.append(labels.tolist())
-    return batches
+__all__ = ["large", "nothing_is_left", "path"]
 
 
 # Planning

@@ -17,6 +17,7 @@ import torch
 from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_files import IMAGES, LABELS, N, large, path
 from test_direct import FILTERS, damage, half_smooth, no_imagecodecs
 from test_pipeline import WAIT_S, in_fork, nothing_is_left, reading_threads
 
@@ -34,25 +35,10 @@ from h5chunk.store.codecs import ChunkDecoder
 from h5chunk.store.ranges import VectorPart
 from h5chunk.store.reader import H5Reader
 
-__all__ = ["no_imagecodecs", "nothing_is_left"]
+__all__ = ["large", "no_imagecodecs", "nothing_is_left", "path"]
 
-N = 203  # images of 90 bytes: larger than what is kept in memory whole
-IMAGES = values((N, 3, 5, 6), np.uint8)
-LABELS = np.arange(N, dtype=np.int64)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ORDER = {"window_chunks": 4, "seed": 1}
-
-
-@pytest.fixture
-def path(tmp_path):
-    return make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}), labels=(LABELS, {"chunks": (32,)}))
-
-
-@pytest.fixture
-def large(tmp_path):
-    """Batches of a megabyte and more, whose memory is used again."""
-    images = values((N, 3, 100, 60), np.uint8)
-    return make_file(tmp_path / "large.h5", images=(images, {"chunks": (8, 3, 100, 60)}), labels=(LABELS, {}))
 
 
 def as_lists(batches) -> list[list[list]]:
@@ -537,12 +523,12 @@ def test_memory_beside_windows_counts(tmp_path):
         labels=(values((N, 8), np.int64), {}),
     )
     needed = []
-    for path in (plain, packed):
+    for each in (plain, packed):
         options = {"window_chunks": 1, "shuffle": False, "num_threads": 4}
         with pytest.raises(OptionError) as refused:
-            ChunkLoader(path, 10, memory_bytes=0, **options)
+            ChunkLoader(each, 10, memory_bytes=0, **options)
         needed.append(int(str(refused.value).split("need ")[1].split(":")[0]))
-        with ChunkLoader(path, 10, memory_bytes=needed[-1], **options) as loader:
+        with ChunkLoader(each, 10, memory_bytes=needed[-1], **options) as loader:
             assert len(list(loader)) == 21
     windows = (2 + KEPT) * loader._supply.window_bytes(10)
     assert needed[0] == windows + N * 64

@@ -15,6 +15,7 @@ import torch
 from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_files import IMAGES, LABELS, N, epoch_of, large, path
 from test_pipeline import descriptors, in_fork, nothing_is_left, reading_threads
 
 import h5chunk.feed.loader
@@ -25,17 +26,9 @@ from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.order import Order
 from h5chunk.store.ranges import VectorPart
 
-__all__ = ["nothing_is_left"]
+__all__ = ["large", "nothing_is_left", "path"]
 
-N = 203
-IMAGES = values((N, 3, 5, 6), np.uint8)
-LABELS = np.arange(N, dtype=np.int64)
 WAIT_S = 30
-
-
-@pytest.fixture
-def path(tmp_path):
-    return make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}), labels=(LABELS, {"chunks": (32,)}))
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +39,6 @@ def small_pieces(monkeypatch):
 
 def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
     return ChunkLoader(path, batch_size, resident=True, **options)
-
-
-def epoch_of(loader) -> list[list[int]]:
-    """The labels of each batch of an epoch; the images are those of the labels."""
-    batches = []
-    for images, labels in loader:
-        assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
-        batches.append(labels.tolist())
-    return batches
 
 
 def full_shuffle(batch_size: int, epoch: int = 0, num_samples: int = N, **options) -> list[list[int]]:
@@ -334,12 +318,6 @@ def test_little_data_is_loaded_in_little_memory(path, monkeypatch):
     monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", 8 << 20)
     with load_whole(path, memory_bytes=3 * N * 98) as loader:
         assert epoch_of(loader) == full_shuffle(16)
-
-
-@pytest.fixture
-def large(tmp_path):
-    images = values((N, 3, 100, 60), np.uint8)
-    return make_file(tmp_path / "large.h5", images=(images, {"chunks": (8, 3, 100, 60)}), labels=(LABELS, {}))
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])

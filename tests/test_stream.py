@@ -12,6 +12,7 @@ import torch
 from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_files import IMAGES, LABELS, N, epoch_of, path
 from test_pipeline import nothing_is_left, reading_threads
 
 from h5chunk.errors import OptionError
@@ -21,28 +22,11 @@ from h5chunk.feed.normalize import GROUP_BYTES, BatchMaker, Convert
 from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.order import Order
 
-__all__ = ["nothing_is_left"]
+__all__ = ["nothing_is_left", "path"]
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-N = 203
-IMAGES = values((N, 3, 5, 6), np.uint8)
-LABELS = np.arange(N, dtype=np.int64)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}), labels=(LABELS, {"chunks": (32,)}))
-
-
-def epoch_of(loader) -> list[list[int]]:
-    """The labels of each batch of an epoch; the images are those of the labels."""
-    batches = []
-    for images, labels in loader:
-        assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
-        batches.append(labels.tolist())
-    return batches
 
 
 @pytest.fixture
