@@ -16,6 +16,8 @@ from h5chunk.errors import FieldError, FileError
 from h5chunk.store import ranges
 from h5chunk.store.csr import write_csr
 from h5chunk.store.csrrows import CsrField, CsrRoom
+from h5chunk.store.matrixfield import look_at_matrix, read_indptr
+from h5chunk.store.reader import H5Reader
 
 
 def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> scipy.sparse.csr_matrix:
@@ -27,14 +29,19 @@ def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> sc
 
 def open_field(path: Path, wanted: scipy.sparse.csr_matrix, *, pattern: bool = False) -> CsrField:
     with h5py.File(path) as file:
-        return CsrField(path, file["X"], "X", num_rows=wanted.shape[0], num_columns=wanted.shape[1], pattern=pattern)
+        field = look_at_matrix(file["X"], path, "X", None)
+        assert (field.num_rows, field.num_columns) == wanted.shape and (field.value_dtype is None) == pattern
+        return CsrField(path, file["X"], field, read_indptr(file["X"], path, field))
 
 
 def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
     """Rows in the order asked for, each read where it lies in the file."""
     starts = np.concatenate(([0], np.cumsum(field.entry_counts(rows))))
-    values = None if field.value_dtype is None else np.zeros(starts[-1], field.value_dtype)
-    room = CsrRoom(starts, np.zeros(starts[-1], field.index_dtype), values)
+    reader = H5Reader(path)
+    matrix = reader.matrix
+    assert matrix is not None
+    values = None if matrix.value_dtype is None else np.zeros(starts[-1], matrix.value_dtype)
+    room = CsrRoom(starts, np.zeros(starts[-1], matrix.index_dtype), values)
     places = np.argsort(rows, kind="stable")
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -42,8 +49,12 @@ def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matr
             part(descriptor)
     finally:
         os.close(descriptor)
+    by_hdf5 = CsrRoom(starts, np.zeros_like(room.indices), None if values is None else np.zeros_like(values))
+    reader.read("X", rows, by_hdf5)
+    assert by_hdf5.indices.tolist() == room.indices.tolist()
+    assert by_hdf5.values is None or by_hdf5.values.tolist() == room.values.tolist()
     data = np.ones(starts[-1], np.uint8) if room.values is None else room.values
-    return scipy.sparse.csr_matrix((data, room.indices, starts), (len(rows), field.num_columns))
+    return scipy.sparse.csr_matrix((data, room.indices, starts), (len(rows), matrix.num_columns))
 
 
 def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *, pattern: bool = False) -> None:
@@ -83,6 +94,7 @@ def test_files_of_ours(tmp_path, monkeypatch, num_rows, num_columns, density, pa
 def test_files_of_others(tmp_path, options, value):
     wanted = matrix(90, 400, 0.05)
     with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("X").attrs.update({"encoding-type": "csr_matrix", "shape": wanted.shape})
         file.create_dataset("X/indptr", data=wanted.indptr.astype(np.int32))
         file.create_dataset("X/indices", data=wanted.indices.astype(np.int32), **options)
         file.create_dataset("X/data", data=wanted.data.astype(value), **options)
@@ -94,25 +106,45 @@ def test_files_of_others(tmp_path, options, value):
     ("indptr", "num_indices", "num_values", "message"),
     [
         ([0, 2, 5], 5, 4, "5 indices but 4 values"),
-        ([0, 3, 2, 5], 5, 5, "does not lead from 0 to 5 in 2 rows"),
+        ([0, 3, 4], 5, 5, "does not lead from 0 to 5 in 2 rows"),
         ([1, 2, 5], 5, 5, "does not lead from 0"),
         ([0, 7, 5], 5, 5, "indptr falls at row 1"),
         ([0, 2, 6], 5, 5, "does not lead from 0 to 5"),
+        ([0, 2, 4, 5], 5, 5, "2 rows but indptr has 4 numbers"),
     ],
 )
 def test_damaged(tmp_path, indptr, num_indices, num_values, message):
     with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("X").attrs.update({"encoding-type": "csr_matrix", "shape": [2, 9]})
         file["X/indptr"] = np.array(indptr)
         file["X/indices"], file["X/data"] = np.zeros(num_indices, np.uint8), np.zeros(num_values, np.uint8)
-        with pytest.raises(FileError, match=rf"a\.h5: 'X' is damaged: .*{message}"):
-            CsrField(tmp_path / "a.h5", file["X"], "X", num_rows=2, num_columns=9)
+    with pytest.raises(FileError, match=rf"a\.h5: 'X' is damaged: .*{message}"):
+        _ = H5Reader(tmp_path / "a.h5").indptr
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({}, "no matrix of compressed rows \\(it does not say so\\): pack it with h5chunk convert"),
+        ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "it says 'csc_matrix'"),
+        ({"encoding-type": "csr_matrix"}, "damaged: it has no shape of two numbers"),
+        ({"encoding-type": "csr_matrix", "shape": [2, 0]}, "its shape is 2 x 0"),
+        ({"encoding-type": "csr_matrix", "shape": [2, 9], "scale": 0.0}, "its scale is 0"),
+    ],
+)
+def test_what_it_says_cannot_be(tmp_path, attributes, message):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("X").attrs.update(attributes)
+        file["X/indptr"], file["X/indices"], file["X/data"] = np.zeros(3, int), np.zeros(0, "u1"), np.zeros(0, "u1")
+    with pytest.raises((FieldError, FileError), match=message):
+        H5Reader(tmp_path / "a.h5")
 
 
 def test_no_matrix(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        group = file.create_group("X")
-        with pytest.raises(FieldError, match="'X' is no CSR matrix: it has no list of numbers 'indptr'"):
-            CsrField(tmp_path / "a.h5", group, "X", num_rows=2, num_columns=9)
+        file["X/indptr"] = np.zeros(3, int)
+    with pytest.raises(FieldError, match="'X' is no CSR matrix: it has no list of numbers 'indices'"):
+        H5Reader(tmp_path / "a.h5")
 
 
 def test_cut_short(tmp_path):
@@ -120,7 +152,10 @@ def test_cut_short(tmp_path):
     path = tmp_path / "a.h5"
     write_csr(path, wanted.indptr.astype(np.int64), wanted.indices.astype(np.uint64), wanted.data, 400)
     field = open_field(path, wanted)
+    starts = np.concatenate(([0], np.cumsum(field.entry_counts(np.arange(90)))))
+    room = CsrRoom(starts, np.zeros(starts[-1], np.uint16), np.zeros(starts[-1], np.uint8))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 4)
-    with pytest.raises(FileError, match=r"a\.h5: 'X/(indices|data)', entry \d+: the file ends"):
-        read(path, field, np.arange(90))
+        with pytest.raises(FileError, match=r"a\.h5: 'X/(indices|data)', entry \d+: the file ends"):
+            for part in field.parts(np.arange(90), np.arange(90), room):
+                part(file.fileno())

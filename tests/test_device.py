@@ -10,9 +10,10 @@ import torch
 from foreign import values
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, slot_bytes
+from h5chunk.feed.device import CpuSlot, CudaSlot, PinnedMemory
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.normalize import Convert
+from h5chunk.feed.spaces import FieldSpace, slot_bytes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SPACES = {"x": FieldSpace((3, 70, 50), torch.uint8), "y": FieldSpace((), torch.int64)}
@@ -159,7 +160,7 @@ def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
 def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed: int) -> torch.Tensor:
     """A window goes through the slot; gives "x" of its first batch."""
     data = window_data(num_samples, seed)
-    fill(slot.begin(num_samples), data)
+    fill(slot.begin(np.arange(num_samples)), data)
     slot.send()
     slot.receive()
     batches = list(zip(*(field.split(batch_size) for field in slot.window), strict=True))
@@ -222,7 +223,7 @@ def test_cpu_slot_gives_memory_back_when_batches_are_gone():
 
 def test_cpu_slot_of_no_bytes():
     slot = CpuSlot({"x": FieldSpace((0, 4), torch.uint8)}, 5, None)
-    assert [buffer.nbytes for buffer in slot.begin(5).values()] == [0]
+    assert [buffer.nbytes for buffer in slot.begin(np.arange(5)).values()] == [0]
     assert slot.window[0].shape == (5, 0, 4)
 
 
@@ -238,7 +239,7 @@ class TestCuda:
     @pytest.fixture
     def slot(self, device):
         memory = PinnedMemory(slot_bytes(SPACES, 120))
-        slot = CudaSlot(SPACES, 120, memory.bytes[: slot_bytes(SPACES, 120)], torch.cuda.Stream(device))
+        slot = CudaSlot(SPACES, memory.bytes[: slot_bytes(SPACES, 120)], torch.cuda.Stream(device))
         yield slot
         torch.cuda.synchronize()
         memory.close()
@@ -253,8 +254,8 @@ class TestCuda:
             torch.cuda._sleep(100_000_000)
             old.fill_(7)
             del old
-            slot = CudaSlot(SPACES, 120, memory.bytes[:num_bytes], torch.cuda.Stream(device))
-            fill(slot.begin(120), data)
+            slot = CudaSlot(SPACES, memory.bytes[:num_bytes], torch.cuda.Stream(device))
+            fill(slot.begin(np.arange(120)), data)
             slot.send()
             slot.receive()
             check_fields(slot.window, data, np.arange(120))
@@ -280,7 +281,7 @@ class TestCuda:
         for seed in range(8):
             data = window_data(120, seed)
             expected.append(int(data["x"].astype(np.int64).sum()))
-            fill(slot.begin(120), data)
+            fill(slot.begin(np.arange(120)), data)
             slot.send()
             slot.receive()
             torch.cuda._sleep(50_000_000)

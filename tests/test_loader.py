@@ -567,9 +567,9 @@ def test_windows_are_used_again_once_they_were_converted(large):
     with ChunkLoader(large, 70, dtype=torch.float16) as loader:
         begin, places = h5chunk.feed.device.CpuSlot.begin, set()
 
-        def note(slot, num_samples):
-            room = begin(slot, num_samples)
-            if num_samples == loader._plan.window_samples:
+        def note(slot, samples):
+            room = begin(slot, samples)
+            if len(samples) == loader._plan.window_samples:
                 places.add(slot.window[0].data_ptr())
             return room
 

@@ -35,7 +35,8 @@ class MemorySlot:
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
 
-    def begin(self, num_samples: int) -> dict[str, np.ndarray]:
+    def begin(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        num_samples = len(samples)
         self.arrays = {name: np.zeros((num_samples, *data.shape[1:]), data.dtype) for name, data in DATA.items()}
         return {name: array.reshape(num_samples, -1).view(np.uint8) for name, array in self.arrays.items()}
 

@@ -16,9 +16,10 @@ from loader_files import IMAGES, LABELS, N, epoch_of, path
 from test_pipeline import nothing_is_left, reading_threads
 
 from h5chunk.errors import OptionError
+from h5chunk.feed.batchmaker import GROUP_BYTES, BatchMaker
 from h5chunk.feed.device import CudaSlot
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.normalize import GROUP_BYTES, BatchMaker, Convert
+from h5chunk.feed.normalize import Convert
 from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.order import Order
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 import mmap
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.spaces import CsrRows, CsrWindow, DenseWindow, Fields, Numbers, Spaces, aligned, slot_bytes
+from h5chunk.store.csrrows import CsrRoom
 
-ALIGNMENT = 512  # of a field in a slot's buffer
+Room = np.ndarray | CsrRoom  # where readers put the samples of a field
+Take = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -51,25 +53,46 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-@dataclass(frozen=True)
-class FieldSpace:
-    """Shape and dtype of a field's samples in a slot."""
+class _Laid:
+    """A window as it lies in the memory of a slot: what `h5chunk.feed.spaces` says it takes, taken piece by piece."""
 
-    sample_shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, spaces: Spaces, samples: np.ndarray, take: Take) -> None:
+        self.windows: list[DenseWindow | CsrWindow] = [space.window(samples) for space in spaces.values()]
+        self.arrays = [[take(*shape) for shape in window.shapes] for window in self.windows]
 
-    @property
-    def sample_bytes(self) -> int:
-        return math.prod(self.sample_shape) * self.dtype.itemsize
+    def rooms(self, spaces: Spaces) -> dict[str, Room]:
+        """Where readers put each field."""
+        return {
+            name: window.room(arrays) for name, window, arrays in zip(spaces, self.windows, self.arrays, strict=True)
+        }
+
+    def check(self) -> None:
+        """Raise FileError if what was read cannot be."""
+        for window in self.windows:
+            window.check()
+
+    def samples(self, arrays: list[list[torch.Tensor]]) -> Fields:
+        """Of each field, in these arrays."""
+        return tuple(window.samples(some) for window, some in zip(self.windows, arrays, strict=True))
 
 
-Spaces = Mapping[str, FieldSpace]
-Tensors = tuple[torch.Tensor, ...]  # one a field
+class _Pieces:
+    """Cuts a buffer into arrays, one behind the other."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self.used = buffer, 0
+        self.places: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next one."""
+        self.places.append((self.used, shape, dtype))
+        self.used += aligned(math.prod(shape) * dtype.itemsize)
+        return view_at(self._buffer, *self.places[-1])
 
 
-def slot_bytes(spaces: Spaces, num_samples: int) -> int:
-    """Of a window of this many samples."""
-    return sum(-(-num_samples * space.sample_bytes // ALIGNMENT) * ALIGNMENT for space in spaces.values())
+def view_at(buffer: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An array in a buffer of bytes."""
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class CpuSlot:
@@ -83,37 +106,35 @@ class CpuSlot:
     ) -> None:
         self._spaces, self._memory = spaces, memory
         self._gathered = gathered or BatchMemory()
-        self._held: Tensors = ()
+        self._laid: _Laid | None = None
         if memory is None:
-            self._held = tuple(
-                BatchMemory().empty((num_samples, *space.sample_shape), space.dtype) for space in spaces.values()
-            )
-        self.window: Tensors = ()
+            self._held = BatchMemory().empty((slot_bytes(spaces, num_samples),), torch.uint8)
+        self.window: Fields = ()
 
-    def begin(self, num_samples: int) -> dict[str, np.ndarray]:
-        """Make room for a window; gives memory of each field, (num_samples, sample_bytes) uint8."""
-        if self._memory is None:
-            self.window = tuple(tensor[:num_samples] for tensor in self._held)
-        else:
-            self.window = tuple(
-                self._memory.empty((num_samples, *space.sample_shape), space.dtype) for space in self._spaces.values()
-            )
-        return {name: _bytes_of(tensor) for name, tensor in zip(self._spaces, self.window, strict=True)}
+    def begin(self, samples: np.ndarray) -> Mapping[str, Room]:
+        """Make room for a window of these samples; gives memory of each field."""
+        take = _Pieces(self._held).take if self._memory is None else self._memory.empty
+        self._laid = _Laid(self._spaces, samples, take)
+        rooms = self._laid.rooms(self._spaces)
+        self.window = self._laid.samples(self._laid.arrays)
+        return rooms
 
     def send(self) -> None:
         """It is where it shall be."""
+        if self._laid is not None:
+            self._laid.check()
 
     def receive(self) -> None:
         """The consumer is about to use the window."""
 
-    def gather(self, order: np.ndarray) -> Tensors:
+    def gather(self, order: np.ndarray) -> Fields:
         """These samples of the window, copied."""
-        return gather(self.window, torch.from_numpy(order), self._gathered)
+        return gather(self.window, Numbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
         """The consumer is done with all batches of the window."""
         if self._memory is not None:
-            self.window = ()
+            self.window, self._laid = (), None
 
 
 class PinnedMemory:
@@ -142,94 +163,77 @@ class CudaSlot:
 
     Parameters
     ----------
-    spaces : mapping of str to FieldSpace
-    num_samples : int
-        Of the largest window.
+    spaces : Spaces
     pinned : (slot_bytes,) uint8
+        Of the largest window.
     stream : torch.cuda.Stream
         Of the copies.
     """
 
-    def __init__(self, spaces: Spaces, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
-        self._stream, self._spaces, self._num_samples = stream, spaces, num_samples
+    def __init__(self, spaces: Spaces, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
+        self._stream, self._spaces = stream, spaces
         self._pinned = torch.from_numpy(pinned)
         self._there = torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device)
-        self._parts: dict[str, slice] = {}
-        start = 0
-        for name, space in spaces.items():
-            self._parts[name] = slice(start, start + num_samples * space.sample_bytes)
-            start += slot_bytes({name: space}, num_samples)
-        self._bytes = {
-            name: pinned[part].reshape(num_samples, spaces[name].sample_bytes) for name, part in self._parts.items()
-        }
-        self._fields = tuple(
-            self._there[part].view(spaces[name].dtype).view(num_samples, *spaces[name].sample_shape)
-            for name, part in self._parts.items()
-        )
         self._used = 0
+        self._laid: _Laid | None = None
+        self.window: Fields = ()
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
         self.release()  # who had the memory of the device buffer before may still be using it on the current stream
 
-    def begin(self, num_samples: int) -> dict[str, np.ndarray]:
-        """Make room for a window; gives pinned memory of each field, (num_samples, sample_bytes) uint8."""
+    def begin(self, samples: np.ndarray) -> Mapping[str, Room]:
+        """Make room for a window of these samples; gives pinned memory of each field."""
         if not self._copied.query():
             self._copied.synchronize()  # the host may overwrite the pinned buffer
-        self._used = num_samples
-        if num_samples == self._num_samples:
-            return self._bytes
-        return {name: part[:num_samples] for name, part in self._bytes.items()}
+        pieces = _Pieces(self._pinned)
+        self._laid = _Laid(self._spaces, samples, pieces.take)
+        self._used = pieces.used
+        places = iter(pieces.places)
+        there = [[view_at(self._there, *next(places)) for _ in arrays] for arrays in self._laid.arrays]
+        self.window = self._laid.samples(there)  # valid from `receive` until `release`
+        return self._laid.rooms(self._spaces)
 
     def send(self) -> None:
         """Start the copy to the device; any thread may."""
+        if self._laid is not None:
+            self._laid.check()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
-            if self._used == self._num_samples:
-                self._there.copy_(self._pinned, non_blocking=True)
-            else:
-                for name, part in self._parts.items():
-                    some = slice(part.start, part.start + self._used * self._spaces[name].sample_bytes)
-                    self._there[some].copy_(self._pinned[some], non_blocking=True)
+            self._there[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
             self._copied.record(self._stream)
 
     def receive(self) -> None:
         """The consumer's current stream waits for the copy."""
         torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
-    @property
-    def window(self) -> Tensors:
-        """All samples, on the device; valid from `receive` until `release`."""
-        return self._fields if self._used == self._num_samples else tuple(f[: self._used] for f in self._fields)
-
-    def gather(self, order: np.ndarray) -> Tensors:
-        """These samples of the window, copied, on the device."""
-        return gather(self.window, to_device(order, self._stream.device), None)
+    def gather(self, order: np.ndarray) -> Fields:
+        """These samples of the window, on the device."""
+        return gather(self.window, Numbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:
         """The consumer has queued, on its current stream, all that reads the device buffer."""
         self._consumed.record(torch.cuda.current_stream(self._stream.device))
 
 
-def gather(fields: Tensors, samples: torch.Tensor, memory: BatchMemory | None) -> Tensors:
+def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fields:
     """Some samples of each field: on a GPU in torch's memory, on the CPU in that of ``memory``.
 
-    By NumPy there: torch's threads wait for each other, which takes long where others use the cores.
+    By NumPy there: torch's threads wait for each other, which takes long where others use the cores. Rows of a
+    matrix stay where they are, and are taken by number when a batch is made of them.
     """
+    return tuple(
+        field.take(samples) if isinstance(field, CsrRows) else _gather(field, samples, memory) for field in fields
+    )
+
+
+def _gather(field: torch.Tensor, samples: Numbers, memory: BatchMemory | None) -> torch.Tensor:
     if memory is None:
-        return tuple(field.index_select(0, samples) for field in fields)
-    rooms = tuple(memory.empty((len(samples), *field.shape[1:]), field.dtype) for field in fields)
-    for field, room in zip(fields, rooms, strict=True):
-        np.take(field.numpy(), samples.numpy(), axis=0, out=room.numpy(), mode="clip")
-    return rooms
+        return field.index_select(0, samples.there)
+    room = memory.empty((len(samples.host), *field.shape[1:]), field.dtype)
+    np.take(field.numpy(), samples.host, axis=0, out=room.numpy(), mode="clip")
+    return room
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array on a device; the caller waits until it is read, but not for what the device has to do before."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """(num_samples, sample_bytes) uint8, in the same memory."""
-    if not tensor.numel():
-        return np.empty((len(tensor), 0), np.uint8)
-    return tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()

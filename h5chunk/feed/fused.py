@@ -8,6 +8,8 @@ where that fails: without a C compiler, say, or a folder to cache in.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +18,35 @@ FEWEST_NUMBERS = 4 << 20  # of a batch; with fewer, launching it takes longer th
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # of a program; 512 to 2048 made no difference
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Compiling:
+    """A kernel that a thread compiles, by launching it once.
+
+    Parameters
+    ----------
+    first_launch : callable
+        Gives the kernel.
+
+    Attributes
+    ----------
+    kernel : Any
+        None until it is compiled; for good where that fails.
+    """
+
+    def __init__(self, first_launch: Callable[[], Any]) -> None:
+        self.kernel: Any = None
+        self._thread = threading.Thread(target=self._compile, args=(first_launch,), name="h5chunk-compile", daemon=True)
+        self._thread.start()
+
+    def _compile(self, first_launch: Callable[[], Any]) -> None:
+        with suppress(Exception):  # no Triton, or one that does not work here: there are other ways
+            self.kernel = first_launch()
+
+    def wait(self) -> bool:
+        """Wait until it is compiled or has failed, and say whether it can be used."""
+        self._thread.join()
+        return self.kernel is not None
 
 
 class FusedKernel:
@@ -34,9 +65,7 @@ class FusedKernel:
     def __init__(self, scale: torch.Tensor, shift: torch.Tensor, channel_axis: int, channels_last: bool) -> None:
         self._scale, self._shift = scale.reshape(-1).contiguous(), shift.reshape(-1).contiguous()
         self._channel_axis, self._channels_last = channel_axis, channels_last
-        self._kernel: Any = None
-        self._compiling = threading.Thread(target=self._compile, name="h5chunk-compile", daemon=True)
-        self._compiling.start()
+        self._compiling = Compiling(self._first_launch)
 
     @staticmethod
     def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
@@ -45,22 +74,18 @@ class FusedKernel:
 
     def wait(self) -> bool:
         """Wait until it is compiled or has failed, and say whether it can be used."""
-        self._compiling.join()
-        return self._kernel is not None
+        return self._compiling.wait()
 
-    def _compile(self) -> None:
-        try:
-            from h5chunk.feed.kernels import scale_and_shift as kernel
+    def _first_launch(self) -> Any:
+        from h5chunk.feed.kernels import scale_and_shift as kernel
 
-            image = torch.ones(1, 1, 16, dtype=torch.uint8, device=self._scale.device)
-            self._launch(kernel, image, torch.empty(1, 1, 16, device=self._scale.device), self._scale, self._shift)
-        except Exception:  # no Triton, or one that does not work here: there is addcmul
-            return
-        self._kernel = kernel
+        image = torch.ones(1, 1, 16, dtype=torch.uint8, device=self._scale.device)
+        self._launch(kernel, image, torch.empty(1, 1, 16, device=self._scale.device), self._scale, self._shift)
+        return kernel
 
     def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
         """Do it, unless it is not compiled or the batch is too small; says whether it is done."""
-        if self._kernel is None or images.numel() < FEWEST_NUMBERS:
+        if self._compiling.kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
         channels, scale, shift = self._scale.numel(), self._scale, self._shift
         if self._channels_last:
@@ -75,7 +100,7 @@ class FusedKernel:
             there = out.view(len(out), -1, channels).transpose(1, 2)
         else:
             source, there = images.view(len(images), channels, -1), out.view(len(out), channels, -1)
-        self._launch(self._kernel, source, there, scale, shift)
+        self._launch(self._compiling.kernel, source, there, scale, shift)
         return True
 
     @staticmethod

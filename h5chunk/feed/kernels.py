@@ -32,3 +32,67 @@ def scale_and_shift(  # type: ignore[no-untyped-def,unused-ignore]
     numbers = tl.load(source + sample + channel * source_channel + pixel * source_pixel, mask=inside, other=0)
     result = numbers.to(tl.float32) * factor + offset
     tl.store(out + sample + channel * out_channel + pixel * out_pixel, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["numbers", "first", "least", "constant"])  # type: ignore[untyped-decorator,unused-ignore]
+def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
+    starts,
+    indices,
+    values,
+    table,
+    numbers,
+    out,
+    first,
+    num_columns,
+    least,
+    constant,
+    has_numbers: tl.constexpr,
+    has_values: tl.constexpr,
+    has_table: tl.constexpr,
+    binarize: tl.constexpr,
+    l2: tl.constexpr,
+    block: tl.constexpr,
+    zeros: tl.constexpr,
+):
+    """One row of a sparse matrix: cleared, then its entries. See `h5chunk.feed.dense.DenseKernel`."""
+    place = tl.program_id(0).to(tl.int64)
+    row = first + place
+    if has_numbers:
+        row = tl.load(numbers + row)
+    start = tl.load(starts + row)
+    stop = tl.load(starts + row + 1)
+    there = out + place * num_columns
+    for column in range(0, num_columns, zeros):
+        columns = column + tl.arange(0, zeros)
+        tl.store(there + columns, tl.zeros([zeros], out.dtype.element_ty), mask=columns < num_columns)
+    factor = 1.0
+    if l2:
+        total = 0.0
+        for entry in range(start, stop, block):
+            entries = entry + tl.arange(0, block)
+            inside = entries < stop
+            number = tl.where(inside, constant, 0.0)
+            if has_values:
+                number = tl.load(values + entries, mask=inside, other=0)
+                if has_table:
+                    number = tl.load(table + number.to(tl.int32), mask=inside, other=0)
+                number = tl.where(inside, number.to(tl.float32), 0.0)
+                if binarize:
+                    number = tl.where(inside & (number >= least), 1.0, 0.0)
+            total += tl.sum(number * number)
+        factor = tl.where(total > 0, 1 / tl.sqrt(total), 0.0)
+    tl.debug_barrier()  # other threads of this program have cleared the places
+    for entry in range(start, stop, block):
+        entries = entry + tl.arange(0, block)
+        inside = entries < stop
+        column = tl.load(indices + entries, mask=inside, other=0).to(tl.int64)
+        number = tl.where(inside, constant, 0.0)
+        if has_values:
+            number = tl.load(values + entries, mask=inside, other=0)
+            if has_table:
+                number = tl.load(table + number.to(tl.int32), mask=inside, other=0)
+            number = number.to(tl.float32)
+            if binarize:
+                number = tl.where(number >= least, 1.0, 0.0)
+        result = (number * factor).to(out.dtype.element_ty)
+        tl.store(there + column, result, mask=inside & (column < num_columns))

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
+from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Normalize, Tensors, make_convert
 from h5chunk.feed.dataset import Fields, field_mapping, make_order
-from h5chunk.feed.device import Tensors, find_device, free_bytes, slot_bytes
+from h5chunk.feed.device import find_device, free_bytes
 from h5chunk.feed.memory import KEPT
-from h5chunk.feed.normalize import BatchMaker, Convert
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
@@ -116,9 +116,11 @@ class ChunkLoader:
         device: str | torch.device = "cpu",
         memory_bytes: int | None = None,
         num_threads: int | None = None,
-        normalize: tuple[Sequence[float] | float, Sequence[float] | float] | None = None,
+        normalize: Normalize | None = None,
         dtype: torch.dtype | None = None,
         channels_last: bool = False,
+        sparse: str | None = None,
+        binarize: float | None = None,
         transform: Callable[[Tensors], Any] | None = None,
         echo: float | str = 1,
         resident: bool | str = "auto",
@@ -130,9 +132,15 @@ class ChunkLoader:
         self._device = find_device(device)
         self._reader = H5Reader(path, field_mapping(fields))
         self._supply = Supply(self._reader, reader, self._device, num_threads or min(MAX_THREADS, available_cores()))
-        first = next(iter(self._supply.spaces.values()))
-        axis = _channel_axis(self._reader)
-        self._convert = Convert(first.dtype, dtype, normalize, channels_last, first.sample_shape, axis, reuse)
+        self._convert = make_convert(
+            self._reader,
+            normalize=normalize,
+            dtype=dtype,
+            channels_last=channels_last,
+            sparse=sparse,
+            binarize=binarize,
+            reuse=reuse,
+        )
         self._transform, self._reuse, self._echo = transform, reuse, echo
         order = make_order(
             self._reader,
@@ -179,7 +187,7 @@ class ChunkLoader:
             return False
         if wanted == AUTO and self._device.type == "cpu":
             return False
-        held = slot_bytes(self._supply.spaces, self._order.num_samples)
+        held = self._supply.all_bytes
         loading = LOADING_SLOTS * self._supply.window_bytes(self._loading_samples)
         needed = held + loading + self._supply.other_bytes(self._order)
         room = math.inf if memory_bytes is None else memory_bytes
@@ -242,7 +250,7 @@ class ChunkLoader:
                     self.close()
 
     def _start(self, order: Order) -> WindowStream | Resident:
-        self._convert.to(self._device)
+        self._convert.to(self._device, self._supply.example)
         keep = self.resident or (self._device.type == "cpu" and self._echo == 1)  # who changes a batch, changes no echo
         maker = BatchMaker(self._convert, self._transform, keep=keep)
         if not self.resident:
@@ -257,11 +265,8 @@ class ChunkLoader:
 
     def _start_resident(self, maker: BatchMaker) -> Resident:
         """Read the whole file, in its order."""
-        first = next(iter(self._supply.spaces.values()))
-        no_change = Convert(first.dtype, None, None, False, first.sample_shape, 0)
-        as_it_is = BatchMaker(no_change, None, keep=True)
         pieces = replace(self._order, shuffle=False, batch_size=self._loading_samples, epoch=0, drop_last=False)
-        stream, close = self._supply.start(pieces, LOADING_SLOTS, self._loading_samples, as_it_is, late=True)
+        stream, close = self._supply.start(pieces, LOADING_SLOTS, self._loading_samples, AsItIs(), late=True)
         try:
             read = stream.batches(pieces, EpochReport())
             echo = 1.0 if self._echo == AUTO else float(self._echo)
@@ -291,7 +296,7 @@ class ChunkLoader:
         supply = self._supply
         how = ", ".join(f"{name}: {'h5py' if name in supply.why else 'direct'}" for name in supply.spaces)
         if self.resident:
-            held = human_bytes(slot_bytes(supply.spaces, self._order.num_samples))
+            held = human_bytes(supply.all_bytes)
             what = f"all {self._order.num_samples} samples resident ({held}), shuffled as a whole"
         else:
             held = human_bytes(self._plan.num_slots * supply.window_bytes(self._plan.window_samples))
@@ -314,12 +319,3 @@ def _check_options(reader: str, resident: bool | str, num_threads: int | None, m
             isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
         ):
             raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
-
-
-def _channel_axis(reader: H5Reader) -> int:
-    """As the file says, or as the shape does: images of 1, 3 or 4 channels."""
-    first = next(iter(reader.fields.values()))
-    if first.axes or len(first.sample_shape) != 3:
-        return 2 if first.axes == "NHWC" else 0
-    ends = [size in (1, 3, 4) for size in (first.sample_shape[0], first.sample_shape[2])]
-    return 2 if ends == [False, True] else 0

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.device import Tensors
 from h5chunk.feed.fused import FusedKernel
 from h5chunk.feed.memory import BatchMemory
-
-GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
 
 
 class Convert:
@@ -41,6 +37,8 @@ class Convert:
     OptionError
         They do not fit each other.
     """
+
+    makes_csr = False
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class Convert:
         """Whether batches are what the file has."""
         return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device, _like: object = None) -> None:
         """Put the constants on the device, and see what it can do."""
         self._scale, self._shift = self._scale.to(device), self._shift.to(device)
         if self._fused is None and self._scaled and self._stored == torch.uint8:
@@ -117,38 +115,6 @@ class Convert:
                 self._held = BatchMemory().empty((shape.numel(),), self.dtype)
             out = self._held[: shape.numel()].view(shape).data
         return out.permute(0, 3, 1, 2) if last else out
-
-
-class BatchMaker:
-    """Makes batches as the user asked for them of samples that lie in a slot, or in memory of their own.
-
-    Parameters
-    ----------
-    convert : Convert
-        Of the first field.
-    transform : callable, optional
-        Of a batch.
-    keep : bool
-        What is not converted may be handed on as it is; else it is copied, as the slot will be filled again.
-    """
-
-    def __init__(self, convert: Convert, transform: Callable[[Tensors], Any] | None, *, keep: bool) -> None:
-        self._convert, self._keep = convert, keep
-        self.transform = transform
-
-    def num_together(self, batch_size: int, *, gathered: bool = False) -> int:
-        """Batches that are made with one call; ``gathered``: of samples that have to be copied for it."""
-        if self._keep and not gathered:
-            return 1 << 30 if self._convert.changes_nothing else 1
-        return max(1, GROUP_BYTES // max(1, batch_size * self._convert.sample_bytes))
-
-    def make(self, samples: Tensors, batch_size: int, *, gathered: bool = False) -> list[Tensors]:
-        """Batches of these samples; detached, so that changing one in place leaves autograd's view of others alone."""
-        first, *others = samples
-        keep = self._keep or gathered
-        fields = self._convert(first, keep), *(others if keep else [other.clone() for other in others])
-        batches = zip(*(field.split(batch_size) for field in fields), strict=True)
-        return [tuple(field.data for field in batch) for batch in batches]
 
 
 def _scale_and_shift(

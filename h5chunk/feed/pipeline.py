@@ -20,6 +20,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.order import Window
+from h5chunk.store.csrrows import CsrField, CsrRoom
 from h5chunk.store.direct import EncodedField, PlainField
 from h5chunk.store.ranges import Part
 from h5chunk.store.reader import H5Reader
@@ -27,17 +28,21 @@ from h5chunk.store.reader import H5Reader
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size
 QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
+Direct = PlainField | EncodedField | CsrField  # what reads a field by byte ranges
 WAIT_S = 120.0  # after which threads that finish nothing are an error
 
 
 class Slot(Protocol):
     """Where a window goes."""
 
-    def begin(self, num_samples: int) -> Mapping[str, np.ndarray]:
-        """Make room; gives memory of each field: (num_samples, row_bytes) uint8. The consumer's thread calls it."""
+    def begin(self, samples: np.ndarray) -> Mapping[str, np.ndarray | CsrRoom]:
+        """Make room for these samples, by field; the consumer's thread calls it.
+
+        Of each field (num_samples, row_bytes) uint8, or, of a matrix, a `CsrRoom` in which rows have their starts.
+        """
 
     def send(self) -> None:
-        """The window is there; any thread calls it."""
+        """The window is there; any thread calls it. Raises FileError if what is there cannot be."""
 
 
 class Progress:
@@ -117,7 +122,7 @@ class Readers:
     ----------
     reader : H5Reader
         For the fields that need HDF5: one thread at a time reads those.
-    direct : dict of str to PlainField or EncodedField
+    direct : dict of str to PlainField, EncodedField or CsrField
         For the others.
     num_threads : int
     mapped : bool
@@ -127,7 +132,7 @@ class Readers:
     def __init__(
         self,
         reader: H5Reader,
-        direct: Mapping[str, PlainField | EncodedField],
+        direct: Mapping[str, Direct],
         num_threads: int,
         *,
         mapped: bool = False,
@@ -143,7 +148,9 @@ class Readers:
             self._forget()
             self.check_unchanged()
             self._whole = {
-                name: field.read_all(self.descriptor) for name, field in direct.items() if is_kept_whole(field)
+                name: field.read_all(self.descriptor)
+                for name, field in direct.items()
+                if not isinstance(field, CsrField) and is_kept_whole(field)
             }
             for field in direct.values():
                 if mapped and isinstance(field, PlainField):
@@ -163,15 +170,15 @@ class Readers:
     def load(self, window: Window, slot: Slot) -> Load:
         """Start reading a window into a slot."""
         parts: list[Part] = []
-        for name, out in slot.begin(len(window.samples)).items():
-            if name in self._whole:
+        for name, out in slot.begin(window.samples).items():
+            if name in self._whole and not isinstance(out, CsrRoom):
                 gather = partial(_gather, self._whole[name], window.samples, out)
                 if out.nbytes > QUICK_BYTES:
                     parts.append(gather)
                 else:
                     gather(self.descriptor)
             elif name in self._direct:
-                parts += self._direct[name].parts(window.rows, window.places, out)
+                parts += self._direct[name].parts(window.rows, window.places, out)  # type: ignore[arg-type]
             else:
                 parts.append(partial(self._read_by_hdf5, name, window.samples, out))
         load = Load(slot, window, len(parts), self._reader.path, self._progress)
@@ -183,9 +190,9 @@ class Readers:
             self._drop_tasks()
         return load
 
-    def _read_by_hdf5(self, name: str, samples: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
+    def _read_by_hdf5(self, name: str, samples: np.ndarray, out: np.ndarray | CsrRoom, _descriptor: int) -> None:
         field = self._reader.fields[name]
-        values = out.view(field.dtype).reshape(len(samples), *field.sample_shape)
+        values = out if isinstance(out, CsrRoom) else out.view(field.dtype).reshape(len(samples), *field.sample_shape)
         with self._hdf5:
             self._reader.read(name, samples, values)
 
@@ -217,9 +224,9 @@ class Readers:
                 task[0].drop(self)
 
 
-def is_kept_whole(field: PlainField | EncodedField) -> bool:
+def is_kept_whole(field: Direct) -> bool:
     """Whether `Readers` read a field at once and keep it in memory."""
-    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+    return not isinstance(field, CsrField) and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def _open(path: Path) -> int:

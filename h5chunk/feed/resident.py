@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.device import Spaces, Tensors, gather, to_device
+from h5chunk.feed.batchmaker import BatchMaker, Tensors
+from h5chunk.feed.device import gather, to_device
 from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.normalize import BatchMaker
+from h5chunk.feed.spaces import Fields, Numbers, Spaces
 from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.echo import echo_pass, num_echoed
 from h5chunk.plan.order import Order
@@ -30,8 +31,8 @@ class Resident:
     spaces : Spaces
     num_samples : int
     device : torch.device
-    pieces : iterator of tuples of tensors
-        The samples from 0 on, a tensor a field, each piece valid until the next.
+    pieces : iterator of tuples of Samples
+        The samples from 0 on, of each field, each piece valid until the next.
     maker : BatchMaker
     echo : float
 
@@ -46,19 +47,16 @@ class Resident:
         spaces: Spaces,
         num_samples: int,
         device: torch.device,
-        pieces: Iterator[Tensors],
+        pieces: Iterator[Fields],
         maker: BatchMaker,
         *,
         echo: float,
     ) -> None:
-        self._fields = [
-            torch.empty((num_samples, *space.sample_shape), dtype=space.dtype, device=device)
-            for space in spaces.values()
-        ]
+        self._fields: list[Any] = [space.empty(num_samples, device) for space in spaces.values()]
         done = 0
         for piece in pieces:
-            for field, part in zip(self._fields, piece, strict=True):
-                field[done : done + len(part)].copy_(part)
+            for space, field, part in zip(spaces.values(), self._fields, piece, strict=True):
+                space.put(field, done, part)
             done += len(piece[0])
         self._device, self._maker, self._echo = device, maker, echo
         self._memory = BatchMemory() if device.type == "cpu" else None
@@ -85,9 +83,11 @@ class Resident:
         left = order.num_batches + num_echoed(self._echo, order.num_batches)
         together = 1 if self._memory is not None else self._maker.num_together(order.batch_size, gathered=True)
         for number in count():
-            for some in to_device(samples, self._device).split(together * order.batch_size):
+            numbers = Numbers(samples, to_device(samples, self._device))
+            for first in range(0, len(samples), together * order.batch_size):
                 if not left:
                     return
+                some = numbers.part(first, first + together * order.batch_size)
                 made = self._maker.make(gather(tuple(self._fields), some, self._memory), order.batch_size)
                 yield from made[:left]
                 left -= len(made[:left])
@@ -108,7 +108,7 @@ def _planner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="h5chunk-order")
 
 
-def _close(planner: ThreadPoolExecutor, fields: list[torch.Tensor]) -> None:
+def _close(planner: ThreadPoolExecutor, fields: list[Any]) -> None:
     planner.shutdown(cancel_futures=True)
     fields.clear()
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
-from h5chunk.feed.device import Tensors
-from h5chunk.feed.normalize import BatchMaker
+from h5chunk.feed.batchmaker import Maker, Tensors
 from h5chunk.feed.pipeline import WAIT_S, Load, Readers
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, echo_pass, num_echoed
 from h5chunk.plan.order import Order, Window
@@ -57,7 +56,7 @@ class WindowStream:
         One more than windows are open at a time, at least; another one with ``echo="auto"``.
     order : Order
         Of the first epoch. With an echo its windows come one after the other (``interleave=1``).
-    maker : BatchMaker
+    maker : Maker
     late : bool
         A batch lies in its slot until the next one is asked for: the slot stays so long. Else it was copied, or has
         memory of its own.
@@ -71,7 +70,7 @@ class WindowStream:
         readers: Readers,
         slots: list[Any],
         order: Order,
-        maker: BatchMaker,
+        maker: Maker,
         *,
         late: bool,
         echo: float | str = 1,
@@ -149,7 +148,7 @@ class WindowStream:
 class _Open:
     """A window whose batches are being taken; its length is their number."""
 
-    def __init__(self, load: Load, epoch: int, batch_size: int, maker: BatchMaker) -> None:
+    def __init__(self, load: Load, epoch: int, batch_size: int, maker: Maker) -> None:
         self.load, self._epoch, self._batch_size, self._maker = load, epoch, batch_size, maker
         self.left, self.num_echoed = len(load.window.batches), 0
         self._together = maker.num_together(batch_size)
@@ -179,7 +178,7 @@ class _Open:
         return self._echoes
 
 
-def _echoes(load: Load, seed: int, epoch: int, batch_size: int, maker: BatchMaker) -> Iterator[Tensors]:
+def _echoes(load: Load, seed: int, epoch: int, batch_size: int, maker: Maker) -> Iterator[Tensors]:
     window = load.window
     for number in count():
         order = echo_pass(len(window.samples), seed, epoch, window.batches[0], number)

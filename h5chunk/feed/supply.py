@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from h5chunk.errors import FieldError, OptionError
+from h5chunk.errors import FieldError, OptionError, printable
+from h5chunk.feed.batchmaker import Maker
 from h5chunk.feed.dataset import torch_dtype
-from h5chunk.feed.device import CpuSlot, CudaSlot, FieldSpace, PinnedMemory, slot_bytes
+from h5chunk.feed.device import CpuSlot, CudaSlot, PinnedMemory
 from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.normalize import BatchMaker
-from h5chunk.feed.pipeline import Readers, is_kept_whole
+from h5chunk.feed.pipeline import Direct, Readers, is_kept_whole
+from h5chunk.feed.spaces import CsrRows, FieldSpace, MatrixSpace, Space, slot_bytes
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
-from h5chunk.store.direct import EncodedField, NotDirect, PlainField, direct_field
+from h5chunk.store.csrrows import CsrField
+from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.format import open_file
+from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
 
 
@@ -33,7 +36,7 @@ class Supply:
 
     Attributes
     ----------
-    spaces : dict of str to FieldSpace
+    spaces : dict of str to FieldSpace or MatrixSpace
     why : mapping of str to str
         The fields that are read through h5py, and why.
 
@@ -52,6 +55,17 @@ class Supply:
         self._direct, self.why = _direct_fields(reader, how)
         self._mapped = how == "mapped"
 
+    @property
+    def all_bytes(self) -> int:
+        """Of all samples of the file."""
+        return sum(space.all_bytes(self._reader.num_samples) for space in self.spaces.values())
+
+    @property
+    def example(self) -> CsrRows | None:
+        """A row of a sparse matrix, if there is one."""
+        first = next(iter(self.spaces.values()))
+        return first.example() if isinstance(first, MatrixSpace) else None
+
     def window_bytes(self, num_samples: int) -> int:
         """Of a window: on the host and, if that is a GPU, on the device."""
         return (1 if self._device.type == "cpu" else 2) * slot_bytes(self.spaces, num_samples)
@@ -64,6 +78,8 @@ class Supply:
         )
         if self.why:
             total += model_cache(self._reader, order.open_chunks, order.cache_w0).nbytes
+        if self._reader.matrix is not None:
+            total += self._reader.indptr.nbytes
         return total
 
     def start(
@@ -71,7 +87,7 @@ class Supply:
         order: Order,
         num_slots: int,
         num_samples: int,
-        maker: BatchMaker,
+        maker: Maker,
         *,
         late: bool,
         echo: float | str | None = None,
@@ -102,7 +118,7 @@ class Supply:
                 with torch.cuda.device(self._device):
                     pinned = PinnedMemory(num_slots * each)
                 parts = pinned.bytes[: num_slots * each].reshape(num_slots, each)
-                slots = [CudaSlot(self.spaces, num_samples, part, copies) for part in parts]
+                slots = [CudaSlot(self.spaces, part, copies) for part in parts]
             if self.why:
                 self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
             readers = Readers(self._reader, self._direct, self.num_threads, mapped=self._mapped)
@@ -113,24 +129,33 @@ class Supply:
             raise
 
 
-def _space(reader: H5Reader, name: str) -> FieldSpace:
+def _space(reader: H5Reader, name: str) -> Space:
     field = reader.fields[name]
     dtype = torch_dtype(field.dtype, name)
     if dtype is None:
         raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
-    return FieldSpace(field.sample_shape, dtype)
+    if not isinstance(field, MatrixField):
+        return FieldSpace(field.sample_shape, dtype)
+    index_dtype = torch_dtype(field.index_dtype, name)
+    assert index_dtype is not None
+    values = None if field.value_dtype is None else dtype
+    where = f"{printable(reader.path)}: {name!r}"
+    return MatrixSpace(reader.indptr, field.num_columns, field.chunk_samples, index_dtype, values, where)
 
 
-def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, PlainField | EncodedField], Mapping[str, str]]:
+def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mapping[str, str]]:
     """The fields that can be read by byte ranges, and why the others cannot."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
-    direct: dict[str, PlainField | EncodedField] = {}
+    direct: dict[str, Direct] = {}
     why: dict[str, str] = {}
     with open_file(reader.path) as file:
         for name, field in reader.fields.items():
             try:
-                direct[name] = direct_field(reader.path, file, field)
+                if isinstance(field, MatrixField):
+                    direct[name] = CsrField(reader.path, file[field.dataset], field, reader.indptr)
+                else:
+                    direct[name] = direct_field(reader.path, file, field)
             except NotDirect as error:
                 why[name] = str(error)
     if how == "mapped":

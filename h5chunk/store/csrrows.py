@@ -15,10 +15,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import printable
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.decoded import DecodedChunks
 from h5chunk.store.direct import check_bytes
+from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, vector_parts
 
 
@@ -49,61 +50,22 @@ class CsrField:
     path : path
     group : h5py.Group
         Used now and not kept.
-    name : str
-        For messages.
-    num_rows, num_columns : int
-    scale : float
-        A value is what is stored over this.
-    pattern : bool
-        All values are one; none is read.
-
-    Attributes
-    ----------
+    field : MatrixField
     indptr : (num_rows + 1,) int64
-    index_dtype, value_dtype : np.dtype
-        ``value_dtype`` is None for a pattern.
 
     Raises
     ------
     NotDirect
         A layout, type or filter needs HDF5.
-    FieldError, FileError
-        It is no CSR matrix, or damaged.
     """
 
     is_one_run = False
 
-    def __init__(
-        self,
-        path: Path,
-        group: h5py.Group,
-        name: str,
-        *,
-        num_rows: int,
-        num_columns: int,
-        scale: float = 1.0,
-        pattern: bool = False,
-    ) -> None:
-        self.name, self.num_columns, self.scale = name, num_columns, scale
-        where = f"{printable(path)}: {name!r}"
-        for part in ("indptr", "indices", "data"):
-            dataset = group.get(part)
-            if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
-                raise FieldError(f"{where} is no CSR matrix: it has no list of numbers {part!r}")
-        self.indptr = group["indptr"][:].astype(np.int64)
-        num_entries = len(group["indices"])
-        if len(self.indptr) != num_rows + 1 or self.indptr[0] != 0 or self.indptr[-1] != num_entries:
-            raise FileError(f"{where} is damaged: indptr does not lead from 0 to {num_entries} in {num_rows} rows")
-        if (np.diff(self.indptr) < 0).any():
-            raise FileError(f"{where} is damaged: indptr falls at row {int((np.diff(self.indptr) < 0).argmax())}")
-        if len(group["data"]) != num_entries:
-            raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
-        self._indices = _entries(path, f"{name}/indices", group["indices"])
-        self._values = None if pattern else _entries(path, f"{name}/data", group["data"])
-        self.index_dtype = group["indices"].dtype
-        self.value_dtype = None if pattern else group["data"].dtype
-        self.entry_bytes = self.index_dtype.itemsize + (0 if pattern else group["data"].dtype.itemsize)
-        self.num_bytes = self.indptr.nbytes + num_entries * self.entry_bytes
+    def __init__(self, path: Path, group: h5py.Group, field: MatrixField, indptr: np.ndarray) -> None:
+        self.name, self.indptr = field.name, indptr
+        self._indices = _entries(path, f"{field.name}/indices", group["indices"])
+        self._values = None if field.value_dtype is None else _entries(path, f"{field.name}/data", group["data"])
+        self.num_bytes = field.num_entries * field.entry_bytes
 
     def entry_counts(self, rows: np.ndarray) -> np.ndarray:
         """Entries of each of these rows: (n,) int64."""
@@ -132,7 +94,7 @@ class CsrField:
     def scratch_bytes(self, num_threads: int) -> int:
         """Memory beside ``out`` that so many threads take."""
         each = [self._indices] if self._values is None else [self._indices, self._values]
-        return self.indptr.nbytes + sum(entries.scratch_bytes(num_threads) for entries in each)
+        return sum(entries.scratch_bytes(num_threads) for entries in each)
 
     def forget(self) -> None:
         """Free what is kept between parts."""

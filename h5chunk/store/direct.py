@@ -20,8 +20,8 @@ import numpy as np
 from h5chunk.errors import printable
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.decoded import DecodedChunks, NotDirect
+from h5chunk.store.fields import Field
 from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, read_bytes, vector_parts
-from h5chunk.store.reader import Field
 
 
 def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | EncodedField:

@@ -211,7 +211,7 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
         for each in spec.fields:
             shape = (spec.num_samples, *each.sample_shape)
             array = ArraySpec(shape, each.dtype, (spec.chunk_samples, *each.sample_shape), gzip=each.gzip)
-            datasets[each.name] = _create(file, each.name, array)
+            datasets[each.name] = create_dataset(file, each.name, array)
         for path_of, array in spec.arrays.items():
             datasets[path_of] = _create_array(file, path_of, array)
         for path_of, attributes in spec.field_attributes.items():
@@ -223,16 +223,16 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
         group.create_group("checksums")
         for name, (shape, dtype) in spec.tables.items():
             datasets[f"{GROUP}/{name}"] = _create_array(group, name, ArraySpec(shape, dtype))
-        return {name: _region(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
+        return {name: region_of(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
 
 
 def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
     parent, _, name = path.rpartition("/")
     group = group.require_group(parent) if parent else group
-    return _create(group, name, array)
+    return create_dataset(group, name, array)
 
 
-def _create(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
+def create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
     """A dataset with all its space allocated and none of it written; with a fill value or a filter, none allocated."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
@@ -262,7 +262,8 @@ def _fixed(value: Any) -> Any:
     return np.bytes_(value.encode()) if isinstance(value, str) else value
 
 
-def _region(dataset: h5py.Dataset) -> Region:
+def region_of(dataset: h5py.Dataset) -> Region:
+    """Where the bytes of a dataset without a filter lie."""
     if dataset.chunks is None:
         return Region(dataset.id.get_offset(), dataset.nbytes)
     places: list[tuple[int, int]] = []

@@ -20,7 +20,7 @@ from types import TracebackType
 import h5py
 import numpy as np
 
-from h5chunk.errors import OutputError, printable
+from h5chunk.errors import H5ChunkError, OutputError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
 
@@ -91,10 +91,16 @@ class NewFile:
         dict of str to Region
             Where each dataset's bytes go.
         """
+        return self.make(spec.num_bytes, lambda part: create_file(part, spec))
+
+    def make(self, num_bytes: int, create: Callable[[Path], Mapping[str, Region]]) -> Mapping[str, Region]:
+        """As `allocate`, of a file that ``create`` writes at a path; of about so many bytes."""
         os.ftruncate(self._descriptor, 0)
-        check_room(self._path, spec.num_bytes)  # before HDF5 writes, as it crashes on a full disk
+        check_room(self._path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
         try:
-            self._regions = create_file(self.part, spec)
+            self._regions = create(self.part)
+        except H5ChunkError:
+            raise
         except OSError as error:
             raise OutputError(f"{printable(self._path)}: cannot be written: {error}") from None
         num_bytes = os.fstat(self._descriptor).st_size

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -17,39 +16,14 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
-from h5chunk.store.format import GROUP, Header, open_file, read_header
+from h5chunk.store.csrhdf5 import CsrHandle
+from h5chunk.store.csrrows import CsrRoom
+from h5chunk.store.fields import Field, look_at, usual_fields
+from h5chunk.store.format import Header, open_file, read_header
+from h5chunk.store.matrixfield import MatrixField, read_indptr
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
 CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a file, as its dataset says.
-
-    Attributes
-    ----------
-    name : str
-        What users call it.
-    dataset : str
-        Path in the file.
-    grid : ChunkGrid
-    dtype : np.dtype
-        Native byte order.
-    axes : str
-        Such as NCHW, as the file says; empty if it does not.
-    """
-
-    name: str
-    dataset: str
-    grid: ChunkGrid
-    dtype: np.dtype
-    axes: str = ""
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample."""
-        return self.grid.shape[1:]
 
 
 class H5Reader:
@@ -59,7 +33,18 @@ class H5Reader:
     ----------
     path : path
     fields : mapping of str to str, or None
-        Datasets by the name that they shall have; None: ``images``, and ``labels`` if there are any.
+        Datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or the matrix
+        ``X``, and ``labels`` if there are any.
+
+    Attributes
+    ----------
+    fields : dict of str to Field or MatrixField
+    matrix : MatrixField or None
+        The field that is a sparse matrix; there may be one.
+    main : Field or MatrixField
+        The matrix, or the field of the largest samples.
+    chunk_samples : int
+        Samples of ``main`` that are read together.
 
     Raises
     ------
@@ -75,20 +60,25 @@ class H5Reader:
         with open_file(self.path) as file:
             self.header: Header | None = read_header(file)
             if fields is None:
-                fields = {name: name for name in ("images", "labels") if name in file}
-                if "images" not in fields:
-                    raise FieldError(_missing(file, self.path, "images"))
+                fields = usual_fields(file, self.path)
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
-            self.fields = {name: _look_at(file, self.path, name, dataset) for name, dataset in fields.items()}
+            self.fields = {
+                name: look_at(file, self.path, name, dataset, self.header) for name, dataset in fields.items()
+            }
+        matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
+        if len(matrices) > 1:
+            raise FieldError(f"{printable(self.path)}: fields name {len(matrices)} sparse matrices: name one")
+        self.matrix = matrices[0] if matrices else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
             raise FieldError(f"{printable(self.path)}: fields differ in length: {shown}: name fields of one length")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
-        self._opened: tuple[int, dict[str, _Handle]] | None = None
-        self.main = max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
+        self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
+        self._indptr: np.ndarray | None = None
+        self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
         self.chunk_samples = self.main.grid.band_samples or self._chunk_samples_if_contiguous()
 
     def _chunk_samples_if_contiguous(self) -> int:
@@ -100,6 +90,22 @@ class H5Reader:
         """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where each row of the matrix begins in its entries: (num_rows + 1,) int64.
+
+        Raises
+        ------
+        FileError
+            It is damaged, or the file was changed.
+        """
+        if self._indptr is None:
+            assert self.matrix is not None
+            with open_file(self.path) as file:
+                self.check_unchanged()
+                self._indptr = read_indptr(file[self.matrix.dataset], self.path, self.matrix)
+        return self._indptr
 
     def set_caches(self, main: CacheSettings) -> None:
         """Give the largest field the cache ``main``, and each other field room for the same samples.
@@ -123,7 +129,7 @@ class H5Reader:
         """What HDF5 says of the caches of this process, by field: read back, not remembered."""
         return {name: handle.cache() for name, handle in self._handles().items()}
 
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
+    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrRoom) -> None:
         """Read rows of a field.
 
         Parameters
@@ -131,7 +137,8 @@ class H5Reader:
         name : str
         rows : (n,) int64
             Each from 0 to ``num_samples - 1``; in any order, also repeated.
-        out : (n, *sample_shape), the field's dtype, C-contiguous
+        out : (n, *sample_shape), the field's dtype, C-contiguous; or CsrRoom
+            The latter for a matrix, with its ``starts``.
 
         Raises
         ------
@@ -140,7 +147,7 @@ class H5Reader:
         """
         handle = self._handles()[name]
         try:
-            handle.read(rows, out)
+            handle.read(rows, out)  # type: ignore[arg-type]
         except OSError as error:  # HDF5 names neither file nor field
             self.check_unchanged()
             remedy = ""
@@ -148,20 +155,20 @@ class H5Reader:
                 remedy = ': if a filter is missing, pip install "h5chunk[codecs]"'
             raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
 
-    def _handles(self) -> dict[str, _Handle]:
+    def _handles(self) -> dict[str, _Handle | CsrHandle]:
         """The open datasets of this process; those inherited by a fork are left alone."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = None
             file = open_file(self.path)
             self.check_unchanged()
-            handles = {
-                field.name: _Handle(
-                    file, field, self._caches.get(field.name), field.grid.band_samples or self.chunk_samples
-                )
-                for field in self.fields.values()
-            }
-            self._opened = os.getpid(), handles
+            self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
         return self._opened[1]
+
+    def _handle(self, file: h5py.File, field: Field | MatrixField) -> _Handle | CsrHandle:
+        cache = self._caches.get(field.name)
+        if isinstance(field, MatrixField):
+            return CsrHandle(file, field, self.indptr, cache)
+        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples)
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
@@ -173,7 +180,7 @@ class H5Reader:
         self._opened = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": None, "_indptr": None}
 
 
 class _Handle:
@@ -235,36 +242,6 @@ def _stamp(path: Path | int) -> tuple[int, ...]:
     except OSError:
         return ()  # opening it says why
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _missing(file: h5py.File, path: Path, wanted: str) -> str:
-    datasets: list[str] = []
-    file.visititems(lambda name, item: datasets.append(name) if isinstance(item, h5py.Dataset) and item.shape else None)
-    datasets = [name for name in datasets if not name.startswith(f"{GROUP}/")]
-    there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
-    remedy = "name those to read with fields={'name': 'dataset'}"
-    return f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}"
-
-
-def _look_at(file: h5py.File, path: Path, name: str, dataset: str) -> Field:
-    """What a dataset says of itself, if it can be a field."""
-    try:
-        item = file.get(dataset)
-    except (KeyError, OSError, ValueError) as error:
-        raise FieldError(f"{printable(path)}: dataset {dataset!r} cannot be opened: {error}") from None
-    if item is None:
-        raise FieldError(_missing(file, path, dataset))
-    where = f"{printable(path)}: {dataset!r}"
-    if not isinstance(item, h5py.Dataset):
-        raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
-    if not item.shape:
-        raise FieldError(f"{where} is a single value: a field has one row a sample")
-    if item.dtype.kind not in "biufS":
-        raise FieldError(f"{where} has the type {item.dtype}: a field holds numbers or strings of fixed length")
-    filtered = item.id.get_create_plist().get_nfilters() > 0
-    grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
-    axes = item.attrs.get("axes", b"")
-    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes.decode() if isinstance(axes, bytes) else "")
 
 
 def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:

@@ -15,6 +15,7 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, Wor
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.fill import available_cores
+from h5chunk.store.fields import Field
 from h5chunk.store.format import open_file
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.benchreport import CACHED, DISK, FRESH, LIMITS, BenchReport, verdict, with_ratios
@@ -193,6 +194,8 @@ def _check_numbers(batch_size: int, seconds: float) -> None:
 
 def _check_subject(subject: Subject, num_workers: int) -> None:
     """There are bytes to move, and room for batches."""
+    if subject.reader.matrix is not None:
+        raise FieldError(f"{printable(subject.path)}: holds a sparse matrix, which bench does not measure yet")
     if not subject.reader.num_samples:
         raise FieldError(f"{printable(subject.path)}: has no samples: nothing can be measured")
     if not subject.sample_bytes:
@@ -211,6 +214,7 @@ def _why_not_direct(reader: H5Reader) -> str:
     with open_file(reader.path) as file:
         for name, each in reader.fields.items():
             try:
+                assert isinstance(each, Field)  # see _check_subject
                 direct_field(reader.path, file, each)
             except NotDirect as reason:
                 return f"field {name!r} cannot be read by byte ranges: {reason}"

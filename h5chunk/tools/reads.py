@@ -16,8 +16,9 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.chunktable import list_chunks
+from h5chunk.store.fields import Field
 from h5chunk.store.format import open_file
-from h5chunk.store.reader import Field, H5Reader
+from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import NotMeasured, threads_rate
 
 READ_BYTES = 8 << 20  # of one preadv
@@ -93,7 +94,8 @@ def locate(reader: H5Reader) -> Stored:
         The list of chunks makes no sense.
     """
     with open_file(reader.path) as file:
-        parts = [_locate_field(file, field, reader.chunk_samples) for field in reader.fields.values()]
+        fields = [field for field in reader.fields.values() if isinstance(field, Field)]
+        parts = [_locate_field(file, field, reader.chunk_samples) for field in fields]
     offsets, sizes, firsts = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not sizes.sum():
         raise NotMeasured("nothing was written into it yet")
