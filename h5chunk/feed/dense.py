@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from h5chunk.feed.entries import Rule
 from h5chunk.feed.fused import Compiling
 from h5chunk.feed.spaces import CsrRows, Numbers
 
@@ -24,48 +25,30 @@ class DenseKernel:
 
     Parameters
     ----------
-    device : torch.device
     like : callable
-        Gives an example of the arrays: a `CsrRows` of one row on the device.
+        Gives a `CsrRows` of one row on the device, of the types that will come.
     num_columns : int
-    dtype : torch.dtype
-        Of the result.
-    table : (256,) float32, on the device, or None
-        What a stored byte stands for; None: the number that it is.
-    least : float or None
-        Values from here on count as 1, others as 0.
-    constant : float
-        The value of each entry of a pattern.
-    l2 : bool
-        Divide each row by its length.
+    rule : Rule
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        like: Callable[[], CsrRows],
-        num_columns: int,
-        dtype: torch.dtype,
-        *,
-        table: torch.Tensor | None,
-        least: float | None,
-        constant: float,
-        l2: bool,
-    ) -> None:
-        self._num_columns, self._table, self._l2 = num_columns, table, l2
-        self._least, self._constant = least, constant
+    def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: Rule) -> None:
+        self._num_columns, self._rule = num_columns, rule
+        self._table: torch.Tensor | None = None
 
         def first_launch() -> Any:
             from h5chunk.feed.kernels import make_rows_dense as kernel
 
             rows, zero = like(), np.zeros(1, np.int64)
-            out = torch.empty(1, num_columns, dtype=dtype, device=device)
+            device = rows.starts.device
+            if rows.values is not None and rule.table is not None:
+                self._table = torch.from_numpy(rule.table).to(device)
+            out = torch.empty(1, num_columns, dtype=rule.dtype, device=device)
             self._launch(kernel, rows, out)
             self._launch(kernel, rows.take(Numbers(zero, torch.from_numpy(zero).to(device))), out)
             return kernel
 
         self._compiling = Compiling(first_launch)
-        if l2:  # sums in another order would give other last bits
+        if rule.l2:  # sums in another order would give other last bits
             self._compiling.wait()
 
     @staticmethod
@@ -98,13 +81,13 @@ class DenseKernel:
                 out,
                 rows.first,
                 self._num_columns,
-                0.0 if self._least is None else float(self._least),
-                self._constant,
+                float(self._rule.least or 0),
+                self._rule.constant,
                 has_numbers=rows.numbers is not None,
                 has_values=rows.values is not None,
                 has_table=self._table is not None,
-                binarize=self._least is not None and self._table is None,
-                l2=self._l2,
+                binarize=self._rule.least is not None,
+                l2=self._rule.l2,
                 block=BLOCK,
                 zeros=ZEROS,
                 num_warps=NUM_WARPS,
