@@ -16,7 +16,7 @@ from h5chunk.feed.entries import Rule
 from h5chunk.feed.fused import Compiling
 from h5chunk.feed.spaces import CsrRows, Numbers
 
-BLOCK, ZEROS, NUM_WARPS = 512, 4096, 8  # entries and numbers of a program at a time; scripts/LOG.md
+BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries and numbers of a program at a time; scripts/LOG.md
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -62,9 +62,9 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
     start = tl.load(starts + row)
     stop = tl.load(starts + row + 1)
     there = out + place * num_columns
-    for column in range(0, num_columns, zeros):
-        columns = column + tl.arange(0, zeros)
-        tl.store(there + columns, tl.zeros([zeros], out.dtype.element_ty), mask=columns < num_columns)
+    for low in range(0, num_columns, zeros):
+        cleared = low + tl.arange(0, zeros)
+        tl.store(there + cleared, tl.zeros([zeros], out.dtype.element_ty), mask=cleared < num_columns)
     factor = 1.0
     if l2:
         total = 0.0
@@ -85,7 +85,7 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
     for entry in range(start, stop, block):
         entries = entry + tl.arange(0, block)
         inside = entries < stop
-        column = tl.load(indices + entries, mask=inside, other=0).to(tl.int64)
+        columns = tl.load(indices + entries, mask=inside, other=0).to(tl.int64)
         number = tl.where(inside, constant, 0.0)
         if has_values:
             number = tl.load(values + entries, mask=inside, other=0)
@@ -95,4 +95,4 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
             if binarize:
                 number = tl.where(number >= least, 1.0, 0.0)
         result = (number * factor).to(out.dtype.element_ty)
-        tl.store(there + column, result, mask=inside & (column < num_columns))
+        tl.store(there + columns, result, mask=inside & (columns < num_columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import cache
 
 import numpy as np
 import torch
@@ -118,11 +119,20 @@ def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def make_csr(
+    starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
     """A sparse CSR tensor; nothing is copied, and nothing is checked."""
+    _have_warned()
+    return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+
+
+@cache
+def _have_warned() -> None:
+    """torch says once a process that such tensors are in beta, and unchecked; readers have checked these."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-        return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
 
 
 def _rule(field: MatrixField | Field, dtype: torch.dtype, binarize: float | None, l2: bool) -> Rule:
