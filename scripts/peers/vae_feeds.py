@@ -1,0 +1,152 @@
+"""Ways to feed dense rows of a sparse matrix to a network: ours, and those that people use, each at its best.
+
+All give shuffled batches (batch, columns) of zeros and ones on the device, in the dtype of the job, every row once an
+epoch. What is made dense in host memory is uint8, a quarter of the bytes of float32 to write and to copy, and becomes
+floating on the device; it is copied from pinned memory that is used again, without the host waiting for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import h5chunk
+from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.limits import available_bytes
+from peers.vae_ahead import Threads, Workers
+from peers.vae_job import Feed, FeedError, Job, Sender
+
+DENSE_SHARE = 2  # a dense matrix takes at most one part in so many of the free memory
+FILL_ROWS = 1024  # of a dense matrix at a time
+
+
+class Ours:
+    """ChunkLoader, from disk or resident."""
+
+    def __init__(self, job: Job, resident: bool) -> None:
+        if "sparse" not in inspect.signature(h5chunk.ChunkLoader).parameters:
+            raise FeedError("this h5chunk.ChunkLoader reads no sparse matrices yet")
+        options: dict[str, Any] = {"sparse": "dense", "dtype": job.dtype, "resident": resident}
+        order = {"seed": job.seed, "drop_last": job.drop_last}
+        self.loader = h5chunk.ChunkLoader(job.path, job.batch_size, device=job.device, **order, **options)
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        del number  # each iteration is the next one
+        for (x,) in self.loader:
+            yield x
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+class ToArray:
+    """scipy's ``mat[rows].toarray()`` in the loop."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._sender = job, Sender(job)
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        for rows in self._job.batches(number):
+            room = self._sender.room(len(rows))
+            self._job.matrix[rows].toarray(out=room.numpy())
+            yield self._sender.send(room)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SparseTensor:
+    """A sparse tensor of ``mat[rows]`` to the device, and ``to_dense()`` there."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._matrix = job.matrix.astype(np.float32)  # to_dense is not for uint8
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        for rows in self._job.batches(number):
+            part = self._matrix[rows]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+                parts = (self._to_device(values) for values in (part.indptr, part.indices, part.data))
+                yield torch.sparse_csr_tensor(*parts, part.shape, check_invariants=False).to_dense().to(self._job.dtype)
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory().to(self._job.device, non_blocking=True) if self._job.on_gpu else tensor
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Dense:
+    """The whole matrix dense in memory: in the host's, or the device's."""
+
+    def __init__(self, job: Job, on_device: bool) -> None:
+        self._job, self._here = job, on_device or not job.on_gpu
+        if on_device and not job.on_gpu:
+            raise FeedError("dense-device is for a GPU; on a CPU it would be the same as dense")
+        where = job.device if on_device else torch.device("cpu")
+        free = torch.cuda.mem_get_info(job.device)[0] if on_device else available_bytes()
+        shape = (len(job.rows), job.rows.num_columns)
+        wanted = job.dtype if self._here else torch.uint8
+        needed = {dtype: shape[0] * shape[1] * dtype.itemsize for dtype in (wanted, torch.uint8)}
+        dtype = next((dtype for dtype in needed if needed[dtype] <= free // DENSE_SHARE), None)
+        if dtype is None:
+            raise FeedError(
+                f"a dense matrix of {shape[0]:,} x {shape[1]:,} takes {human_bytes(needed[torch.uint8])} as uint8, "
+                f"more than half of the {human_bytes(free)} that are free on the {'GPU' if on_device else 'host'}"
+            )
+        self._matrix = torch.empty(shape, dtype=dtype, device=where)
+        for first in range(0, shape[0], FILL_ROWS):
+            last = min(first + FILL_ROWS, shape[0])
+            self._matrix[first:last] = job.rows.dense(first, last, where)
+        self._sender = None if self._here else Sender(job)
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        for rows in self._job.batches(number):
+            index = torch.from_numpy(rows)
+            if self._sender is None:
+                yield self._matrix[index.to(self._job.device)].to(self._job.dtype)
+            else:
+                room = self._sender.room(len(rows))
+                torch.index_select(self._matrix, 0, index, out=room)
+                yield self._sender.send(room)
+
+    def close(self) -> None:
+        del self._matrix
+
+
+class Cached:
+    """The same real batch each time, which is on the device already: the model alone."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._batch = next(ToArray(job).epoch(0))
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        for rows in self._job.batches(number):
+            yield self._batch[: len(rows)]
+
+    def close(self) -> None:
+        del self._batch
+
+
+FEEDS: dict[str, Callable[[Job], Feed]] = {
+    "cached": Cached,
+    "h5chunk": partial(Ours, resident=False),
+    "h5chunk-resident": partial(Ours, resident=True),
+    "getitem": partial(Workers, whole_batches=False),
+    "workers": partial(Workers, whole_batches=True),
+    "toarray": ToArray,
+    "sparse": SparseTensor,
+    "thread": Threads,
+    "dense": partial(Dense, on_device=False),
+    "dense-device": partial(Dense, on_device=True),
+}
+OURS = ("h5chunk", "h5chunk-resident")

@@ -1,0 +1,136 @@
+"""All feeds in turns, in one process: how long an epoch of the same training takes with each of them.
+
+A turn is two epochs, of which the second is timed: by then read-ahead, caches and clocks are as they are in the middle
+of a training. Rounds go through the feeds in turns there and back. Before the first round each feed trains one epoch;
+from its construction to its first batch there is what ``ready`` says. Every feed trains the same network, on equally
+many batches of equal size.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peers.vae_feeds import FEEDS, OURS
+from peers.vae_job import Feed, FeedError, Job
+from train_images import Waiting
+from vae_model import Trainer
+
+Say = Callable[[str], None]
+MODEL_ALONE = "cached"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch was like: mean loss of its batches, seconds, those in the feed's ``next``, and to its first batch.
+
+    On a GPU, earlier steps may still be computing while the loop waits for the feed.
+    """
+
+    loss: float
+    num_users: int
+    seconds: float
+    waiting_s: float
+    first_s: float
+
+
+def run_epoch(trainer: Trainer, feed: Feed, number: int) -> Epoch:
+    """Train on what a feed gives for an epoch, until the device is done."""
+    waiting, num_users, num_batches, first_s = Waiting(), 0, 0, 0.0
+    trainer.synchronize()
+    started = time.perf_counter()
+    for x in waiting.over(feed.epoch(number)):
+        first_s = first_s or time.perf_counter() - started
+        trainer.step(x)
+        num_users += len(x)
+        num_batches += 1
+    trainer.synchronize()
+    seconds = time.perf_counter() - started
+    return Epoch(trainer.take_total() / num_batches, num_users, seconds, waiting.seconds, first_s)
+
+
+@dataclass
+class Contender:
+    """A feed, and how long its epochs took."""
+
+    name: str
+    feed: Feed
+    ready_s: float
+    epochs: list[Epoch] = field(default_factory=list)
+
+    @property
+    def epoch_s(self) -> float:
+        return statistics.median(epoch.seconds for epoch in self.epochs)
+
+    def result(self, contenders: Sequence[Contender]) -> dict[str, Any]:
+        """Its row of the table; ``times`` is how many times as fast as it the others are, ours and the model alone."""
+        seconds = [epoch.seconds for epoch in self.epochs]
+        return {
+            "feed": self.name,
+            "epoch_s": self.epoch_s,
+            "epochs_s": seconds,
+            "users_per_s": self.epochs[0].num_users / self.epoch_s,
+            "waiting": statistics.median(epoch.waiting_s / epoch.seconds for epoch in self.epochs),
+            "ready_s": self.ready_s,
+            "times": {each.name: self.epoch_s / each.epoch_s for each in contenders if each.name in TIMES},
+        }
+
+
+TIMES = (MODEL_ALONE, *OURS)
+
+
+def compare(
+    names: Sequence[str], job: Job, trainer: Trainer, num_rounds: int, say: Say
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of the table; and why some feeds have none. Raises FeedError if none of ours and none of others is left."""
+    contenders: list[Contender] = []
+    refused: dict[str, str] = {}
+    try:
+        for name in dict.fromkeys((MODEL_ALONE, *names)):
+            try:
+                contenders.append(warm_up(name, job, trainer))
+            except FeedError as error:
+                refused[name] = str(error)
+                say(f"{name}: left out: {error}")
+        for number, contender in turns(contenders, num_rounds):
+            run_epoch(trainer, contender.feed, number)
+            contender.epochs.append(run_epoch(trainer, contender.feed, number + 1))
+        rows = [contender.result(contenders) for contender in contenders]
+    finally:
+        for contender in contenders:
+            contender.feed.close()
+    for line in table(rows):
+        say(line)
+    return rows, refused
+
+
+def warm_up(name: str, job: Job, trainer: Trainer) -> Contender:
+    """Open a feed and train one epoch with it."""
+    started = time.perf_counter()
+    feed = FEEDS[name](job)
+    opened_s = time.perf_counter() - started
+    return Contender(name, feed, opened_s + run_epoch(trainer, feed, 0).first_s)
+
+
+def turns(contenders: Sequence[Contender], num_rounds: int) -> Iterator[tuple[int, Contender]]:
+    """First epoch and contender of each turn: there and back, so that none always comes after the same one."""
+    for number in range(num_rounds):
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            yield 1 + 2 * number, contender
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows, as lines."""
+    times = [name for name in TIMES if name in rows[0]["times"]]
+    heads = "".join(f"  / {name}" for name in times)
+    yield f"{'feed':17s} {'s/epoch':>8s} {'(least to most)':>17s} {'users/s':>10s} {'waiting':>8s} {'ready':>8s}{heads}"
+    for row in rows:
+        span = f"({min(row['epochs_s']):.3f} to {max(row['epochs_s']):.3f})"
+        ratios = "".join(f"{row['times'][name]:{len(name) + 4}.3f}" for name in times)
+        yield (
+            f"{row['feed']:17s} {row['epoch_s']:8.3f} {span:>17s} {row['users_per_s']:10,.0f} {row['waiting']:8.1%} "
+            f"{row['ready_s']:6.2f} s{ratios}"
+        )

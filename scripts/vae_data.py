@@ -1,0 +1,205 @@
+"""Users to train on and users held out, from a packed file of ratings: strong generalisation, as Mult-VAE is measured.
+
+The file is read as what it is, AnnData's CSR layout in plain HDF5. Ratings of 4 and more count as likes, users with
+fewer than 5 likes are left out (nothing changes if the file was converted with ``--binarize 4 --min-row-count 5``).
+A permutation of the rows with a seed of its own decides who is held out, so that it does not matter in which order
+the file has them. The training users are packed again, by `h5chunk.convert` into a temporary folder: some seconds
+for ML-20M, and nothing that could be out of date. Columns that no training user has are left out, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+import h5chunk
+
+LIKED, LEAST_LIKES = 4.0, 5  # as in the paper
+HELD_OUT = 10_000  # users for validation, and as many for the test, of ML-20M
+LARGEST_SHARE = 10  # but of a small file at most one part in so many, each
+SPLIT_SEED = 98765  # of the authors' code; not that of the training, so that all runs are compared on the same users
+TEST_SHARE = 0.2  # of the likes of a user who is held out
+CONVERT = "h5chunk convert {} {} --binarize 4 --min-row-count 5"
+
+
+class DataError(ValueError):
+    """A file that cannot be trained from."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A CSR matrix of ones: ``indptr`` (rows + 1,) int64, ``indices`` (entries,) int32."""
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    num_columns: int
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def row_numbers(self) -> np.ndarray:
+        """Row of each entry: (entries,) int64."""
+        return np.repeat(np.arange(len(self)), np.diff(self.indptr))
+
+    def keep(self, entries: np.ndarray) -> Rows:
+        """The matrix with only the entries where ``entries`` (bool) is true."""
+        counts = np.bincount(self.row_numbers[entries], minlength=len(self))
+        return Rows(np.concatenate(([0], np.cumsum(counts))), self.indices[entries], self.num_columns)
+
+    def take(self, rows: np.ndarray) -> Rows:
+        """These rows, in this order."""
+        counts = np.diff(self.indptr)[rows]
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        entries = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
+        return Rows(indptr, self.indices[entries], self.num_columns)
+
+    def dense(self, first: int, last: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Rows from ``first`` to ``last``, excluded: (last - first, columns) float32 of zeros and ones."""
+        indptr = self.indptr[first : last + 1]
+        rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+        columns = self.indices[indptr[0] : indptr[-1]]
+        x = torch.zeros((len(indptr) - 1, self.num_columns), device=device)
+        x[torch.from_numpy(rows).to(device), torch.from_numpy(columns).long().to(device)] = 1
+        return x
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Users who are not trained on: the likes that are shown to the model, and those that it shall find."""
+
+    shown: Rows
+    hidden: Rows
+
+
+@dataclass(frozen=True)
+class Split:
+    """What there is to train on and to measure with.
+
+    Attributes
+    ----------
+    path : Path
+        The packed file of the training users.
+    train : Rows
+        What is in it, in its order.
+    validation, test : HeldOut
+    """
+
+    path: Path
+    train: Rows
+    validation: HeldOut
+    test: HeldOut
+
+    @property
+    def popularity(self) -> np.ndarray:
+        """Training users who like it, of each column: (columns,) int64."""
+        return np.bincount(self.train.indices, minlength=self.train.num_columns)
+
+    def __str__(self) -> str:
+        train = self.train
+        return (
+            f"{len(train):,} users to train on, {train.num_columns:,} columns, {len(train.indices):,} likes; "
+            f"{len(self.validation.shown):,} users to validate, {len(self.test.shown):,} to test"
+        )
+
+
+def packed_file(path: Path, say: Any = print) -> Path:
+    """The file itself if it is HDF5; or what it becomes when it is converted, beside it. Raises DataError."""
+    if not path.is_file():
+        raise DataError(f"there is no file {path}: python scripts/make_ratings.py ratings.csv makes one")
+    if h5py.is_hdf5(path):
+        return path
+    packed = path.with_suffix(".h5")
+    command = CONVERT.format(path, packed)
+    if not packed.exists():
+        say(command)
+        say(str(h5chunk.convert(path, packed, binarize=LIKED, min_row_count=LEAST_LIKES)))
+    elif packed.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        raise DataError(f"{packed} is older than {path}: {command} --overwrite")
+    return packed
+
+
+def read_likes(path: Path) -> Rows:
+    """The users of a packed file who like enough, and what they like. Raises DataError."""
+    with h5py.File(path, "r") as file:
+        group = file.get("X")
+        encoding = group.attrs.get("encoding-type", b"") if isinstance(group, h5py.Group) else b""
+        if encoding not in (b"csr_matrix", "csr_matrix"):
+            raise DataError(f"{path} holds no rows of ratings: {CONVERT.format('ratings.csv', 'ml.h5')} makes such")
+        indptr, indices = group["indptr"][:].astype(np.int64), group["indices"][:].astype(np.int32)
+        rows = Rows(indptr, indices, int(group.attrs["shape"][1]))
+        if not group.attrs.get("pattern", 0):
+            rows = rows.keep(group["data"][:] / float(group.attrs.get("scale", 1)) >= LIKED)
+    return rows.take(np.flatnonzero(np.diff(rows.indptr) >= LEAST_LIKES))
+
+
+@contextmanager
+def split_users(path: Path, held_out: int = HELD_OUT) -> Iterator[Split]:
+    """The split of a packed file; that of the training users goes when the context ends.
+
+    Parameters
+    ----------
+    path : Path
+    held_out : int
+        Users for validation, and as many for the test; of a small file at most a tenth each.
+
+    Raises
+    ------
+    DataError
+        There is too little in it.
+    """
+    likes = read_likes(path)
+    held_out = min(held_out, len(likes) // LARGEST_SHARE)
+    if not held_out:
+        raise DataError(f"{path} has {len(likes)} users with {LEAST_LIKES} likes: it takes at least {LARGEST_SHARE}")
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(likes))
+    with TemporaryDirectory(dir=path.parent, prefix=".train_vae-") as folder:
+        train = Path(folder) / "train.h5"
+        columns = pack(likes.take(np.sort(order[2 * held_out :])), train)
+        hidden = [hide(likes.take(np.sort(order[n * held_out :][:held_out])), columns, n) for n in (0, 1)]
+        yield Split(train, read_likes(train), *hidden)
+
+
+def pack(likes: Rows, path: Path) -> np.ndarray:
+    """Make a packed file of the rows, by way of scipy's format; gives the columns that it has: int64."""
+    source = path.with_suffix(".npz")
+    arrays = {"indptr": likes.indptr, "indices": likes.indices, "data": np.ones(len(likes.indices), np.uint8)}
+    np.savez(source, format=np.array(b"csr"), shape=np.array((len(likes), likes.num_columns)), **arrays)
+    h5chunk.convert(source, path, min_column_count=1)
+    source.unlink()
+    with h5py.File(path, "r") as file:
+        index = file.get("h5chunk/column_index")
+        return np.arange(likes.num_columns) if index is None else index[:]
+
+
+def hide(likes: Rows, columns: np.ndarray, number: int) -> HeldOut:
+    """Hide one fifth of each user's likes; who has fewer than 5 in these columns is left out.
+
+    Parameters
+    ----------
+    likes : Rows
+        In all columns of the source.
+    columns : (num_columns,) int64
+        Those that are trained on.
+    number : int
+        Of this set of users: their likes are drawn from a seed of its own.
+    """
+    place = np.full(likes.num_columns, -1, np.int32)
+    place[columns] = np.arange(len(columns))
+    likes = likes.keep(place[likes.indices] >= 0)
+    likes = Rows(likes.indptr, place[likes.indices], len(columns))
+    num_hidden = (TEST_SHARE * np.diff(likes.indptr)).astype(np.int64)
+    keys = np.random.default_rng([SPLIT_SEED, number]).random(len(likes.indices))
+    rank = np.empty(len(keys), np.int64)
+    rank[np.lexsort((keys, likes.row_numbers))] = np.arange(len(keys))
+    hidden = rank - likes.indptr[likes.row_numbers] < num_hidden[likes.row_numbers]
+    users = np.flatnonzero(num_hidden)
+    return HeldOut(likes.keep(~hidden).take(users), likes.keep(hidden).take(users))
