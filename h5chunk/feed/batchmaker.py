@@ -8,14 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.dataset import torch_dtype
 from h5chunk.feed.normalize import Convert
-from h5chunk.feed.rowconvert import DENSE, RowConvert
-from h5chunk.feed.spaces import Fields
+from h5chunk.feed.rowconvert import RowConvert, matrix_convert
+from h5chunk.feed.spaces import Fields, torch_dtype
 from h5chunk.store.reader import H5Reader
 
 GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
-L2 = "l2"
 Normalize = tuple[Sequence[float] | float, Sequence[float] | float] | str
 Tensors = tuple[torch.Tensor, ...]  # one a field
 
@@ -99,28 +97,13 @@ def make_convert(
     OptionError
         The options do not fit each other, or the field.
     """
-    first, *others = reader.fields.values()
-    if reader.matrix is not None and reader.matrix in others:
-        raise OptionError(f"field {reader.matrix.name!r} is a sparse matrix: name it first")
-    if first.scale is not None:
-        if channels_last or normalize not in (None, L2):
-            wrong = "channels_last" if channels_last else f"normalize={normalize!r}"
-            raise OptionError(
-                f"{wrong} is for images, but {first.name!r} is a matrix: use normalize='l2', or transform"
-            )
-        return RowConvert(
-            first,
-            sparse=DENSE if sparse is None else sparse,
-            dtype=torch.float32 if dtype is None else dtype,
-            binarize=binarize,
-            l2=normalize == L2,
-            reuse=reuse,
-        )
-    for name, given in (("sparse", sparse), ("binarize", binarize)):
-        if given is not None:
-            raise OptionError(f"{name} is for matrices, but field {first.name!r} is none that h5chunk convert packed")
-    if isinstance(normalize, str):
-        raise OptionError(f"normalize is {normalize!r}: give (mean, std); 'l2' is for matrices")
+    first = next(iter(reader.fields.values()))
+    rows = matrix_convert(reader, sparse=sparse, dtype=dtype, binarize=binarize, normalize=normalize, reuse=reuse)
+    if rows is not None:
+        if channels_last:
+            raise OptionError(f"channels_last is for images, but {first.name!r} is a matrix: leave it out")
+        return rows
+    assert not isinstance(normalize, str)
     stored = torch_dtype(first.dtype, first.name)
     assert stored is not None
     axis = _channel_axis(reader)

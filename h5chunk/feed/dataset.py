@@ -8,18 +8,23 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from h5chunk.errors import FieldError
+from h5chunk.errors import OptionError
 from h5chunk.feed.collate import Batch, Sample
+from h5chunk.feed.matrixrows import Loaded, MatrixRows
 from h5chunk.feed.memory import BatchMemory, SharedMemory
+from h5chunk.feed.rowconvert import matrix_convert
+from h5chunk.feed.spaces import torch_dtype
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_interleave, choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order, with_full_windows
+from h5chunk.plan.sparse import bounded_window, fullest_chunks
 from h5chunk.store.format import Header
 from h5chunk.store.reader import H5Reader, model_cache
 
@@ -38,10 +43,13 @@ class ChunkDataset(Dataset[Any]):
     ----------
     path : path
     fields : sequence or mapping of str, optional
-        Datasets to read, in this order; a mapping gives them names. Default: ``images``, and ``labels`` if there are
-        any.
+        Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
+        Default: ``images``, or the matrix ``X``, and ``labels`` if there are any.
     transform : callable, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image.
+    sparse, dtype, binarize, normalize
+        Of the rows of a matrix, as for `ChunkLoader`: ``sparse="dense"`` gives rows as tensors, ``"csr"`` a batch as
+        one ``torch.sparse_csr`` tensor, which a DataLoader's worker can send too, and a single row as a sparse one.
     cache : CacheSettings or (nslots, nbytes, w0), optional
         Chunk cache of the largest field in each process; others get room for the same samples. Default: the file's
         recommendation, or what the model in `h5chunk.plan` says the sampler's windows need; a DataLoader's workers
@@ -63,9 +71,20 @@ class ChunkDataset(Dataset[Any]):
         *,
         fields: Fields | None = None,
         transform: Callable[[Any], Any] | None = None,
+        sparse: str | None = None,
+        dtype: torch.dtype | None = None,
+        binarize: float | None = None,
+        normalize: str | None = None,
         cache: CacheSettings | Sequence[float] | None = None,
     ) -> None:
         self._reader = H5Reader(path, field_mapping(fields))
+        convert = matrix_convert(self._reader, sparse=sparse, dtype=dtype, binarize=binarize, normalize=normalize)
+        if convert is None and (dtype is not None or normalize is not None):
+            name = "dtype" if dtype is not None else "normalize"
+            raise OptionError(f"{name} is for matrices here: use transform, or a ChunkLoader")
+        if convert is not None and convert.makes_csr and transform is not None:
+            raise OptionError("transform is for single samples, and sparse='csr' gives batches: use collate_fn")
+        self._matrix = None if convert is None else MatrixRows(self._reader, convert)
         self._dtypes = {name: torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
         self.transform = transform
         self._given_cache = None if cache is None else CacheSettings.of(cache)
@@ -136,6 +155,8 @@ class ChunkDataset(Dataset[Any]):
         readers = num_workers // math.gcd(num_workers, order.interleave)
         worker = get_worker_info()
         matters = order.window_batches > 1 and self._reader.main.grid.needs_cache
+        if self._reader.matrix is not None and not self._reader.matrix.filtered:
+            matters = False  # rows are read by their byte ranges
         if readers > 1 and matters and worker is not None and worker.id == 0:
             warnings.warn(
                 f"num_workers is {num_workers} but the sampler's interleave is {order.interleave}: {readers} workers "
@@ -161,6 +182,8 @@ class ChunkDataset(Dataset[Any]):
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
         self._reader.close()
+        if self._matrix is not None:
+            self._matrix.close()
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -190,19 +213,32 @@ class ChunkDataset(Dataset[Any]):
             raise IndexError(f"sample {wrong} of {len(self)}: {self.path} has samples 0 to {len(self) - 1}")
         rows = np.where(rows < 0, rows + len(self), rows)
         self._reader.set_caches(self.cache)
-        spaces = [
-            ((len(rows), *self._reader.fields[name].sample_shape), dtype)
-            for name, dtype in self._dtypes.items()
-            if dtype is not None
-        ]
-        tensors = self._shared.empty(spaces) if shared else tuple(self._memory.empty(*space) for space in spaces)
         numbers = [name for name, dtype in self._dtypes.items() if dtype is not None]
-        for name, tensor in zip(numbers, tensors, strict=True):
-            self._reader.read(name, rows, tensor.numpy())
+        loaded = [self._load(name, rows) for name in numbers]
+        shapes = [shape for each in loaded for shape in each.shapes]
+        assemble = None if self._matrix is None else self._matrix.assemble
+        if shared:
+            fields: tuple[torch.Tensor, ...] = (sent := self._shared.empty(shapes, assemble))
+            tensors = sent.tensors
+        else:
+            tensors = tuple(self._memory.empty(*shape) for shape in shapes)
+            fields = tensors if assemble is None else assemble(tensors)
+        left = iter(tensors)
+        for each in loaded:
+            each.fill(tuple(islice(left, len(each.shapes))))
         if len(numbers) == len(self._dtypes):
-            return Batch(tensors)
-        there = dict(zip(numbers, tensors, strict=True))
+            return Batch(fields)
+        there = dict(zip(numbers, fields, strict=True))
         return Batch(tuple(there[name] if name in there else self._read_text(name, rows) for name in self.fields))
+
+    def _load(self, name: str, rows: np.ndarray) -> Loaded:
+        """What puts these samples of a field where they shall be."""
+        if self._matrix is not None and name == self.fields[0]:
+            return self._matrix.load(rows)
+        shape = (len(rows), *self._reader.fields[name].sample_shape)
+        dtype = self._dtypes[name]
+        assert dtype is not None
+        return Loaded([(shape, dtype)], lambda tensors: self._reader.read(name, rows, tensors[0].numpy()))
 
     def _read_text(self, name: str, rows: np.ndarray) -> list[str]:
         field = self._reader.fields[name]
@@ -228,10 +264,17 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
 
 
 def recommended_window(reader: H5Reader) -> int:
-    """How many chunks to shuffle together: what the file says, or what the model does."""
+    """How many chunks to shuffle together: what the file says, or what the model does.
+
+    Fewer where some chunks of a matrix hold far more than others, as windows are bounded by bytes.
+    """
     if reader.header is not None:
-        return reader.header.window_chunks
-    return choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
+        window_chunks = reader.header.window_chunks
+    else:
+        window_chunks = choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
+    if reader.matrix is None:
+        return window_chunks
+    return bounded_window(window_chunks, fullest_chunks(reader.indptr, reader.chunk_samples))
 
 
 def make_order(
@@ -277,13 +320,3 @@ def _numbers(indices: Any) -> np.ndarray:
     if numbers.size and numbers.dtype.kind not in "iu":
         raise IndexError(f"indices are of type {numbers.dtype}: give whole numbers; for a mask, mask.nonzero()[0]")
     return numbers.astype(np.int64, copy=False)
-
-
-def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
-    """torch's dtype for a field's; None for strings."""
-    if dtype.kind == "S":
-        return None
-    try:
-        return torch.from_numpy(np.empty(0, dtype)).dtype
-    except TypeError:
-        raise FieldError(f"field {name!r} has the type {dtype}, which torch does not have: leave it out") from None

@@ -52,7 +52,7 @@ class ChunkLoader:
     path : path
     batch_size : int
     fields : sequence or mapping of str, optional
-        As for `ChunkDataset`; numbers only.
+        As for `ChunkDataset`; numbers only, and a matrix first.
     shuffle, seed, window_chunks, drop_last
         As for `ChunkSampler`.
     device : str or torch.device
@@ -63,13 +63,20 @@ class ChunkLoader:
         windows are made smaller than the file recommends if they have to be.
     num_threads : int, optional
         That read; default: one a core, at most 10.
-    normalize : (mean, std), optional
+    normalize : (mean, std) or "l2", optional
         Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it. Where a file
-        does not say which axis holds the channels, it is the one of 1, 3 or 4.
+        does not say which axis holds the channels, it is the one of 1, 3 or 4. ``"l2"`` for a matrix: each row is
+        divided by its Euclidean length, if it has one.
     dtype : torch.dtype, optional
-        Of the first field. Default: as in the file, or float32 with ``normalize``; uint8 made floating gives 0..1.
+        Of the first field. Default: as in the file, or float32 with ``normalize`` and for a matrix; images of uint8
+        made floating give 0..1, codes of a matrix the values that they stand for.
     channels_last : bool
         Memory format of the first field's batches.
+    sparse : {"dense", "csr"}, optional
+        What rows of a sparse matrix become, on the device: (batch_size, columns) tensors, dense (the default) or
+        ``torch.sparse_csr``. They are read and sent as they are in the file.
+    binarize : float, optional
+        Of a matrix: values from here on become 1, others 0 (in a CSR batch they stay among the entries).
     transform : callable, optional
         Applied to the tuple of tensors of a batch, on the device.
     echo : float or "auto"
@@ -78,7 +85,7 @@ class ChunkLoader:
         there yet, and at most three times. For training that reading cannot keep up with; windows are of two batches
         at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples.
     resident : bool or "auto"
-        Read everything once, keep it on the device and shuffle it as a whole. ``"auto"``: if the device is a GPU, and
+        Read everything once, keep it on the device (a sparse matrix sparse) and shuffle it as a whole. ``"auto"``: if the device is a GPU, and
         the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that is free there.
     reuse : bool
         On the CPU, give batches that are valid only until the next one: none is ever allocated anew. (Without it,

@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ FLAG_BYTES = 64  # at the end of a shared buffer: fields start at multiples of i
 REUSED_BYTES = 1 << 20  # smaller ones are left to malloc, which keeps their memory itself
 
 
-Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each field
+Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each tensor
+Assemble = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 class BatchMemory:
@@ -75,8 +76,10 @@ class SharedMemory:
     def __init__(self) -> None:
         self._idle: list[torch.Tensor] = []
 
-    def empty(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> SharedFields:
-        """Uninitialised tensors of these shapes and dtypes, in one buffer."""
+    def empty(
+        self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
+    ) -> SharedFields:
+        """Uninitialised tensors of these shapes and dtypes, in one buffer; ``assemble`` makes fields of them."""
         places, end = [], 0
         for shape, dtype in fields:
             places.append((end, shape, dtype))
@@ -84,7 +87,7 @@ class SharedMemory:
         buffer = self._take(end + FLAG_BYTES)
         owned = buffer.numpy()[:end]
         weakref.finalize(owned, self._idle.append, buffer).atexit = False
-        return SharedFields(buffer, owned, tuple(places))
+        return SharedFields(buffer, owned, tuple(places), assemble)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
         returned = [buffer for buffer in self._idle if not buffer[-1]]
@@ -101,25 +104,35 @@ class SharedMemory:
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
-    """Tensors in one shared buffer; sent to another process, they arrive as a plain tuple of tensors."""
+    """Fields in one shared buffer; sent to another process, they arrive as a plain tuple of tensors.
 
-    _buffer: torch.Tensor
-    _places: Places
+    Attributes
+    ----------
+    tensors : tuple of torch.Tensor
+        What the fields are made of: themselves, if ``assemble`` is None.
+    """
 
-    def __new__(cls, buffer: torch.Tensor, owned: np.ndarray, places: Places) -> SharedFields:
-        self = super().__new__(cls, _views(owned, places))
-        self._buffer, self._places = buffer, places
+    tensors: tuple[torch.Tensor, ...]
+    _sent: tuple[torch.Tensor, Places, Assemble | None]
+
+    def __new__(
+        cls, buffer: torch.Tensor, owned: np.ndarray, places: Places, assemble: Assemble | None
+    ) -> SharedFields:
+        tensors = tuple(_views(owned, places))
+        self = super().__new__(cls, tensors if assemble is None else assemble(tensors))
+        self.tensors, self._sent = tensors, (buffer, places, assemble)
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        self._buffer[-1] = 1  # in use there
-        return _receive, (self._buffer, self._places)
+        self._sent[0][-1] = 1  # in use there
+        return _receive, self._sent
 
 
-def _receive(buffer: torch.Tensor, places: Places) -> tuple[torch.Tensor, ...]:
+def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) -> tuple[torch.Tensor, ...]:
     owned = buffer.numpy()[:-FLAG_BYTES]
     weakref.finalize(owned, _clear, buffer[-1:], os.getpid()).atexit = False
-    return tuple(_views(owned, places))
+    tensors = tuple(_views(owned, places))
+    return tensors if assemble is None else assemble(tensors)
 
 
 def _clear(flag: torch.Tensor, process: int) -> None:

@@ -22,7 +22,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.plan.order import Window
 from h5chunk.store.csrrows import CsrField, CsrRoom
 from h5chunk.store.direct import EncodedField, PlainField
-from h5chunk.store.ranges import Part
+from h5chunk.store.ranges import Part, open_descriptor
 from h5chunk.store.reader import H5Reader
 
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
@@ -143,7 +143,7 @@ class Readers:
         self._progress = Progress()
         self._tasks: SimpleQueue[tuple[Load, Part] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self.descriptor = _open(reader.path)
+        self.descriptor = open_descriptor(reader.path)
         try:
             self._forget()
             self.check_unchanged()
@@ -227,13 +227,6 @@ class Readers:
 def is_kept_whole(field: Direct) -> bool:
     """Whether `Readers` read a field at once and keep it in memory."""
     return not isinstance(field, CsrField) and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
 
 
 def _gather(values: np.ndarray, samples: np.ndarray, out: np.ndarray, _descriptor: int) -> None:

@@ -16,8 +16,9 @@ from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.spaces import CsrRows
 from h5chunk.store.fields import Field
 from h5chunk.store.matrixfield import MatrixField
+from h5chunk.store.reader import H5Reader
 
-DENSE, CSR = "dense", "csr"
+DENSE, CSR, L2 = "dense", "csr", "l2"
 
 
 class RowConvert:
@@ -43,6 +44,12 @@ class RowConvert:
     ------
     OptionError
         They do not fit each other.
+
+    Attributes
+    ----------
+    rule : Rule
+    num_columns : int
+    makes_csr : bool
     """
 
     changes_nothing = False
@@ -60,9 +67,9 @@ class RowConvert:
         _check(field, sparse, dtype, binarize, l2)
         self.dtype, self._reuse = dtype, reuse
         self.makes_csr = sparse == CSR
-        self._num_columns = math.prod(field.sample_shape)
+        self.num_columns = math.prod(field.sample_shape)
         self.rule = _rule(field, dtype, binarize, l2)
-        self.sample_bytes = self._num_columns * dtype.itemsize
+        self.sample_bytes = self.num_columns * dtype.itemsize
         if self.makes_csr and isinstance(field, MatrixField):
             per_row = field.num_entries / max(1, field.num_rows)
             self.sample_bytes = 4 + math.ceil(per_row * (4 + dtype.itemsize))
@@ -73,7 +80,7 @@ class RowConvert:
         """Compile for rows such as ``like``, which lie on the host."""
         suits = like is not None and not self.makes_csr and DenseKernel.suits(device, self.dtype)
         if self._kernel is None and suits and like is not None:
-            self._kernel = DenseKernel(lambda: like.to(device), self._num_columns, self.rule)
+            self._kernel = DenseKernel(lambda: like.to(device), self.num_columns, self.rule)
 
     def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor:
         """The batch: (rows, columns), dense or CSR. ``keep``: parts of the input may be handed on."""
@@ -82,13 +89,13 @@ class RowConvert:
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
             if self._kernel is None or not self._kernel(rows, out):
-                scatter(out, entries_of(rows, self.rule, self._num_columns))
+                scatter(out, entries_of(rows, self.rule, self.num_columns))
             return out
-        starts, _, columns, values = entries_of(rows, self.rule, self._num_columns)
+        starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)
         if not keep:  # what was stored in the right type is part of the window
             columns = columns.clone() if shares(columns, rows.indices) else columns
             values = values.clone() if rows.values is not None and shares(values, rows.values) else values
-        return make_csr(starts, columns, values, (len(rows), self._num_columns))
+        return make_csr(starts, columns, values, (len(rows), self.num_columns))
 
     def forget(self) -> None:
         """Free the memory that is kept for further batches, and end the thread that compiles."""
@@ -97,7 +104,7 @@ class RowConvert:
         self._memory, self._held = BatchMemory(), torch.empty(0, dtype=self.dtype)
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        shape = (num_rows, self._num_columns)
+        shape = (num_rows, self.num_columns)
         if device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=device)
         if not self._reuse:
@@ -114,14 +121,45 @@ class RowConvert:
         return values.to(self.dtype)
 
 
+def matrix_convert(
+    reader: H5Reader,
+    *,
+    sparse: str | None,
+    dtype: torch.dtype | None,
+    binarize: float | None,
+    normalize: object,
+    reuse: bool = False,
+) -> RowConvert | None:
+    """The conversion of a file's first field, if its samples are rows of a matrix.
+
+    Raises
+    ------
+    OptionError
+        The options do not fit each other, or the field.
+    """
+    first, *others = reader.fields.values()
+    if reader.matrix is not None and reader.matrix in others:
+        raise OptionError(f"field {reader.matrix.name!r} is a sparse matrix: name it first")
+    if first.scale is None:
+        for name, given in (("sparse", sparse), ("binarize", binarize)):
+            if given is not None:
+                raise OptionError(f"{name} is for CSR matrices, and dense ones of ours: {first.name!r} is neither")
+        if isinstance(normalize, str):
+            raise OptionError(f"normalize is {normalize!r}: give (mean, std); 'l2' is for matrices")
+        return None
+    if normalize not in (None, L2):
+        raise OptionError(f"normalize is {normalize!r}, but {first.name!r} is a matrix: give 'l2', or use transform")
+    chosen = DENSE if sparse is None else sparse
+    dtype = torch.float32 if dtype is None else dtype
+    return RowConvert(first, sparse=chosen, dtype=dtype, binarize=binarize, l2=normalize == L2, reuse=reuse)
+
+
 def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are of the same memory."""
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def make_csr(
-    starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
-) -> torch.Tensor:
+def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """A sparse CSR tensor; nothing is copied, and nothing is checked."""
     _have_warned()
     return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from h5chunk.errors import FileError
+from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.plan.sparse import fullest_chunks
 from h5chunk.store.csrrows import CsrRoom
+from h5chunk.store.matrixfield import MatrixField
+from h5chunk.store.reader import H5Reader
 
 ALIGNMENT = 512  # of an array in a slot's buffer
 ArrayShape = tuple[tuple[int, ...], torch.dtype]
@@ -202,9 +205,7 @@ class MatrixSpace:
     where: str
 
     def __post_init__(self) -> None:
-        cuts = np.append(np.arange(0, len(self.indptr) - 1, self.chunk_samples), len(self.indptr) - 1)
-        largest = -np.sort(-np.diff(self.indptr[cuts]))
-        object.__setattr__(self, "_most", np.concatenate(([0], np.cumsum(largest))))
+        object.__setattr__(self, "_fullest", fullest_chunks(self.indptr, self.chunk_samples))
 
     @property
     def entry_bytes(self) -> int:
@@ -225,7 +226,7 @@ class MatrixSpace:
 
         A window's borders cut two chunks, and a third one may fill the gap of the short one.
         """
-        most: np.ndarray = self.__dict__["_most"]
+        most: np.ndarray = self.__dict__["_fullest"]
         num_chunks = -(-num_samples // self.chunk_samples) + 3
         return self._bytes(num_samples, int(most[min(num_chunks, len(most) - 1)]))
 
@@ -259,6 +260,33 @@ class MatrixSpace:
         there.indices[place].copy_(samples.indices)
         if there.values is not None and samples.values is not None:
             there.values[place].copy_(samples.values)
+
+
+def matrix_space(reader: H5Reader, field: MatrixField) -> MatrixSpace:
+    """That of a file's matrix.
+
+    Raises
+    ------
+    FieldError
+        It holds numbers that torch does not have.
+    FileError
+        It is damaged.
+    """
+    values = None if field.value_dtype is None else torch_dtype(field.value_dtype, field.name)
+    columns = torch_dtype(field.index_dtype, field.name)
+    assert columns is not None
+    where = f"{printable(reader.path)}: {field.name!r}"
+    return MatrixSpace(reader.indptr, field.num_columns, field.chunk_samples, columns, values, where)
+
+
+def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
+    """torch's dtype for a field's; None for strings."""
+    if dtype.kind == "S":
+        return None
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError:
+        raise FieldError(f"field {name!r} has the type {dtype}, which torch does not have: leave it out") from None
 
 
 Space = FieldSpace | MatrixSpace

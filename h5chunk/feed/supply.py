@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from h5chunk.errors import FieldError, OptionError, printable
+from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.batchmaker import Maker
-from h5chunk.feed.dataset import torch_dtype
 from h5chunk.feed.device import CpuSlot, CudaSlot, PinnedMemory
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.pipeline import Direct, Readers, is_kept_whole
-from h5chunk.feed.spaces import CsrRows, FieldSpace, MatrixSpace, Space, slot_bytes
+from h5chunk.feed.spaces import CsrRows, FieldSpace, MatrixSpace, Space, matrix_space, slot_bytes, torch_dtype
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
 from h5chunk.store.csrrows import CsrField
@@ -136,11 +135,7 @@ def _space(reader: H5Reader, name: str) -> Space:
         raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
     if not isinstance(field, MatrixField):
         return FieldSpace(field.sample_shape, dtype)
-    index_dtype = torch_dtype(field.index_dtype, name)
-    assert index_dtype is not None
-    values = None if field.value_dtype is None else dtype
-    where = f"{printable(reader.path)}: {name!r}"
-    return MatrixSpace(reader.indptr, field.num_columns, field.chunk_samples, index_dtype, values, where)
+    return matrix_space(reader, field)
 
 
 def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mapping[str, str]]:

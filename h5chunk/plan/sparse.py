@@ -20,6 +20,7 @@ INDEX_CHUNK_BYTES = 1 << 20  # of one HDF5 chunk of indices
 ROW_CHUNK_BYTES = 256 << 10  # of the entries of one nominal chunk of rows
 MIN_ROW_CHUNK_BYTES = 16 << 10
 POINTER_BYTES = 8  # of indptr, a row
+WINDOW_SKEW = 2  # entries of the fullest window there may be, over those of an average one
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,29 @@ def plan_csr(
     window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
     reasons = (reason, f"windows of {window_chunks} of them are shuffled together")
     return CsrLayout(num_rows, num_columns, num_entries, pattern, chunk_samples, window_chunks, reasons)
+
+
+def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
+    """Entries of the k fullest nominal chunks of rows, for each k: (num_chunks + 1,) int64.
+
+    >>> fullest_chunks(np.array([0, 1, 2, 9, 10, 14]), 2).tolist()  # chunks of 2, 8 and 4 entries
+    [0, 8, 12, 14]
+    """
+    num_rows = len(indptr) - 1
+    cuts = np.append(np.arange(0, num_rows, chunk_samples), num_rows)
+    counts = np.sort(np.diff(indptr[cuts]))[::-1]
+    return np.concatenate(([0], np.cumsum(counts)))
+
+
+def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
+    """As many chunks of rows as are sure to hold no more than `WINDOW_SKEW` times the entries of average ones.
+
+    >>> bounded_window(2, np.array([0, 8, 12, 14])), bounded_window(2, np.array([0, 40, 41, 42, 43]))
+    (2, 1)
+    """
+    num_chunks = max(1, len(fullest) - 1)
+    most = WINDOW_SKEW * window_chunks * int(fullest[-1]) / num_chunks
+    return max(1, min(window_chunks, int(np.searchsorted(fullest, most, "right")) - 1))
 
 
 def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:

@@ -57,6 +57,11 @@ class CsrField:
     ------
     NotDirect
         A layout, type or filter needs HDF5.
+
+    Attributes
+    ----------
+    is_plain : bool
+        Whether no entry is compressed, and all lie one behind the other.
     """
 
     is_one_run = False
@@ -65,6 +70,8 @@ class CsrField:
         self.name, self.indptr = field.name, indptr
         self._indices = _entries(path, f"{field.name}/indices", group["indices"])
         self._values = None if field.value_dtype is None else _entries(path, f"{field.name}/data", group["data"])
+        each = [self._indices] if self._values is None else [self._indices, self._values]
+        self.is_plain = all(isinstance(entries, _PlainEntries) for entries in each)
         self.num_bytes = field.num_entries * field.entry_bytes
 
     def entry_counts(self, rows: np.ndarray) -> np.ndarray:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, printable
 
 RUN_BYTES = 2 << 20  # of one call, about; long ranges are cut into such runs, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
@@ -24,6 +25,20 @@ Where = Callable[[int], str]  # names what lies at an offset of the file, for me
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _preadv.restype = ctypes.c_ssize_t
+
+
+def open_descriptor(path: Path) -> int:
+    """Open a file for reading.
+
+    Raises
+    ------
+    FileError
+        It cannot be opened.
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
 
 
 class VectorPart:

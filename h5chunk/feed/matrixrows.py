@@ -1,0 +1,127 @@
+"""Rows of a matrix for one process of a `ChunkDataset`: read when asked for, converted into memory that is given."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from h5chunk.feed.entries import entries_of, scatter
+from h5chunk.feed.memory import Assemble
+from h5chunk.feed.rowconvert import RowConvert, make_csr
+from h5chunk.feed.spaces import ArrayShape, CsrRows, matrix_space
+from h5chunk.store.csrrows import CsrField
+from h5chunk.store.decoded import NotDirect
+from h5chunk.store.format import open_file
+from h5chunk.store.ranges import open_descriptor
+from h5chunk.store.reader import H5Reader
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Loaded(NamedTuple):
+    """Samples of a field that were read: the tensors that they take, and what puts them there."""
+
+    shapes: list[ArrayShape]
+    fill: Callable[[Tensors], None]
+
+
+@dataclass(frozen=True)
+class CsrFirst:
+    """Makes the first three tensors of a batch one CSR tensor; it travels between processes with them."""
+
+    num_columns: int
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        starts, columns, values, *others = tensors
+        return make_csr(starts, columns, values, (len(starts) - 1, self.num_columns)), *others
+
+
+class MatrixRows:
+    """The first field of a file, whose samples are rows of a matrix: sparse ones, or dense ones of ours.
+
+    Sparse rows are read by byte ranges, or through HDF5 where they are compressed, as its cache keeps what it decodes.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    convert : RowConvert
+    """
+
+    def __init__(self, reader: H5Reader, convert: RowConvert) -> None:
+        self._reader, self._convert = reader, convert
+        self._file: _OpenFile | None = None
+
+    @property
+    def assemble(self) -> Assemble | None:
+        """What makes the fields of a batch of its tensors, if they are not those already."""
+        if not self._convert.makes_csr:
+            return None
+        return CsrFirst(self._convert.num_columns)
+
+    def load(self, rows: np.ndarray) -> Loaded:
+        """These rows, in any order, also repeated."""
+        convert = self._convert
+        dense: list[ArrayShape] = [((len(rows), convert.num_columns), convert.dtype)]
+        if self._reader.matrix is None:
+            first = next(iter(self._reader.fields.values()))
+            stored = np.empty((len(rows), *first.sample_shape), first.dtype)
+            self._reader.read(first.name, rows, stored)
+            made = convert(torch.from_numpy(stored), keep=True)
+            return Loaded(dense, lambda tensors: _copy((made,), tensors))
+        entries = entries_of(self._read(rows), convert.rule, convert.num_columns)
+        if not convert.makes_csr:
+            return Loaded(dense, lambda tensors: scatter(tensors[0], entries))
+        parts = entries.starts, entries.columns, entries.values
+        return Loaded([(tuple(part.shape), part.dtype) for part in parts], lambda tensors: _copy(parts, tensors))
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self._file = None
+
+    def _read(self, rows: np.ndarray) -> CsrRows:
+        if self._file is None:
+            self._file = _OpenFile(self._reader)
+        file, matrix = self._file, self._reader.matrix
+        assert matrix is not None
+        window = file.space.window(rows)
+        arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
+        room = window.room(arrays)
+        if file.direct is None:
+            self._reader.read(matrix.name, rows, room)
+        else:
+            self._reader.check_unchanged(file.descriptor)
+            places = np.argsort(rows, kind="stable")
+            for part in file.direct.parts(rows[places], places, room):
+                part(file.descriptor)
+        window.check()
+        return window.samples(arrays)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_file": None}
+
+
+class _OpenFile:
+    """A descriptor, which a fork may use as well, and what was read of the matrix already."""
+
+    def __init__(self, reader: H5Reader) -> None:
+        matrix = reader.matrix
+        assert matrix is not None
+        self.space = matrix_space(reader, matrix)
+        self.direct: CsrField | None = None
+        with open_file(reader.path) as file, suppress(NotDirect):
+            field = CsrField(reader.path, file[matrix.dataset], matrix, reader.indptr)
+            self.direct = field if field.is_plain else None
+        self.descriptor = open_descriptor(reader.path)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def _copy(parts: Tensors, tensors: Tensors) -> None:
+    for part, tensor in zip(parts, tensors, strict=True):
+        tensor.copy_(part)

@@ -1,0 +1,342 @@
+"""Rows of a sparse matrix come as they are in the source, whoever wrote the file, dense or CSR, by any way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
+from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.feed.dataset import recommended_window
+from h5chunk.store.csr import write_csr
+from h5chunk.store.reader import H5Reader
+
+TIGHT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+
+
+def random_matrix(num_rows: int, num_columns: int, per_row: float, seed: int = 0) -> scipy.sparse.csr_matrix:
+    """Codes 1 to 255; rows of very different length, some empty."""
+    rng = np.random.default_rng(seed)
+    counts = np.minimum(rng.geometric(1 / (1 + per_row), num_rows) - 1, num_columns)
+    counts[:: max(2, num_rows // 3)] = 0
+    columns = [np.sort(rng.choice(num_columns, count, replace=False)) for count in counts]
+    indptr = np.concatenate(([0], np.cumsum(counts)))
+    data = rng.integers(1, 256, indptr[-1]).astype(np.uint8)
+    indices = np.concatenate(columns).astype(np.int64)
+    return scipy.sparse.csr_matrix((data, indices, indptr), (num_rows, num_columns))
+
+
+def write(path: Path, matrix: scipy.sparse.csr_matrix, *, pattern: bool = False, **options) -> Path:
+    codes = None if pattern else matrix.data
+    indptr, indices = matrix.indptr.astype(np.int64), matrix.indices.astype(np.uint64)
+    write_csr(path, indptr, indices, codes, matrix.shape[1], overwrite=True, **options)
+    return path
+
+
+def write_anndata(path: Path, matrix: scipy.sparse.csr_matrix, **options) -> Path:
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix.shape})
+        for name in ("data", "indices", "indptr"):
+            group.create_dataset(name, data=getattr(matrix, name), **(options if len(getattr(matrix, name)) else {}))
+    return path
+
+
+def dense(batch: torch.Tensor) -> torch.Tensor:
+    return batch.to_dense() if batch.layout == torch.sparse_csr else batch
+
+
+def expected_rows(
+    matrix: scipy.sparse.csr_matrix, scale: float, binarize: float | None, normalize: str | None
+) -> np.ndarray:
+    rows = matrix.toarray().astype(np.float64) / scale
+    if binarize is not None:
+        rows = ((rows >= binarize) & (rows != 0)).astype(np.float64)
+    if normalize:
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        rows = np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0)
+    return rows
+
+
+def check_epoch(loader: ChunkLoader, expected: np.ndarray, *, sparse: str, tolerance: float) -> None:
+    """Each batch is the rows that the order says."""
+    order = loader.order
+    numbers = [batch.tolist() for batch in order.batches()]
+    count = 0
+    for (batch,), rows in zip(loader, numbers, strict=True):
+        assert batch.shape == (len(rows), expected.shape[1])
+        assert batch.layout == (torch.sparse_csr if sparse == "csr" else torch.strided)
+        found = dense(batch).cpu().double().numpy()
+        np.testing.assert_allclose(found, expected[rows], rtol=tolerance, atol=0)
+        count += len(rows)
+    assert count == len(expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@TIGHT
+@given(
+    num_rows=st.sampled_from([1, 7, 100, 333]),
+    num_columns=st.sampled_from([1, 256, 300, 70_000]),
+    per_row=st.sampled_from([0.1, 5, 60]),
+    pattern=st.booleans(),
+    scale=st.sampled_from([1.0, 2.0, 10.0]),
+    sparse=st.sampled_from(["dense", "csr"]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16]),
+    binarize=st.sampled_from([None, 1, 12.7]),
+    normalize=st.sampled_from([None, "l2"]),
+    resident=st.booleans(),
+    reader=st.sampled_from(["direct", "h5py"]),
+    chunk_samples=st.sampled_from([None, 1, 8, 50]),
+    seed=st.integers(0, 3),
+)
+def test_rows_are_those_of_the_source(
+    tmp_path, device, num_rows, num_columns, per_row, pattern, scale, sparse, dtype, binarize, normalize, resident,
+    reader, chunk_samples, seed,
+):  # fmt: skip
+    matrix = random_matrix(num_rows, num_columns, per_row, seed)
+    if pattern:
+        matrix.data[:] = 1
+        scale = 1.0
+    if not matrix.nnz and reader == "direct":
+        reader = "auto"
+    path = write(tmp_path / "a.h5", matrix, pattern=pattern, scale=scale, chunk_samples=chunk_samples)
+    expected = expected_rows(matrix, scale, binarize, normalize)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3}[dtype]
+    options = {"sparse": sparse, "dtype": dtype, "binarize": binarize, "normalize": normalize, "resident": resident}
+    with ChunkLoader(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
+        assert loader.resident == resident
+        for _ in range(2):
+            check_epoch(loader, expected, sparse=sparse, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (40,)}, {"chunks": (40,), "compression": "gzip", "shuffle": True}])
+@pytest.mark.parametrize("kind", ["f4", "f8", "i8", "u2"])
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+def test_files_of_others(tmp_path, options, kind, sparse):
+    """AnnData's types, plain and compressed; values as they are."""
+    matrix = random_matrix(200, 400, 12)
+    matrix.data = (matrix.data.astype(kind) * (3 if kind in ("i8", "u2") else 0.1)).astype(kind)
+    path = write_anndata(tmp_path / "a.h5ad", matrix, **options)
+    expected = matrix.toarray().astype(np.float64)
+    for reader in ("direct", "h5py"):
+        with ChunkLoader(path, 30, sparse=sparse, dtype=torch.float64, reader=reader) as loader:
+            check_epoch(loader, expected, sparse=sparse, tolerance=0)
+    dataset = ChunkDataset(path, sparse=sparse, dtype=torch.float64)
+    rows = [5, 199, 5, 0, 7]
+    assert np.array_equal(dense(dataset[rows][0]).numpy(), expected[rows])
+
+
+@pytest.mark.parametrize("echo", [1.5, 3])
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_echoes_are_rows_of_the_window(tmp_path, echo, sparse, device):
+    matrix = random_matrix(200, 50, 6)
+    with ChunkLoader(write(tmp_path / "a.h5", matrix), 20, echo=echo, sparse=sparse, device=device) as loader:
+        found = torch.cat([dense(batch).cpu() for (batch,) in loader]).numpy()
+    known = {tuple(row) for row in matrix.toarray().tolist()}
+    assert len(found) == 200 * echo and {tuple(row) for row in found.tolist()} == known
+
+
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+def test_batches_that_are_kept_stay_what_they_are(tmp_path, sparse):
+    """Also where the file's types are those of the batch, so that nothing need be converted."""
+    matrix = random_matrix(400, 40, 8)
+    matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
+    for reuse in (False, True):
+        loader = ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 25, sparse=sparse, reuse=reuse)
+        numbers = list(loader.order.batches())
+        kept = [batch.clone() if reuse else batch for (batch,) in loader]
+        list(loader)
+        for batch, rows in zip(kept, numbers, strict=True):
+            assert np.array_equal(dense(batch).numpy(), matrix[rows].toarray())
+
+
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+@pytest.mark.parametrize("workers", [(0, None), (2, "fork"), (2, "spawn"), (2, "forkserver")])
+def test_dataloader(tmp_path, sparse, workers):
+    """Sparse tensors survive workers, and come in the loader's order."""
+    matrix = random_matrix(300, 60, 9)
+    labels = np.arange(300)
+    path = write(tmp_path / "a.h5", matrix, scale=2.0, fields={"labels": labels})
+    dataset = ChunkDataset(path, sparse=sparse, normalize="l2")
+    assert dataset.fields == ("X", "labels")
+    sampler = ChunkSampler(dataset, 32)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers[0], multiprocessing_context=workers[1])
+    expected = expected_rows(matrix, 2.0, None, "l2")
+    for _ in range(2):
+        kept = list(loader)
+        for rows, numbers in kept:
+            assert rows.layout == (torch.sparse_csr if sparse == "csr" else torch.strided)
+            np.testing.assert_allclose(dense(rows).numpy(), expected[numbers.numpy()], rtol=1e-6)
+        assert sorted(torch.cat([numbers for _, numbers in kept]).tolist()) == labels.tolist()
+
+
+def test_single_samples(tmp_path):
+    matrix = random_matrix(50, 30, 5)
+    path = write(tmp_path / "a.h5", matrix)
+    assert torch.equal(ChunkDataset(path)[7][0], torch.from_numpy(matrix[7].toarray()[0]).float())
+    row = ChunkDataset(path, sparse="csr")[7][0]
+    assert row.layout == torch.sparse_coo and np.array_equal(row.to_dense().numpy(), matrix[7].toarray()[0])
+    doubled = ChunkDataset(path, transform=lambda row: row * 2)
+    assert torch.equal(doubled[[3, 4]][0], torch.from_numpy(matrix[[3, 4]].toarray()).float() * 2)
+
+
+def test_dense_rows_of_ours(tmp_path):
+    """Codes over the scale, not codes."""
+    matrix = random_matrix(90, 40, 6)
+    matrix.data = (matrix.data % 10 + 1) / 2
+    scipy.sparse.save_npz(tmp_path / "a.npz", matrix)
+    h5chunk.convert(tmp_path / "a.npz", tmp_path / "a.h5", dense=True, shuffle=False)
+    for normalize in (None, "l2"):
+        expected = expected_rows(matrix, 1.0, None, normalize)
+        with ChunkLoader(tmp_path / "a.h5", 20, normalize=normalize) as loader:
+            check_epoch(loader, expected, sparse="dense", tolerance=1e-6)
+        dataset = ChunkDataset(tmp_path / "a.h5", normalize=normalize)
+        np.testing.assert_allclose(dataset[[8, 2]][0].numpy(), expected[[8, 2]], rtol=1e-6)
+    with pytest.raises(OptionError, match="sparse is 'csr' but field 'X' holds dense rows"):
+        ChunkLoader(tmp_path / "a.h5", 20, sparse="csr")
+
+
+def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
+    """A matrix whose long rows lie together: windows are fewer rows, none takes more than it may."""
+    monkeypatch.setattr("h5chunk.plan.layout.OPEN_WINDOWS_BYTES", 1 << 20)
+    counts = np.sort(np.random.default_rng(0).lognormal(2, 1.5, 4000).astype(int).clip(1, 2000))
+    indices = np.concatenate([np.arange(count) for count in counts])
+    matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
+    path = write(tmp_path / "a.h5", matrix, chunk_samples=16)
+    reader = H5Reader(path)
+    assert recommended_window(reader) < reader.header.window_chunks
+    with ChunkLoader(path, 40, memory_bytes=3 << 20) as loader:
+        space = loader._supply.spaces["X"]
+        bound = space.most_bytes(loader._plan.window_samples)
+        taken = [
+            sum(np.prod(shape) * dtype.itemsize for shape, dtype in space.window(window.samples).shapes)
+            for window in loader.order.windows()
+        ]
+        assert max(taken) <= bound <= 3 << 20 and max(taken) > bound / 4
+        assert sum(len(batch) for (batch,) in loader) == 4000
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_column_beyond_the_matrix_is_an_error(tmp_path, device):
+    """Not a write beyond the batch."""
+    path = write(tmp_path / "a.h5", random_matrix(200, 300, 20))
+    with h5py.File(path, "r+") as file:
+        file["X/indices"][1234] = 300
+    for options in ({}, {"resident": True}, {"sparse": "csr"}, {"reader": "h5py"}):
+        loader = ChunkLoader(path, 10, device=device, **options)
+        with pytest.raises(FileError, match=r"a\.h5: 'X' is damaged: it has an entry in column 300 of 300"):
+            list(loader)
+    with pytest.raises(FileError, match="column 300 of 300"):
+        list(DataLoader(dataset := ChunkDataset(path), batch_sampler=ChunkSampler(dataset, 50)))
+
+
+@pytest.mark.parametrize("columns", [-1, 1 << 40])
+def test_columns_of_others_are_checked_too(tmp_path, columns):
+    matrix = random_matrix(200, 300, 20)
+    matrix.indices = matrix.indices.astype(np.int64)
+    matrix.indices[77] = columns
+    with pytest.raises(FileError, match=f"an entry in column {columns} of 300"):
+        list(ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 20))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparse": "coo"}, "sparse is 'coo': give 'dense' or 'csr'"),
+        ({"dtype": torch.bool}, "dtype is torch.bool: give a torch.dtype of numbers"),
+        ({"dtype": torch.uint8}, r"dtype is torch.uint8, which may not hold the values of field 'X' \(uint8 over 2\)"),
+        ({"binarize": "4"}, "binarize is '4': give the least value"),
+        ({"binarize": float("nan")}, "binarize is nan"),
+        ({"normalize": "l1"}, "normalize is 'l1', but 'X' is a matrix: give 'l2'"),
+        ({"normalize": (0.5, 0.5)}, "but 'X' is a matrix: give 'l2'"),
+        ({"normalize": "l2", "dtype": torch.int32, "binarize": 1}, "normalize='l2' gives fractions"),
+        ({"channels_last": True}, "channels_last is for images"),
+        ({"fields": ("labels", "X")}, "field 'X' is a sparse matrix: name it first"),
+        ({"reader": "mapped"}, "field 'X' cannot be mapped"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path, options, message):
+    path = write(tmp_path / "a.h5", random_matrix(20, 30, 5), scale=2.0, fields={"labels": np.arange(20)})
+    with pytest.raises(OptionError, match=message):
+        ChunkLoader(path, 10, **options)
+
+
+def test_options_of_the_dataset_that_do_not_fit(tmp_path):
+    path = write(tmp_path / "a.h5", random_matrix(20, 30, 5))
+    with pytest.raises(OptionError, match="transform is for single samples"):
+        ChunkDataset(path, sparse="csr", transform=abs)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["images"] = np.zeros((4, 3, 8, 8), np.uint8)
+    for options, message in (
+        ({"sparse": "dense"}, "sparse is for CSR matrices"),
+        ({"binarize": 1}, "binarize is for CSR matrices"),
+        ({"dtype": torch.float32}, "dtype is for matrices here"),
+        ({"normalize": "l2"}, "'l2' is for matrices"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ChunkDataset(tmp_path / "b.h5", **options)
+
+
+def test_other_layouts_are_refused(tmp_path):
+    matrix = random_matrix(20, 20, 5)
+    path = write_anndata(tmp_path / "a.h5", matrix)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = "csc_matrix"
+        file.copy("X", "raw")
+    with pytest.raises(FieldError, match=r"no matrix of compressed rows .*'csc_matrix'.*h5chunk convert"):
+        ChunkLoader(path, 10)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = "csr_matrix"
+        file["raw"].attrs["encoding-type"] = "csr_matrix"
+    with pytest.raises(FieldError, match="fields name 2 sparse matrices"):
+        ChunkLoader(path, 10, fields=("X", "raw"))
+    with pytest.raises(FieldError, match="sparse matrix, which bench does not measure"):
+        h5chunk.bench(path)
+
+
+def test_a_file_that_changes_is_an_error(tmp_path):
+    path = write(tmp_path / "a.h5", random_matrix(200, 30, 5))
+    dataset = ChunkDataset(path)
+    dataset[[1, 2]]
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(FileError, match="replaced or changed"):
+        dataset[[1, 2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_keeps_a_small_matrix_on_the_gpu(tmp_path):
+    path = write(tmp_path / "a.h5", random_matrix(200, 30, 5))
+    with ChunkLoader(path, 10, device="cuda") as loader:
+        assert loader.resident and "all 200 samples resident" in repr(loader)
+    with ChunkLoader(path, 10, device="cuda", memory_bytes=1000) as loader:
+        assert not loader.resident
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_gives_what_torch_does(tmp_path):
+    """The compiled kernel is the one that is tested, and plain indexing gives the same bits."""
+    path = write(tmp_path / "a.h5", random_matrix(300, 70_000, 30), scale=10.0)
+    with ChunkLoader(path, 50, device="cuda", resident=False) as loader:
+        first = [batch for (batch,) in loader]
+        assert loader._convert._kernel.wait()
+        loader.set_epoch(0)
+        again = [batch for (batch,) in loader]
+        kernel, loader._convert._kernel = loader._convert._kernel, None
+        loader.set_epoch(0)
+        plain = [batch for (batch,) in loader]
+        loader._convert._kernel = kernel
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, plain, strict=True))
