@@ -14,8 +14,8 @@ import h5chunk
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, WorkerError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.direct import NotDirect, direct_field
-from h5chunk.store.fill import available_cores
 from h5chunk.store.fields import Field
+from h5chunk.store.fill import available_cores
 from h5chunk.store.format import open_file
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.benchreport import CACHED, DISK, FRESH, LIMITS, BenchReport, verdict, with_ratios
