@@ -62,12 +62,14 @@ class Rows:
         entries = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
         return Rows(indptr, self.indices[entries], self.num_columns)
 
-    def dense(self, first: int, last: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Rows from ``first`` to ``last``, excluded: (last - first, columns) float32 of zeros and ones."""
+    def dense(
+        self, first: int, last: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Rows from ``first`` to ``last``, excluded: (last - first, columns) of zeros and ones."""
         indptr = self.indptr[first : last + 1]
         rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
         columns = self.indices[indptr[0] : indptr[-1]]
-        x = torch.zeros((len(indptr) - 1, self.num_columns), device=device)
+        x = torch.zeros((len(indptr) - 1, self.num_columns), dtype=dtype, device=device)
         x[torch.from_numpy(rows).to(device), torch.from_numpy(columns).long().to(device)] = 1
         return x
 

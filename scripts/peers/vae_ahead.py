@@ -38,10 +38,10 @@ class DenseBatches(Dataset):
 
     def __getitem__(self, rows: np.ndarray) -> torch.Tensor:
         shape = (len(rows), self.matrix.shape[1])
-        batch = torch.empty(shape, dtype=torch.uint8)
-        if get_worker_info() is not None:
-            storage = torch.UntypedStorage._new_shared(batch.nbytes)  # as torch's default_collate does it
-            batch = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
+        if get_worker_info() is None:
+            return torch.from_numpy(self.matrix[rows].toarray())
+        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1])  # as torch's default_collate does it
+        batch = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
         self.matrix[rows].toarray(out=batch.numpy())
         return batch
 
@@ -67,7 +67,9 @@ class Workers:
         options: dict[str, Any] = {"num_workers": job.num_workers, "pin_memory": job.on_gpu}
         options["persistent_workers"] = job.num_workers > 0
         if whole_batches:
-            self._loader = DataLoader(DenseBatches(job.matrix), batch_size=None, sampler=self._order, **options)
+            self._loader = DataLoader(
+                DenseBatches(job.matrix.astype(np.uint8)), batch_size=None, sampler=self._order, **options
+            )
         else:
             self._loader = DataLoader(DenseRows(job.rows), batch_sampler=self._order, **options)
 

@@ -1,8 +1,8 @@
 """Ways to feed dense rows of a sparse matrix to a network: ours, and those that people use, each at its best.
 
 All give shuffled batches (batch, columns) of zeros and ones on the device, in the dtype of the job, every row once an
-epoch. What is made dense in host memory is uint8, a quarter of the bytes of float32 to write and to copy, and becomes
-floating on the device; it is copied from pinned memory that is used again, without the host waiting for it.
+epoch. What is made dense in host memory for a GPU is uint8, a quarter of the bytes of float32 to write and to copy, and
+becomes floating there; it is copied from pinned memory that is used again, without the host waiting for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ToArray:
     """scipy's ``mat[rows].toarray()`` in the loop."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._sender = job, Sender(job)
+        self._job, self._sender = job, Sender(job, job.host_dtype)
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
         for rows in self._job.batches(number):
@@ -85,37 +85,45 @@ class SparseTensor:
 
 
 class Dense:
-    """The whole matrix dense in memory: in the host's, or the device's."""
+    """The whole matrix dense in memory, and batches gathered from it: by the host, or on the GPU."""
 
     def __init__(self, job: Job, on_device: bool) -> None:
-        self._job, self._here = job, on_device or not job.on_gpu
         if on_device and not job.on_gpu:
             raise FeedError("dense-device is for a GPU; on a CPU it would be the same as dense")
+        self._job, self._on_device = job, on_device
         where = job.device if on_device else torch.device("cpu")
-        free = torch.cuda.mem_get_info(job.device)[0] if on_device else available_bytes()
-        shape = (len(job.rows), job.rows.num_columns)
-        wanted = job.dtype if self._here else torch.uint8
-        needed = {dtype: shape[0] * shape[1] * dtype.itemsize for dtype in (wanted, torch.uint8)}
-        dtype = next((dtype for dtype in needed if needed[dtype] <= free // DENSE_SHARE), None)
-        if dtype is None:
-            raise FeedError(
-                f"a dense matrix of {shape[0]:,} x {shape[1]:,} takes {human_bytes(needed[torch.uint8])} as uint8, "
-                f"more than half of the {human_bytes(free)} that are free on the {'GPU' if on_device else 'host'}"
-            )
-        self._matrix = torch.empty(shape, dtype=dtype, device=where)
-        for first in range(0, shape[0], FILL_ROWS):
-            last = min(first + FILL_ROWS, shape[0])
-            self._matrix[first:last] = job.rows.dense(first, last, where)
-        self._sender = None if self._here else Sender(job)
+        self._matrix = torch.empty(self._shape(), dtype=self._fitting(), device=where)
+        for first in range(0, len(job.rows), FILL_ROWS):
+            part = self._matrix[first : first + FILL_ROWS]
+            part[:] = job.rows.dense(first, first + len(part), where, part.dtype)
+        self._sender = Sender(job, self._matrix.dtype)
+
+    def _shape(self) -> tuple[int, int]:
+        return len(self._job.rows), self._job.rows.num_columns
+
+    def _fitting(self) -> torch.dtype:
+        """The dtype of the matrix: what batches need, or uint8, as fits; of the host's for a GPU, uint8."""
+        job, (num_rows, num_columns) = self._job, self._shape()
+        free = torch.cuda.mem_get_info(job.device)[0] if self._on_device else available_bytes()
+        wanted = job.dtype if self._on_device else job.host_dtype
+        for dtype in (wanted, torch.uint8):
+            if num_rows * num_columns * dtype.itemsize <= free // DENSE_SHARE:
+                return dtype
+        raise FeedError(
+            f"a dense matrix of {num_rows:,} x {num_columns:,} takes {human_bytes(num_rows * num_columns)} as uint8, "
+            f"more than half of the {human_bytes(free)} that are free on the {'GPU' if self._on_device else 'host'}"
+        )
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
-        for rows in self._job.batches(number):
-            index = torch.from_numpy(rows)
-            if self._sender is None:
-                yield self._matrix[index.to(self._job.device)].to(self._job.dtype)
+        order = torch.from_numpy(np.concatenate(self._job.batches(number)))
+        if self._on_device:
+            order = order.to(self._job.device)  # at once: a copy a batch would wait for the batch before
+        for rows in order.split(self._job.batch_size):
+            if self._on_device:
+                yield self._matrix[rows].to(self._job.dtype)
             else:
                 room = self._sender.room(len(rows))
-                torch.index_select(self._matrix, 0, index, out=room)
+                torch.index_select(self._matrix, 0, rows, out=room)
                 yield self._sender.send(room)
 
     def close(self) -> None:
@@ -127,7 +135,7 @@ class Cached:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._batch = next(ToArray(job).epoch(0))
+        self._batch = next(ToArray(job).epoch(0)).clone()
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
         for rows in self._job.batches(number):

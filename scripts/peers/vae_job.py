@@ -1,4 +1,4 @@
-"""What every feed of `peers.vae_feeds` is given, and the way of uint8 batches to the device."""
+"""What every feed of `peers.vae_feeds` is given, and the way of batches from host memory to the device."""
 
 from __future__ import annotations
 
@@ -55,12 +55,17 @@ class Job:
         order, step = order[: self.num_batches * self.batch_size], size * self.batch_size
         return [order[first : first + step] for first in range(0, len(order), step)]
 
+    @property
+    def host_dtype(self) -> torch.dtype:
+        """Of what is made dense by the host: for a GPU a quarter of the bytes, for a CPU what the network takes."""
+        return torch.uint8 if self.on_gpu else torch.float32
+
     @cached_property
     def matrix(self) -> Any:
-        """The rows as scipy's CSR matrix of uint8."""
+        """The rows as scipy's CSR matrix, of ``host_dtype``."""
         from scipy.sparse import csr_matrix
 
-        ones = np.ones(len(self.rows.indices), np.uint8)
+        ones = np.ones(len(self.rows.indices), np.uint8 if self.on_gpu else np.float32)
         return csr_matrix((ones, self.rows.indices, self.rows.indptr), (len(self.rows), self.rows.num_columns))
 
 
@@ -73,13 +78,16 @@ class Feed(Protocol):
 
 
 class Sender:
-    """Room for uint8 batches in host memory, and the way from there to the device."""
+    """Room for batches in host memory, and the way from there to the device.
 
-    def __init__(self, job: Job, num_rooms: int = 2) -> None:
+    On a CPU a batch is that memory itself, if it has its dtype: valid until the next but one.
+    """
+
+    def __init__(self, job: Job, dtype: torch.dtype) -> None:
         self._job, self._turn = job, 0
         shape = (job.batch_size, job.rows.num_columns)
-        self._rooms = [torch.empty(shape, dtype=torch.uint8, pin_memory=job.on_gpu) for _ in range(num_rooms)]
-        self._sent: list[Any] = [None] * num_rooms
+        self._rooms = [torch.empty(shape, dtype=dtype, pin_memory=job.on_gpu) for _ in range(2)]
+        self._sent: list[Any] = [None] * len(self._rooms)
 
     def room(self, num_rows: int) -> torch.Tensor:
         """Memory to fill, once the last copy out of it has ended."""
