@@ -26,7 +26,7 @@ import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import H5ChunkError, OptionError, OutputError, SourceError
 from h5chunk.plan.codes import MAX_CODE, SCALES, Coding
-from h5chunk.plan.order import permutation
+from h5chunk.plan.permute import permutation
 from h5chunk.sources.sparse.block import Block
 from h5chunk.store.spool import Spool
 from h5chunk.tools.convert_sparse import convert_sparse, field_name, plan_sparse

@@ -25,7 +25,8 @@ from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.pipeline import Load
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, check_echo, echo_pass, num_echoed
-from h5chunk.plan.order import Order, permutation
+from h5chunk.plan.order import Order
+from h5chunk.plan.permute import permutation
 from h5chunk.store.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]

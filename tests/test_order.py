@@ -7,6 +7,7 @@ import itertools
 import math
 import tracemalloc
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.order import Order, permutation
+from h5chunk.plan.line import Picks
+from h5chunk.plan.order import Order
+from h5chunk.plan.permute import permutation
 
 orders = st.builds(
     Order,
@@ -262,3 +265,139 @@ def test_numpy_numbers_will_do():
     order = Order(np.int64(10), np.int32(2), np.int64(4), np.uint8(2))
     assert math.ceil(10 / 4) == order.num_batches
     check_epoch(order)
+
+
+lane_orders = st.builds(
+    lambda lanes, per_lane, **options: Order(batch_size=lanes * per_lane, lanes=lanes, **options),
+    lanes=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    per_lane=st.integers(1, 7),
+    num_samples=st.integers(0, 600),
+    chunk_samples=st.integers(1, 40),
+    window_chunks=st.integers(1, 9),
+    interleave=st.integers(1, 8),
+    seed=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+)
+TAILS = [{}, {"drop_last": True}, {"pad": True}]
+
+
+def ranks_of(order: Order, world_size: int) -> list[Order]:
+    """The same order on so many ranks, the batches of all together as large as before."""
+    return [
+        replace(order, batch_size=order.batch_size // world_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+
+
+def check_ranks(order: Order, world_size: int) -> list[list[int]]:
+    """Of each batch the samples of all ranks, after a look at what each rank gets."""
+    ranks = ranks_of(order, world_size)
+    batches = [[batch.tolist() for batch in each.batches()] for each in ranks]
+    assert [len(each) for each in batches] == [order.num_batches] * world_size
+    for each in batches:
+        assert all(len(batch) == order.batch_size // world_size for batch in each[:-1])
+    if (order.num_batches and order.pad) or order.drop_last:
+        assert all(len(each[-1]) == order.batch_size // world_size for each in batches if each)
+    return [sorted(itertools.chain(*together)) for together in zip(*batches, strict=True)]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@given(order=lane_orders)
+@many
+def test_all_ranks_together_give_the_same_batches(tail, order):
+    """At every number of ranks that divides the lanes; and every sample once."""
+    order = replace(order, **tail)
+    if order.pad and 0 < order.num_samples < order.lanes:
+        with pytest.raises(OptionError, match="fewer samples than the"):
+            list(ranks_of(order, order.lanes)[-1].batches())
+        return
+    wanted = check_ranks(order, 1)
+    for world_size in (n for n in range(2, order.lanes + 1) if order.lanes % n == 0):
+        assert check_ranks(order, world_size) == wanted
+    seen = Counter(itertools.chain(*wanted))
+    if tail.get("pad"):
+        assert set(seen) == set(range(order.num_samples))
+        extra = sum(seen.values()) - order.num_samples
+        assert extra == -order.num_samples % order.batch_size
+    elif tail:
+        assert max(seen.values(), default=1) == 1 and len(seen) == order.num_batches * order.batch_size
+    else:
+        assert sorted(seen.elements()) == list(range(order.num_samples))
+
+
+@given(order=lane_orders, start=st.integers(0, 60))
+@many
+def test_each_rank_can_start_at_any_batch(order, start):
+    for each in ranks_of(order, order.lanes):
+        whole = [batch.tolist() for batch in each.batches()]
+        assert [batch.tolist() for batch in each.batches(start)] == whole[start:]
+
+
+@given(order=lane_orders)
+@many
+def test_ranks_read_different_chunks(order):
+    """But for those at the end of the line, fewer than there are lanes, and the one that fills the short chunk."""
+    ranks = ranks_of(order, order.lanes)
+    readers = Counter(
+        chunk for each in ranks for chunk in {s // order.chunk_samples for b in each.batches() for s in b.tolist()}
+    )
+    shared = [chunk for chunk, count in readers.items() if count > 1]
+    assert len(shared) <= order.lanes
+    if order.num_samples % (order.chunk_samples * order.lanes) == 0:
+        assert not shared
+
+
+@given(order=lane_orders)
+@many
+def test_windows_say_where_each_sample_lies(order):
+    for each in ranks_of(order, 1 if order.lanes == 1 else order.lanes // 2 if order.lanes % 2 == 0 else 1):
+        for window in each.windows():
+            assert window.samples[window.places].tolist() == window.rows.tolist()
+            assert sorted(window.places.tolist()) == list(range(len(window.rows)))
+
+
+picked = st.builds(
+    lambda samples, chunk_samples: (np.sort(np.array(samples, np.int64)), chunk_samples),
+    st.lists(st.integers(0, 300), max_size=200),
+    st.integers(1, 30),
+)
+
+
+@given(picked, st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 2, 3]), st.booleans())
+@many
+def test_picks_come_as_often_as_they_are_named(picked, batch, window_chunks, lanes, shuffle):
+    samples, chunk_samples = picked
+    picks = Picks.of(samples, chunk_samples)
+    order = Order(
+        num_samples=len(picks), chunk_samples=chunk_samples, batch_size=batch * lanes, window_chunks=window_chunks,
+        lanes=lanes, shuffle=shuffle, picks=picks,
+    )  # fmt: skip
+    assert sorted(itertools.chain(*check_ranks(order, lanes))) == samples.tolist()
+    if lanes == 1 and not shuffle:
+        assert np.concatenate([*order.batches(), []]).tolist() == samples.tolist()
+
+
+def test_a_huge_epoch_starts_at_once():
+    """10**10 samples: memory by what is asked for."""
+    tracemalloc.start()
+    order = Order(num_samples=10**10, chunk_samples=64, batch_size=256, window_chunks=128, lanes=8, world_size=8)
+    first = next(order.batches())
+    assert len(set(first.tolist())) == 256 and tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lanes": 3, "world_size": 2}, "lanes is 3 and world_size 2"),
+        ({"lanes": 4}, "batch_size is 6 and each rank has 4 lanes"),
+        ({"rank": 1}, "rank is 1 of a world_size of 1"),
+        ({"rank": -1}, "rank is -1"),
+        ({"drop_last": True, "pad": True}, "give one of them"),
+        ({"picks": Picks.of(np.arange(3), 2)}, "picks has 3"),
+    ],
+)
+def test_lanes_that_cannot_be(wrong, message):
+    with pytest.raises(OptionError, match=message):
+        Order(num_samples=100, chunk_samples=4, batch_size=6, window_chunks=2, **wrong)

@@ -14,11 +14,10 @@ from __future__ import annotations
 from fractions import Fraction
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.order import Indices, permutation
+from h5chunk.plan.permute import ECHO, Indices, permutation
 
 AUTO = "auto"
 MAX_AUTO_PASSES = 4  # of a window with "auto": beyond it waiting does less harm (figure 5 of the source)
-_ECHO = 5  # streams of random bits from here on, one a pass; h5chunk.plan.order has those below
 
 
 def check_echo(echo: float | str) -> None:
@@ -36,4 +35,4 @@ def num_echoed(echo: float, fresh: int) -> int:
 
 def echo_pass(num_samples: int, seed: int, epoch: int, window: int, number: int) -> Indices:
     """Pass ``number``, from 0 on, of a window: its samples in another order, (num_samples,) int64."""
-    return permutation(num_samples, seed, stream=(_ECHO + number, epoch, window))
+    return permutation(num_samples, seed, stream=(ECHO + number, epoch, window))

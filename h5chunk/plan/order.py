@@ -1,84 +1,42 @@
 """The order of an epoch: which samples form which batch, a pure function of (seed, epoch).
 
-Chunks are permuted and laid end to end. This line of samples is cut into windows of whole batches; the samples of
-a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a window, and two windows
-share at most the one chunk that their border cuts (none where a window is a whole number of chunks). The file's
-last chunk may be short; the chunk that ends the line fills its gap, so that the borders behind it stay where they are.
+Chunks are permuted and laid end to end (`h5chunk.plan.line`). This line is cut into windows of whole batches; the
+samples of a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a window, and
+two windows share at most the one chunk that their border cuts (none where a window is a whole number of chunks).
 
 Batches of ``interleave`` windows alternate: batch ``t`` of a round belongs to window ``t % interleave``. torch's
 DataLoader hands batch ``t`` to worker ``t % num_workers``, so that every ``num_workers`` that divides ``interleave``
 gets whole windows, and no chunk is read by two workers. The order itself knows nothing of workers. A window of a
 single batch needs none of this and is not interleaved.
 
-Random numbers are raw Philox bits, sorted by all but the lowest of them: NumPy promises the bits of a bit generator for
-good, but not those of ``Generator.permutation``.
+For several processes the line is dealt to lanes, which are cut into windows and batches each by itself. A rank takes
+some lanes, and its batch ``t`` is batch ``t`` of each of them. So the batches ``t`` of all ranks together are the same
+samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many batches;
+but for fewer chunks than there are lanes, at the end of the line, no two read the same chunk.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
 [[0, 1, 5, 4], [8, 3, 9, 2], [7, 6]]
+>>> two = [replace(order, batch_size=2, lanes=2, rank=rank, world_size=2) for rank in range(2)]
+>>> [[batch.tolist() for batch in each.batches()] for each in two]
+[[[0, 1], [5, 4], [6]], [[3, 2], [9, 8], [7]]]
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
+from h5chunk.plan.line import ChunkLine, FileLine, Lane, Line, PickLine, Picks
+from h5chunk.plan.permute import WINDOW, Indices, check_seed, random_bits, sorted_order
 
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
-
-Indices = npt.NDArray[np.int64]
-
-_CHUNKS, _WINDOW, _FILL, _ONCE, _SHORT = range(5)  # what a stream of random bits is for
-
-
-def permutation(size: int, seed: int, *, stream: tuple[int, int, int] = (_ONCE, 0, 0)) -> Indices:
-    """A random permutation of ``range(size)``, the same on every machine and for every version of NumPy.
-
-    Parameters
-    ----------
-    size : int
-    seed : int
-        From 0 to 2**64 - 1.
-    stream : (int, int, int)
-        Names one of the independent streams of this seed.
-
-    Returns
-    -------
-    (size,) int64
-    """
-    _check_seed(seed)
-    return _sorted_order(_bits(size, seed, stream))
-
-
-def _sorted_order(keys: npt.NDArray[np.uint64]) -> Indices:
-    """The order that sorts random keys along the last axis.
-
-    By all but the lowest bits of a key, and by its index, which takes their place: numbers that are all different are
-    sorted the same by every algorithm, so that NumPy may take its fastest, 6 to 10 times that of a stable ``argsort``.
-    """
-    size = keys.shape[-1]
-    index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
-    packed = (keys & ~index_bits) | np.arange(size, dtype=np.uint64)
-    packed.sort(axis=-1)
-    order: Indices = (packed & index_bits).astype(np.int64)
-    return order
-
-
-def _bits(size: int, seed: int, stream: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
-    generator = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, *stream], np.uint64))
-    return np.asarray(generator.random_raw(size), np.uint64)
-
-
-def _check_seed(seed: int) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
-        raise OptionError(f"seed is {seed!r}: give a whole number from 0 to {(1 << 64) - 1}")
 
 
 class Round(NamedTuple):
@@ -95,7 +53,7 @@ class Window(NamedTuple):
     Attributes
     ----------
     samples : (n,) int64
-        Batch after batch.
+        Batch after batch. All but the epoch's last are full.
     rows, places : (n,) int64
         The same in the order of the line, neighbours in a chunk side by side: ``samples[places] == rows``.
     batches : range
@@ -110,14 +68,16 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """The batches of one epoch.
+    """The batches of one epoch, of one rank.
 
     Attributes
     ----------
-    num_samples, chunk_samples, batch_size : int
-        At least 1 each (``num_samples`` may be 0).
+    num_samples : int
+        Of all ranks; with ``picks``, how many of those.
+    chunk_samples, batch_size : int
+        At least 1 each. ``batch_size`` is of one rank.
     window_chunks : int
-        Chunks that are shuffled together, at least 1; a window is never less than a batch.
+        Chunks of a lane that are shuffled together, at least 1; a window is never less than a batch.
     interleave : int
         Windows whose batches alternate.
     seed, epoch : int
@@ -125,7 +85,16 @@ class Order:
     shuffle : bool
         False: file order.
     drop_last : bool
-        Whether a last batch that is not full is left out.
+        Whether a last batch that is not full, on all ranks, is left out.
+    lanes : int
+        Parts that are shuffled each by itself, a multiple of ``world_size``.
+    rank, world_size : int
+        Which of how many processes.
+    pad : bool
+        Whether the last batch of every rank is filled up, with samples that the epoch began with. Without it and
+        ``drop_last`` the last batches of ranks may differ by a sample for each lane, and some may be empty.
+    picks : Picks, optional
+        The samples to visit, if not all.
     """
 
     num_samples: int
@@ -137,6 +106,11 @@ class Order:
     epoch: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    lanes: int = 1
+    rank: int = 0
+    world_size: int = 1
+    pad: bool = False
+    picks: Picks | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -146,18 +120,44 @@ class Order:
             ("window_chunks", 1),
             ("interleave", 1),
             ("epoch", 0),
+            ("lanes", 1),
+            ("rank", 0),
+            ("world_size", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
-        _check_seed(self.seed)
+        check_seed(self.seed)
+        self._check_lanes()
+
+    def _check_lanes(self) -> None:
+        if self.rank >= self.world_size:
+            raise OptionError(f"rank is {self.rank} of a world_size of {self.world_size}: ranks count from 0")
+        if self.lanes % self.world_size:
+            raise OptionError(
+                f"lanes is {self.lanes} and world_size {self.world_size}: each rank takes equally many lanes, so give "
+                f"a multiple of the number of processes, the same in each run that is to have this order"
+            )
+        if self.batch_size * self.world_size % self.lanes:
+            raise OptionError(
+                f"batch_size is {self.batch_size} and each rank has {self.lanes // self.world_size} lanes: "
+                "give a batch_size that they divide, or fewer lanes"
+            )
+        if self.picks is not None and len(self.picks) != self.num_samples:
+            raise OptionError(f"num_samples is {self.num_samples} but picks has {len(self.picks)}: give the latter")
+        if self.drop_last and self.pad:
+            raise OptionError("drop_last leaves out the last batch and pad fills it up: give one of them")
+
+    @property
+    def lane_batch(self) -> int:
+        """Samples of each lane in a full batch."""
+        return self.batch_size * self.world_size // self.lanes
 
     @property
     def num_batches(self) -> int:
-        """Batches of the epoch."""
-        if self.drop_last:
-            return self.num_samples // self.batch_size
-        return math.ceil(self.num_samples / self.batch_size)
+        """Batches of the epoch, the same number on each rank."""
+        together = self.batch_size * self.world_size
+        return self.num_samples // together if self.drop_last else math.ceil(self.num_samples / together)
 
     @property
     def num_chunks(self) -> int:
@@ -169,12 +169,16 @@ class Order:
         """Batches of a full window: as many as ``window_chunks`` hold, at least one; one if nothing is shuffled."""
         if not self.shuffle:
             return 1
-        return self._whole_chunks(max(1, self.window_chunks * self.chunk_samples // self.batch_size))
+        return self._whole_chunks(max(1, self.window_chunks * self.chunk_samples // self.lane_batch))
 
     def _whole_chunks(self, num_batches: int) -> int:
         """The largest number of batches, at most this, that is a whole number of chunks; else as it is."""
-        unit = math.lcm(self.batch_size, self.chunk_samples) // self.batch_size
-        return num_batches // unit * unit or num_batches
+        return num_batches // self._chunk_batches * self._chunk_batches or num_batches
+
+    @property
+    def _chunk_batches(self) -> int:
+        """The least number of batches that is a whole number of chunks."""
+        return math.lcm(self.lane_batch, self.chunk_samples) // self.lane_batch
 
     @property
     def open_chunks(self) -> int:
@@ -183,8 +187,8 @@ class Order:
         A batch is read chunk by chunk, so a window of one batch leaves open only the chunks at its borders, beside
         the one that is being read. The chunk that fills the gap of the short one stays open to the end.
         """
-        samples = self.window_batches * self.batch_size
-        whole = samples % self.chunk_samples == 0
+        samples = self.window_batches * self.lane_batch
+        whole = samples % self.chunk_samples == 0 and self.picks is None
         if self.window_batches == 1:
             chunks = 1 if whole else 3
         elif whole:
@@ -192,7 +196,7 @@ class Order:
         else:
             chunks = self.interleave * ((samples - 2) // self.chunk_samples + 2)
         fill = 1 if self.shuffle and self.num_samples % self.chunk_samples else 0
-        return max(1, min(chunks + fill, self.num_chunks))
+        return max(1, min((chunks + fill) * self.lanes // self.world_size, self.num_chunks))
 
     @property
     def cache_w0(self) -> float:
@@ -210,8 +214,7 @@ class Order:
         What is left at the end of an epoch makes smaller windows, then fewer: still a number of them that many
         numbers of workers divide.
         """
-        unit = math.lcm(self.batch_size, self.chunk_samples) // self.batch_size
-        least = unit if self.window_batches % unit == 0 else 1
+        least = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
         while done < self.num_batches:
             left = self.num_batches - done
@@ -227,79 +230,83 @@ class Order:
         for batch in range(start, self.num_batches):
             while batch not in waiting:
                 window = next(windows)
-                cuts = range(self.batch_size, len(window.samples), self.batch_size)
+                cuts = range(self.batch_size, self.batch_size * len(window.batches), self.batch_size)
                 waiting.update(zip(window.batches, np.split(window.samples, cuts), strict=True))
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
         """The windows that hold batches from ``start`` on, in the order in which they are first wanted."""
-        chunks, short_turn = self._turns() if self.shuffle else (np.empty(0, np.int64), 0)
-        for first_batch, num_windows, window_batches in self.rounds():
-            num_batches = num_windows * window_batches
-            if first_batch + num_batches <= start:
+        line, lanes = self._line(), self._lanes()
+        for each in self.rounds():
+            if each.first_batch + each.num_windows * each.window_batches <= start:
                 continue
-            size = window_batches * self.batch_size
-            first = first_batch * self.batch_size
-            rows, places = self._round(chunks, short_turn, first, size, num_windows)
-            for window in range(num_windows):
-                numbers = range(first_batch + window, first_batch + num_batches, num_windows)
+            rows, places = self._round(line, lanes, each)
+            size = each.window_batches * self.batch_size
+            for window in range(each.num_windows):
+                stop = each.first_batch + each.num_windows * each.window_batches
+                numbers = range(each.first_batch + window, stop, each.num_windows)
                 if numbers[-1] >= start:
-                    part = slice(window * size, (window + 1) * size)
-                    samples = np.empty_like(rows[part])
-                    samples[places[part]] = rows[part]
-                    yield Window(samples, rows[part], places[part], numbers)
+                    some = slice(window * size, (window + 1) * size)
+                    samples = np.empty_like(rows[some])
+                    samples[places[some]] = rows[some]
+                    yield Window(samples, rows[some], places[some], numbers)
 
-    def _turns(self) -> tuple[Indices, int]:
-        """The chunks in the order of their turns, and the turn of the file's last one.
+    def _line(self) -> Line:
+        if self.picks is not None:
+            return PickLine(self.picks, self.seed, self.epoch, shuffle=self.shuffle)
+        if not self.shuffle:
+            return FileLine()
+        return ChunkLine(self.num_samples, self.chunk_samples, self.seed, self.epoch)
 
-        If that is short it comes last less often than the others, so that its samples are no likelier than others to
-        be at the end of the line.
-        """
-        chunks = permutation(self.num_chunks, self.seed, stream=(_CHUNKS, self.epoch, 0))
-        short_turn = int(chunks.argmax()) if chunks.size else 0
-        if self.num_samples % self.chunk_samples:
-            place = int(_bits(1, self.seed, (_SHORT, self.epoch, 0))[0]) % self.num_samples
-            drawn_turn = place // self.chunk_samples
-            chunks[[short_turn, drawn_turn]] = chunks[[drawn_turn, short_turn]]
-            short_turn = drawn_turn
-        return chunks, short_turn
+    def _lanes(self) -> list[Lane]:
+        """Those of this rank. Picks make no equal chunks: then lanes are what lies side by side in the line."""
+        each = self.lanes // self.world_size
+        chunk = self.chunk_samples if self.picks is None else max(1, self.num_samples)
+        return [
+            Lane.of(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
+            for number in range(self.rank * each, (self.rank + 1) * each)
+        ]
 
-    def _round(
-        self, chunks: Indices, short_turn: int, first: int, size: int, num_windows: int
-    ) -> tuple[Indices, Indices]:
+    def _round(self, line: Line, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
         """The samples of a round of windows in the order of the line, and the place of each in its window.
+
+        Window by window, and in each the lanes one behind the other.
+        """
+        parts = [self._lane_round(lane, each) for lane in lanes]
+        if len(lanes) == 1:
+            return line.at(parts[0][0]), parts[0][1]
+        size, batch = each.window_batches * self.lane_batch, self.lane_batch
+        windows: list[tuple[Indices, Indices]] = []
+        for first in range(0, each.num_windows * size, size):
+            some = [(rows[first : first + size], places[first : first + size]) for rows, places in parts]
+            for number, (_, places) in enumerate(some):  # in a batch the lanes one behind the other, too
+                batches, within = np.divmod(places, batch)
+                before = sum(np.minimum(batch, len(rows) - batches * batch) for rows, _ in some[:number])
+                places[:] = batches * self.batch_size + before + within
+            windows += some
+        rows, places = (np.concatenate(column) for column in zip(*windows, strict=True))
+        return line.at(rows), places
+
+    def _lane_round(self, lane: Lane, each: Round) -> tuple[Indices, Indices]:
+        """Where in the line the samples of a lane's windows are, and the place of each in its window.
 
         One sort for all windows: the time of an order is that of the calls it takes, not of the numbers in it.
         """
-        stop = min(first + num_windows * size, self.num_samples)
+        size = each.window_batches * self.lane_batch
+        first = each.first_batch * self.lane_batch
+        stop = first + each.num_windows * size
+        if not self.pad and not self.drop_last:
+            stop = min(stop, lane.num_samples)
+        rows, count = lane.places(first, stop), stop - first
         if not self.shuffle:
-            rows = np.arange(first, stop, dtype=np.int64)
-            return rows, (rows - first) % size
-        keys = _bits(stop - first, self.seed, (_WINDOW, self.epoch, first))
-        places = np.empty(stop - first, np.int64)
-        full = (stop - first) // size * size
-        turns = _sorted_order(keys[:full].reshape(-1, size))
+            return rows, np.arange(count, dtype=np.int64) % size
+        keys = random_bits(count, self.seed, (WINDOW, self.epoch, first), lane.number)
+        places = np.empty(count, np.int64)
+        full = count // size * size
+        turns = sorted_order(keys[:full].reshape(-1, size))
         np.put_along_axis(places[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
-        places[full:][_sorted_order(keys[full:])] = np.arange(stop - first - full, dtype=np.int64)
-        return self._line(chunks, short_turn, first, stop), places
-
-    def _line(self, chunks: Indices, short_turn: int, start: int, stop: int) -> Indices:
-        """Samples ``start`` to ``stop`` of the line.
-
-        The place of sample ``o`` of the chunk in turn ``t`` is ``t * chunk_samples + o``. What the file's last chunk
-        lacks (its turn is ``short_turn``) is filled with samples, drawn at random, of the chunk that ends the line.
-        """
-        size = self.chunk_samples
-        turn, offset = np.divmod(np.arange(start, stop, dtype=np.int64), size)
-        rest = self.num_samples % size
-        last_turn = self.num_chunks - 1
-        if rest and short_turn != last_turn:
-            drawn = permutation(size, self.seed, stream=(_FILL, self.epoch, 0))
-            fills = (turn == short_turn) & (offset >= rest)
-            ends = turn == last_turn
-            offset[ends | fills] = drawn[offset[ends | fills]]
-            turn[fills] = last_turn
-        return chunks[turn] * size + offset
+        places[full:][sorted_order(keys[full:])] = np.arange(count - full, dtype=np.int64)
+        return rows, places
 
 
 def with_full_windows(order: Order) -> Order:

@@ -19,7 +19,7 @@ import numpy as np
 import h5chunk
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
 from h5chunk.plan.layout import Layout, plan_layout
-from h5chunk.plan.order import permutation
+from h5chunk.plan.permute import permutation
 from h5chunk.sources.decode import MAX_PIXELS, ImageOptions
 from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images

@@ -11,7 +11,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.plan.codes import MAX_CODE, Coding
-from h5chunk.plan.order import permutation
+from h5chunk.plan.permute import permutation
 from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.store.spool import Spool
 from h5chunk.tools.sparse_entries import PART_ENTRIES, Entries
