@@ -1,0 +1,77 @@
+"""What an epoch gave, row by row: a checksum each, so that all contenders are seen to give the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from peers.sparse import DENSE
+from peers.sparse.matrix import Source, row_checksums
+
+
+class Wrong(Exception):
+    """A batch, or a row, is not what was packed."""
+
+
+def csr_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """indptr, columns and values of a SciPy matrix or a torch.sparse_csr tensor."""
+    if hasattr(batch, "crow_indices"):
+        return batch.crow_indices().numpy(), batch.col_indices().numpy(), batch.values().numpy()
+    return batch.indptr, batch.indices, batch.data
+
+
+class Checker:
+    """Compares epochs with the source."""
+
+    def __init__(self, source: Source, batch_size: int, form: str) -> None:
+        self.shape, self.batch_size, self.form = (source.num_rows, source.num_columns), batch_size, form
+        self.weights = source.weights()
+        self.known, self.counts = np.unique(source.array("checksums"), return_counts=True)
+        self.last_order = np.empty(0, np.int64)
+
+    def checksums(self, batch: Any) -> np.ndarray:
+        """Of the rows of a batch. Raises Wrong if it has another shape or type than it should."""
+        rows, columns = batch.shape
+        if columns != self.shape[1] or not 0 < rows <= self.batch_size:
+            raise Wrong(f"a batch is {rows} x {columns}")
+        if self.form != DENSE:
+            return row_checksums(*csr_parts(batch), self.weights)
+        dense = np.asarray(batch)
+        if dense.dtype != np.float32:
+            raise Wrong(f"a batch is {dense.dtype}")
+        flat = np.flatnonzero(dense != 0)  # of booleans: several times as fast
+        indptr = np.searchsorted(flat, np.arange(rows + 1) * columns)
+        return row_checksums(indptr, flat % columns, dense.reshape(-1)[flat], self.weights)
+
+    def epoch(self, batches: Iterator[Any]) -> dict[str, int]:
+        """How many rows an epoch lacks, and has more than once."""
+        order = np.concatenate([self.checksums(batch) for batch in batches])
+        if np.array_equal(order, self.last_order):
+            raise Wrong("two epochs had the same order")
+        self.last_order = order
+        rows, times = np.unique(order, return_counts=True)
+        places = self.find(rows)
+        excess = np.zeros(len(self.known), np.int64) - self.counts
+        excess[places] += times
+        return {"dropped": int(-excess[excess < 0].sum()), "repeated": int(excess[excess > 0].sum())}
+
+    def find(self, rows: np.ndarray) -> np.ndarray:
+        """Where these checksums are among the known ones. Raises Wrong if one is not."""
+        places = np.minimum(np.searchsorted(self.known, rows), len(self.known) - 1)
+        if not np.array_equal(self.known[places], rows):
+            raise Wrong(f"{int((self.known[places] != rows).sum())} rows are none of those that were packed")
+        return places
+
+    def last_row(self, batch: Any) -> tuple[np.ndarray, ...]:
+        """A copy of the last row of a batch: to be compared when the clock stands."""
+        if self.form == DENSE:
+            return (np.array(batch[-1]),)
+        indptr, columns, values = csr_parts(batch)
+        return columns[indptr[-2] : indptr[-1]].copy(), values[indptr[-2] : indptr[-1]].copy()
+
+    def check_row(self, row: tuple[np.ndarray, ...]) -> None:
+        """Raises Wrong if it is none of those that were packed."""
+        columns, values = row if len(row) == 2 else (np.flatnonzero(row[0]), row[0][np.flatnonzero(row[0])])
+        self.find(row_checksums(np.array([0, len(columns)]), columns, values, self.weights))
