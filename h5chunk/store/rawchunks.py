@@ -64,8 +64,16 @@ class RawChunks:
         self._fill = self._read_fill() if (table.offsets < 0).any() else None
         self._local = threading.local()
 
+    def run_ends(self, first: int, last: int) -> list[int]:
+        """Where runs of chunks end, from chunk ``first`` to ``last`` (excluded), that lie one behind the other."""
+        offsets = self._table.offsets[first:last]
+        unwritten = offsets < 0
+        behind = (offsets[1:] == offsets[:-1] + self.chunk_bytes) & ~unwritten[:-1]
+        ends = np.flatnonzero(~(behind | (unwritten[1:] & unwritten[:-1]))) + first + 1
+        return [*ends.tolist(), last]
+
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Some bytes of a chunk without filters, from its byte ``start`` on."""
+        """Some bytes of a chunk without filters, from its byte ``start`` on; and of those behind it in a run."""
         offset = int(self._table.offsets[number])
         if offset < 0:
             self._put_fill(out)

@@ -182,6 +182,9 @@ class _ChunkRows:
             self._spilled.close()
 
     def read(self, first: int, last: int, out: np.ndarray) -> None:
+        if self._packing is None and not self._chunks.decodes:
+            self._read_runs(first, last, out)
+            return
         for band in range(first // self.band_rows, -(-last // self.band_rows)):
             start = band * self.band_rows
             low, high = max(first, start), min(last, start + self.band_rows)
@@ -190,6 +193,15 @@ class _ChunkRows:
                 self._fetch(band, low - start, high - start, part)
             else:
                 self._put_together(self._packing, band, low - start, high - start, part)
+
+    def _read_runs(self, first: int, last: int, out: np.ndarray) -> None:
+        """Whole samples, not encoded: chunks that lie one behind the other are read together."""
+        chunk, end = first // self.band_rows, -(-last // self.band_rows)
+        for stop in self._chunks.run_ends(chunk, end):
+            start = chunk * self.band_rows
+            low, high = max(first, start), min(last, stop * self.band_rows)
+            self._chunks.read_part(chunk, (low - start) * self.row_bytes, out[low - first : high - first])
+            chunk = stop
 
     def _put_together(self, packing: Packing, band: int, low: int, high: int, out: np.ndarray) -> None:
         """Rows ``low`` to ``high`` of a band out of all its chunks."""
@@ -215,8 +227,9 @@ class _ChunkRows:
         samples = out.view(item).reshape(len(out), *self._shape)
         for number, place in enumerate(packing.slices):
             piece = pieces[number].view(item).reshape(len(out), *self._chunk_shape)
-            inside = tuple(slice(0, each.stop - each.start) for each in place)
-            samples[(slice(None), *place)] = piece[(slice(None), *inside)]
+            inside = (slice(None), *(slice(0, each.stop - each.start) for each in place))
+            there = (slice(None), *place)
+            samples[there] = piece[inside]
 
     def _fetch(self, chunk: int, low: int, high: int, out: np.ndarray) -> None:
         """Rows ``low`` to ``high`` of a chunk."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import h5py
-import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
 from h5chunk.errors import printable
@@ -21,6 +19,7 @@ from h5chunk.store.references import Copier, attribute_names
 from h5chunk.store.survey import Survey, damages
 
 LIBVER = ("v110", "latest")  # nothing newer than 1.10 unless a type of the source needs it
+WriteValues = Callable[[h5py.Dataset, h5py.Dataset, Copier], None]
 MERGE_NAMED_TYPES = 0x40  # H5O_COPY_MERGE_COMMITTED_DTYPE_FLAG, which h5py has no name for
 
 
@@ -62,7 +61,7 @@ class Changes:
         Datasets whose values are written here: called with the old and the new dataset, and a `Copier`.
     left_out : callable
         Tells whether an object of this path is left out, with all that is in it.
-    group_attributes : callable
+    attribute_left_out : callable
         Tells whether an attribute of a group, by path and name, is left out.
     finish : callable
         Called at the end with the new file; gives the datasets that it has made.
@@ -71,7 +70,7 @@ class Changes:
     """
 
     layouts: Mapping[bytes, NewLayout]
-    values: Mapping[bytes, Callable[[h5py.Dataset, h5py.Dataset, Copier], None]]
+    values: Mapping[bytes, WriteValues]
     left_out: Callable[[bytes], bool] = lambda _: False
     attribute_left_out: Callable[[bytes, bytes], bool] = lambda *_: False
     finish: Callable[[h5py.File], Mapping[str, h5py.Dataset]] = lambda _: {}
@@ -132,8 +131,8 @@ def _has_region(dataset: h5py.Dataset) -> bool:
 
 def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
     """An empty file with the user block, and the orders of the root, of another."""
-    old, new = source.id.get_create_plist(), h5p.create(h5p.FILE_CREATE)
-    new.set_userblock(old.get_userblock())
+    old, new = h5g.open(source.id, b"/").get_create_plist(), h5p.create(h5p.FILE_CREATE)
+    new.set_userblock(source.userblock_size)
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
     new.set_obj_track_times(False)
@@ -149,15 +148,13 @@ def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
 class _Maker:
     """Makes the objects of the new file, step by step."""
 
-    def __init__(
-        self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copier: Copier
-    ) -> None:
+    def __init__(self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copier: Copier) -> None:
         self._source, self._target = source.id, target.id
         self._survey, self._changes, self._copier = survey, changes, copier
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
         self.new: dict[bytes, h5d.DatasetID] = {}
-        self._left_out = {b""} - {b""}
+        self._left_out: set[bytes] = set()
 
     def nodes(self) -> None:
         """All objects and links, without attributes but those that HDF5 copies."""
@@ -175,7 +172,9 @@ class _Maker:
                 leads_to = b"/" + node.leads_to
                 new.links.create_hard(node.name, self._target, leads_to, lcpl=self._links(node.name))
             elif node.kind == "group":
-                h5g.create(new, node.name, lcpl=self._links(node.name), gcpl=h5g.open(old, node.name).get_create_plist())
+                h5g.create(
+                    new, node.name, lcpl=self._links(node.name), gcpl=h5g.open(old, node.name).get_create_plist()
+                )
             elif node.path in self._changes.layouts or node.path in self._changes.values:
                 self._dataset(old, new, node.name, node.path)
             else:
@@ -183,6 +182,11 @@ class _Maker:
 
     def _links(self, name: bytes) -> h5p.PropLCID | None:
         return None if name.isascii() else self._utf8
+
+    def _group(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes) -> None:
+        properties = h5g.open(old, name).get_create_plist()
+        properties.set_obj_track_times(False)
+        h5g.create(new, name, self._links(name), properties)
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes, path: bytes) -> None:
         options = h5p.create(h5p.OBJECT_COPY)
@@ -209,9 +213,7 @@ class _Maker:
 
     def attributes(self) -> None:
         """Attributes that HDF5 did not copy, or that refer to objects."""
-        self._copier.attributes(
-            h5g.open(self._source, b"/"), h5g.open(self._target, b"/"), "the root", self._skip(b"")
-        )
+        self._copier.attributes(h5g.open(self._source, b"/"), h5g.open(self._target, b"/"), "the root", self._skip(b""))
         for node in self._survey.nodes:
             if node.kind in ("soft", "again") or node.path in self._left_out:
                 continue
@@ -238,8 +240,18 @@ class _Maker:
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
-    """Of a dataset laid out anew: its fill value and the order of its attributes stay."""
-    properties: Any = h5p.create(h5p.DATASET_CREATE)
-    properties.set_attr_creation_order(old.get_attr_creation_order())
-    properties.set_attr_phase_change(*old.get_attr_phase_change())
-    return properties
+    """Of a dataset laid out anew: all of the old one's that has nothing to do with its layout."""
+    new = old.copy()
+    for code in [old.get_filter(number)[0] for number in range(old.get_nfilters())]:
+        new.remove_filter(code)
+    new.set_obj_track_times(False)
+    if layout.chunks is None:
+        new.set_layout(h5d.CONTIGUOUS)
+    else:
+        new.set_chunk(layout.chunks)
+    for each in layout.filters:
+        new.set_filter(each.code, 0, each.values)
+    plain = layout.written and not layout.filters
+    new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
+    new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
+    return new

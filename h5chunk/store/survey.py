@@ -40,8 +40,8 @@ class DatasetFacts:
     kind : str
         As that of a NumPy type; V for what NumPy does not have.
     item_bytes : int
-    filters : tuple of int
-        Registered numbers.
+    filters, filter_names : tuple of int, of str
+        Registered numbers; names as the file gives them.
     stored_bytes : int
         In the file.
     fixed, refers, regions : bool
@@ -56,6 +56,7 @@ class DatasetFacts:
     kind: str
     item_bytes: int
     filters: tuple[int, ...]
+    filter_names: tuple[str, ...]
     stored_bytes: int
     fixed: bool
     refers: bool
@@ -210,6 +211,7 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
     if unknown_reference(kind):
         raise FileError(f"{where} has references of a kind that h5py does not read: leave it out, or write it anew")
     null = space.get_simple_extent_type() == h5s.NULL
+    filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
     most = () if null else space.get_simple_extent_dims(True)
     return DatasetFacts(
         path=path,
@@ -219,7 +221,8 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
         dtype=_type_words(dataset),
         kind=_type_kind(dataset, kind),
         item_bytes=kind.get_size(),
-        filters=tuple(properties.get_filter(number)[0] for number in range(properties.get_nfilters())),
+        filters=tuple(each[0] for each in filters),
+        filter_names=tuple(printable(each[3].split(b"\0")[0]) for each in filters),
         stored_bytes=_check_stored(dataset, where),
         fixed=is_fixed(kind),
         refers=refers(kind),

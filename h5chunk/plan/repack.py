@@ -1,0 +1,220 @@
+"""How a file is rewritten within a given memory: what is read at a time, and which samples wait in which bucket.
+
+A shuffle of more than memory holds takes two passes. The first reads in order, and sends each sample to the bucket of
+the place that it will have; a bucket is a run of places. The second shuffles one bucket after the other in memory.
+Both read and write in long runs, and the result is that of a shuffle in one pass.
+
+>>> [(step.start, step.stop) for step in plan_steps(10, row_bytes=4, band_rows=3, step_bytes=24)]
+[(0, 6), (6, 10)]
+>>> plan_buckets(10, 4, 16, 1).tolist(), plan_buckets(10, 4, 16, 3).tolist()
+([0, 4, 8, 10], [0, 3, 6, 9, 10])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.layout import human_bytes
+
+MIN_MEMORY_BYTES = 8 << 20
+STEP_BYTES = 16 << 20  # of one read, where there is memory for it; scripts/bench_repack.py measures it
+LEAST_WRITE_BYTES = 256 << 10  # of what goes to one bucket at a time, where there is memory for it
+FEW_BUCKETS = 64  # so many get good pieces of every read
+ORDER_BYTES = 24  # of memory for each sample while a permutation is drawn, and two of them afterwards
+LONG_RUN_BYTES = 64  # from here on pieces of a sample are copied one by one, shorter ones by an index
+MAX_INDEX = 1 << 20  # numbers of such an index
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of the memory goes to what.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        All of it, but for the interpreter and its libraries.
+    num_threads : int
+        That work at the same time.
+    """
+
+    memory_bytes: int
+    num_threads: int
+
+    @property
+    def part_bytes(self) -> int:
+        """The most for each of the things that are held at one time: three for a thread, and some more."""
+        return self.memory_bytes // (4 * self.num_threads + 2)
+
+    @property
+    def step_bytes(self) -> int:
+        """Of one read."""
+        return min(STEP_BYTES, self.part_bytes)
+
+    def bucket_bytes(self, total_bytes: int) -> int:
+        """Of a bucket: no more than need be, as memory that was never used before takes long to be had."""
+        return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
+
+    def scatter_bytes(self, num_buckets: int) -> int:
+        """Of one read that goes to so many buckets: more, so that each gets a good piece of it."""
+        return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
+
+
+def check_memory(memory_bytes: int, num_ordered: int) -> int:
+    """What is left of the memory beside a permutation of so many samples.
+
+    Raises
+    ------
+    OptionError
+        Too little.
+    """
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
+    left = memory_bytes - num_ordered * ORDER_BYTES
+    if left < MIN_MEMORY_BYTES // 2:
+        need = human_bytes(num_ordered * ORDER_BYTES + MIN_MEMORY_BYTES)
+        raise OptionError(
+            f"memory is {human_bytes(memory_bytes)} but a permutation of {num_ordered} samples takes {need}: allow more"
+        )
+    return left
+
+
+def plan_steps(
+    num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
+) -> Iterator[range]:
+    """Rows to be read together, in order.
+
+    Parameters
+    ----------
+    num_rows, row_bytes : int
+    band_rows : int
+        Rows that share their chunks: whole bands are read where they fit, and no step crosses a border of one
+        otherwise.
+    step_bytes : int
+        Of a step, about; at least a row.
+    unit_rows : int
+        Rows that are best written together: steps are a multiple of them where they can.
+    """
+    rows = max(1, step_bytes // row_bytes)
+    for unit in (math.lcm(band_rows, unit_rows), band_rows, unit_rows):
+        if rows >= unit:
+            rows -= rows % unit
+            break
+    piece = num_rows if rows % band_rows == 0 else band_rows
+    for start in range(0, num_rows, max(1, piece)):
+        last = min(start + piece, num_rows)
+        for first in range(start, last, rows):
+            yield range(first, min(first + rows, last))
+
+
+def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: int) -> np.ndarray:
+    """Borders of runs of rows of about ``bucket_bytes``, of whole units where they can: (num_buckets + 1,) int64."""
+    rows = max(1, bucket_bytes // row_bytes)
+    rows -= rows % unit_rows if rows >= unit_rows else 0
+    return np.append(np.arange(0, num_rows, rows, dtype=np.int64), num_rows)
+
+
+def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarray:
+    """Borders of runs of rows of different lengths, each of at most ``part_bytes`` if more than a row.
+
+    Parameters
+    ----------
+    ends : (num_rows + 1,) int64
+        Row i has the elements from ``ends[i]`` to ``ends[i + 1]``, excluded.
+    part_bytes, item_bytes : int
+        An element counts ``item_bytes``, and a row 8 more.
+
+    Examples
+    --------
+    >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
+    [0, 2, 3, 5]
+    """
+    costs = ends * item_bytes + 8 * np.arange(len(ends), dtype=np.int64)
+    borders = [0]
+    while borders[-1] < len(ends) - 1:
+        last = int(np.searchsorted(costs, costs[borders[-1]] + part_bytes, "right")) - 1
+        borders.append(max(last, borders[-1] + 1))
+    return np.array(borders, np.int64)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How samples that are cut into several chunks are put together.
+
+    The bytes of one row of each chunk, chunk after chunk, make a packed sample, edges and all.
+
+    Attributes
+    ----------
+    chunk_row_bytes : int
+        Of a row of one chunk.
+    num_chunks : int
+        Of a sample.
+    slices : tuple of tuple of slice
+        Of each chunk: where it goes in a sample; on the edge it holds more than that.
+    unit_bytes : int
+        Of what ``index`` counts.
+    index : (n,) intp, or None
+        The units of a sample, by number in the packed sample. None where pieces are so long that they are better
+        copied one by one.
+    """
+
+    chunk_row_bytes: int
+    num_chunks: int
+    slices: tuple[tuple[slice, ...], ...]
+    unit_bytes: int
+    index: np.ndarray | None
+
+
+def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
+    """How to put together samples that lie in chunks of ``chunk_shape`` (without the first axis).
+
+    Examples
+    --------
+    Samples of 3 x 2 bytes, in chunks of 2 x 1:
+
+    >>> plan_packing((3, 2), (2, 1), 1).index.tolist()
+    [0, 2, 1, 3, 4, 6]
+    """
+    grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
+    slices = tuple(
+        tuple(
+            slice(at * chunk, min(size, (at + 1) * chunk))
+            for at, chunk, size in zip(place, chunk_shape, sample_shape, strict=True)
+        )
+        for place in np.ndindex(*grid)
+    )
+    chunk_items, num_items = math.prod(chunk_shape), math.prod(sample_shape)
+    run_bytes = item_bytes * _run_items(sample_shape, chunk_shape)
+    index = None
+    if run_bytes < LONG_RUN_BYTES and num_items <= MAX_INDEX:
+        packed = np.arange(len(slices) * chunk_items, dtype=np.intp).reshape(*grid, *chunk_shape)
+        axes = [axis + side for axis in range(len(grid)) for side in (0, len(grid))]
+        whole = packed.transpose(axes).reshape([g * c for g, c in zip(grid, chunk_shape, strict=True)])
+        index = whole[tuple(slice(0, size) for size in sample_shape)].reshape(-1)
+    unit_items = 1
+    while index is not None and 2 * unit_items * item_bytes <= 32 and _doubles(index, chunk_items // unit_items):
+        index, unit_items = index[::2] // 2, 2 * unit_items
+    index = None if index is None else np.ascontiguousarray(index)
+    return Packing(chunk_items * item_bytes, len(slices), slices, unit_items * item_bytes, index)
+
+
+def _run_items(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> int:
+    """Elements that lie side by side in a chunk and in a sample."""
+    run = 1
+    for size, chunk in zip(reversed(sample_shape), reversed(chunk_shape), strict=True):
+        run *= min(size, chunk)
+        if chunk != size:
+            break
+    return run
+
+
+def _doubles(index: np.ndarray, chunk_units: int) -> bool:
+    """Whether units can be taken two at a time."""
+    if len(index) % 2 or chunk_units % 2:
+        return False
+    pairs = index.reshape(-1, 2)
+    return bool((pairs[:, 0] % 2 == 0).all() and (pairs[:, 1] == pairs[:, 0] + 1).all())
