@@ -1,0 +1,285 @@
+"""Compare the model of HDF5's chunk cache with the library: every access, in random configurations.
+
+    python scripts/check_cache_model.py [--configurations 500] [--accesses 500000] [--seed 0] [--json FILE]
+
+Makes small files in memory, of 1 to 4 dimensions, with and without gzip, with chunks that overlap the edge, and reads
+random slices, slices with a step, lists of indices and single samples of them, through caches of random room, slots
+and w0 (now and then the defaults of HDF5 1.14 and 2). A Python file below HDF5 notes every read. For each chunk of
+each selection, in the order of HDF5's visits, the model must say whether it is read and how many bytes are; and in how
+many reads, where a selection has neither steps nor lists (else: in how many at least).
+
+Prints the versions, the number of configurations, of accesses (and how many hit, missed, bypassed), of mismatches (the
+first few with their configurations), and how many accesses the model does in a second of one core: single samples in
+random order, one in three of which hits, w0 = 0.75, a million accesses. Ends with 1 if there is any mismatch. Takes
+a minute or two (2 cores, h5py 3.16, HDF5 2.0.0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.chunkcache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache
+from h5chunk.plan.selections import find_accesses, find_row_accesses
+
+W0 = (0.0, 0.3, 0.75, 0.99)
+TIMED = 1_000_000
+
+Reads = list[tuple[int, int, int]]  # of one selection: chunk, bytes, number of reads
+
+
+@dataclass
+class Case:
+    """A dataset, a cache and what is read."""
+
+    grid: ChunkGrid
+    settings: CacheSettings
+    selections: list[Any]
+    libver: str = "earliest"
+
+
+@dataclass
+class Comparison:
+    """What came out: accesses by outcome (hit, miss, bypass), and what differed."""
+
+    outcomes: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
+    mismatches: list[str] = field(default_factory=list)
+
+
+class NotingFile(io.BytesIO):
+    """A file in memory that notes every read as (offset, size)."""
+
+    def __init__(self, content: bytes = b"") -> None:
+        super().__init__(content)
+        self.reads: list[tuple[int, int]] = []
+
+    def readinto(self, buffer: Any) -> int:
+        self.reads.append((self.tell(), len(buffer)))
+        return super().readinto(buffer)
+
+
+def make_file(case: Case) -> bytes:
+    """The file, every chunk of it written."""
+    grid, content = case.grid, io.BytesIO()
+    data = np.random.default_rng(0).integers(0, 9, grid.shape, f"u{grid.itemsize}")
+    options = {"compression": "gzip", "compression_opts": 1} if grid.filtered else {}
+    if any(chunk > size for size, chunk in zip(grid.shape, grid.chunks, strict=True)):
+        options["maxshape"] = (None,) * len(grid.shape)  # else HDF5 refuses such chunks
+    with h5py.File(content, "w", libver=case.libver) as file:
+        file.create_dataset("data", data=data, chunks=grid.chunks, **options)
+    return content.getvalue()
+
+
+def open_dataset(file: h5py.File, settings: CacheSettings) -> h5py.Dataset:
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_chunk_cache(settings.nslots, settings.nbytes, settings.w0)
+    return h5py.Dataset(h5py.h5d.open(file.id, b"data", access))
+
+
+def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
+    """What HDF5 reads for each selection, in its order; and the stored bytes of each chunk."""
+    noting, found = NotingFile(make_file(case)), []
+    with h5py.File(noting, "r") as file:
+        dataset = open_dataset(file, case.settings)
+        table: list[tuple[int, int, int]] = []
+        counts = [-(-size // chunk) for size, chunk in zip(case.grid.shape, case.grid.chunks, strict=True)]
+
+        def note(chunk: Any) -> None:
+            scaled = [at // size for at, size in zip(chunk.chunk_offset, case.grid.chunks, strict=True)]
+            table.append((chunk.byte_offset, chunk.size, int(np.ravel_multi_index(scaled, counts))))
+
+        dataset.id.chunk_iter(note)
+        offsets, sizes, numbers = np.array(sorted(table)).T
+        for selection in case.selections:
+            noting.reads.clear()
+            dataset[selection]
+            found.append(_by_chunk(noting.reads, offsets, sizes, numbers))
+    stored = np.zeros(len(numbers), np.int64)
+    stored[numbers] = sizes
+    return found, stored
+
+
+def _by_chunk(reads: list[tuple[int, int]], offsets: np.ndarray, sizes: np.ndarray, numbers: np.ndarray) -> Reads:
+    """Neighbouring reads in one chunk taken together; those of no chunk are of the index."""
+    together: Reads = []
+    for offset, size in reads:
+        at = int(np.searchsorted(offsets, offset, "right")) - 1
+        if at < 0 or offset >= offsets[at] + sizes[at]:
+            continue
+        chunk, before = int(numbers[at]), (0, 0)
+        if together and together[-1][0] == chunk:
+            before = together.pop()[1:]
+        together.append((chunk, before[0] + size, before[1] + 1))
+    return together
+
+
+def modelled_reads(case: Case, stored: np.ndarray) -> tuple[list[Reads], np.ndarray]:
+    """What the model says of the same, and its accesses by outcome; the trace is handed over in two parts."""
+    cache, half = ChunkCache(case.grid, case.settings), len(case.selections) // 2
+    found: list[Reads] = []
+    outcomes = np.zeros(3, np.int64)
+    for part in (case.selections[:half], case.selections[half:]):
+        accesses = find_accesses(case.grid, part)
+        replay = cache.access(accesses)
+        outcomes += [replay.hits, replay.misses, replay.bypasses]
+        straight = (replay.outcomes == BYPASS) & (not case.grid.filtered)
+        sizes = np.where(straight, accesses.bytes_each, stored[accesses.chunks])
+        num_reads = np.where(straight, accesses.runs, 1)
+        rows = list(zip(accesses.chunks.tolist(), sizes.tolist(), num_reads.tolist(), strict=True))
+        reads = replay.outcomes != HIT
+        for start, stop in zip(accesses.bounds[:-1], accesses.bounds[1:], strict=True):
+            found.append([rows[i] for i in range(start, stop) if reads[i]])
+    return found, outcomes
+
+
+def agree(real: Reads, modelled: Reads, selection: Any) -> bool:
+    """Whether the model is right about one selection."""
+    if [read[:2] for read in real] != [read[:2] for read in modelled]:
+        return False
+    parts = selection if isinstance(selection, tuple) else (selection,)
+    if any(isinstance(part, list) or (isinstance(part, slice) and part.step) for part in parts):
+        return all(r[2] >= m[2] for r, m in zip(real, modelled, strict=True))
+    return real == modelled
+
+
+def compare(case: Case) -> Comparison:
+    """The model and the library on one configuration."""
+    real, stored = real_reads(case)
+    modelled, outcomes = modelled_reads(case, stored)
+    wrong = [
+        f"{case.grid} {case.settings}: selection {i} {selection!r}: HDF5 reads {real[i]}, the model {modelled[i]}"
+        for i, selection in enumerate(case.selections)
+        if not agree(real[i], modelled[i], selection)
+    ]
+    return Comparison(outcomes, wrong)
+
+
+def random_case(rng: np.random.Generator, num_accesses: int) -> Case:
+    """A configuration, and selections that make about so many accesses."""
+    grid, settings = random_default_cache(rng) if rng.random() < 0.04 else random_cache(rng)
+    libver = ("earliest", "v110")[int(rng.integers(2))]  # another index of the chunks
+    case, found = Case(grid, settings, [], libver), 0
+    for selection in random_selections(rng, grid.shape):
+        case.selections.append(selection)
+        found += len(find_accesses(grid, [selection]))
+        if found >= num_accesses or len(case.selections) > num_accesses:
+            break
+    return case
+
+
+def random_default_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
+    """A default cache, with room for 1 to 8 chunks of two samples, and a dataset that is larger."""
+    settings, room = (HDF5_1_14, HDF5_2)[int(rng.integers(2))], int(rng.integers(1, 9))
+    width = settings.nbytes // room // 2
+    return ChunkGrid((2 * room + 5, width), (2, width), 1, rng.random() < 0.5), settings
+
+
+def random_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
+    """Small chunks, and room for 0 to 41 of them."""
+    rank = int(rng.integers(1, 5))
+    chunks = rng.integers(1, (65, 13, 7, 5)[rank - 1], rank)
+    counts = rng.integers(1, (65, 11, 6, 5)[rank - 1], rank)
+    shape = np.maximum(1, chunks * counts - rng.integers(0, chunks))
+    itemsize, filtered = int(2 ** rng.integers(0, 4)), rng.random() < 0.5
+    grid = ChunkGrid(tuple(shape.tolist()), tuple(chunks.tolist()), itemsize, filtered)
+    room = int(rng.integers(1, min(grid.num_chunks, 40) + 2)) if rng.random() < 0.9 else 0
+    nbytes = room * grid.chunk_bytes + int(rng.integers(0, grid.chunk_bytes))
+    nslots = (1, 7, int(rng.integers(1, 40)), 521, grid.num_slots)[int(rng.integers(5))]
+    return grid, CacheSettings(nslots, nbytes, W0[int(rng.integers(4))])
+
+
+def random_selections(rng: np.random.Generator, shape: tuple[int, ...]) -> Iterator[Any]:
+    """Endless; some come again and again, some lie beside the one before."""
+    kind, near = rng.random(), 0
+    while True:
+        if kind < 0.3:  # single samples, of which many are neighbours
+            near = int(rng.integers(shape[0])) if rng.random() < 0.2 else (near + 1) % shape[0]
+            yield near
+        elif kind < 0.5:
+            start = int(rng.integers(shape[0]))
+            yield slice(start, start + int(rng.integers(1, 9)))
+        else:
+            listed = int(rng.integers(len(shape)))
+            yield tuple(random_axis(rng, size, axis == listed) for axis, size in enumerate(shape))
+
+
+def random_axis(rng: np.random.Generator, size: int, may_be_list: bool) -> Any:
+    """A part of a selection."""
+    what = rng.integers(0, 6 if may_be_list else 5)
+    start = int(rng.integers(size))
+    stop = start + int(rng.integers(1, size + 1))
+    if what == 0:
+        return start
+    if what in (1, 2):
+        return slice(None) if what == 1 else slice(start, stop)
+    if what in (3, 4):
+        return slice(start, stop, int(rng.integers(1, 6)))
+    return sorted(rng.choice(size, int(rng.integers(1, min(size, 12) + 1)), replace=False).tolist())
+
+
+def modelled_per_second() -> float:
+    """Two epochs of single samples in random order, in a cache for a third of the chunks: the slower one."""
+    grid = ChunkGrid((TIMED, 3072), (256, 3072), 1)
+    rows = np.random.default_rng(0).permutation(TIMED)
+    cache = ChunkCache(grid, CacheSettings(grid.num_slots, grid.num_chunks // 3 * grid.chunk_bytes, 0.75))
+    taken = []
+    for _ in range(2):
+        started = time.process_time()
+        cache.access(find_row_accesses(grid, rows, rows + 1))
+        taken.append(time.process_time() - started)
+    return TIMED / max(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configurations", type=int, default=500)
+    parser.add_argument("--accesses", type=int, default=500_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rng, total, started = np.random.default_rng(args.seed), Comparison(), time.perf_counter()
+    for _ in range(args.configurations):
+        one = compare(random_case(rng, -(-args.accesses // args.configurations)))
+        total.outcomes += one.outcomes
+        total.mismatches += one.mismatches
+    hits, misses, bypasses = total.outcomes.tolist()
+    result = {
+        "h5py": h5py.version.version,
+        "hdf5": h5py.version.hdf5_version,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "seed": args.seed,
+        "configurations": args.configurations,
+        "accesses": hits + misses + bypasses,
+        "hits": hits,
+        "misses": misses,
+        "bypasses": bypasses,
+        "mismatches": len(total.mismatches),
+        "seconds": round(time.perf_counter() - started, 1),
+        "modelled_per_s": round(modelled_per_second()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    for name, value in result.items():
+        print(f"{name:>15s}  {value:,}" if isinstance(value, int) else f"{name:>15s}  {value}")
+    for mismatch in total.mismatches[:5]:
+        print(mismatch)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(bool(total.mismatches))
+
+
+if __name__ == "__main__":
+    main()
