@@ -129,6 +129,24 @@ def test_columns_are_drawn_by_weight():
         assert abs(found - share) < 4 * math.sqrt(share * (1 - share) / count)
 
 
+def test_equal_times_give_no_more_columns():
+    class Equal:
+        def standard_exponential(self, shape: tuple[int, int], dtype: type) -> np.ndarray:
+            return np.ones(shape, dtype)
+
+    given = make_ratings.draw_columns(Equal(), np.ones((2, 5), np.float32), np.array([2, 4]))
+    assert given.tolist() == [0, 1, 0, 1, 2, 3]
+
+
+def test_blocks_are_drawn_apart(monkeypatch):
+    monkeypatch.setattr(make_ratings, "BLOCK_ENTRIES", 120)
+    planted = make_ratings.plant(4, 60, 80, 0)
+    same = replace(planted, tastes=np.repeat(planted.tastes[:1], 4, 0))
+    first, second = make_ratings.draw_blocks(same, 0)
+    assert (first.first_row, second.first_row) == (0, 2)
+    assert first.columns.tolist() != second.columns.tolist()
+
+
 def test_tastes_show_in_columns_and_values(ratings):
     matrix = sparse.load_npz(ratings).tocoo()
     planted = make_ratings.plant(ROWS, COLUMNS, RATINGS, 0)
@@ -148,9 +166,11 @@ def test_equal_seeds_give_equal_bytes(tmp_path, monkeypatch, suffix):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_csv_is_the_same_matrix(tmp_path, ratings):
-    path = tmp_path / "ratings.csv"
-    make_ratings.make_ratings(path, ROWS, COLUMNS, RATINGS, 0)
+def test_csv_is_the_same_matrix(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_ratings, "BLOCK_ENTRIES", 50 * COLUMNS)
+    path, ratings = tmp_path / "ratings.csv", tmp_path / "ratings.npz"
+    for each in (path, ratings):
+        make_ratings.make_ratings(each, ROWS, COLUMNS, RATINGS, 0)
     assert path.read_text().splitlines()[0] == "userId,movieId,rating,timestamp"
     users, movies, values, times = np.loadtxt(path, delimiter=",", skiprows=1, unpack=True)
     matrix = sparse.load_npz(ratings)
@@ -250,6 +270,16 @@ def h5py_file(path: Path):
     return h5py.File(path, "r")
 
 
+def test_columns_of_users_held_out_only_are_left_out(tmp_path):
+    """Each of 40 users has a column that nobody else has."""
+    dense = np.concatenate((np.eye(40), np.ones((40, 6))), 1)
+    sparse.save_npz(tmp_path / "own.npz", sparse.csr_matrix(dense))
+    h5chunk.convert(tmp_path / "own.npz", tmp_path / "own.h5")
+    with vae_data.split_users(tmp_path / "own.h5") as split:
+        assert split.train.num_columns == 32 + 6 and split.popularity.min() == 1
+        assert (split.test.shown.dense(0, 4) + split.test.hidden.dense(0, 4) == 1).sum() == 4 * 6
+
+
 def test_columns_that_nobody_trains_on_are_left_out():
     likes = rows_of(np.array([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 1, 1]], np.float32))
     given = vae_data.hide(likes, np.array([0, 1, 2, 4, 5]), 0)
@@ -330,8 +360,18 @@ def test_what_was_shown_is_never_recommended(monkeypatch, split):
         "recall@20": 1,
         "recall@50": 1,
     }
-    random = vae_model.evaluate(lambda shown: torch.rand(shown.shape), users, "cpu")
-    assert 0 < random["recall@20"] < 0.6 and random["recall@20_error"] > 0
+
+
+def test_means_and_errors_over_users(monkeypatch, split):
+    monkeypatch.setattr(vae_model, "EVALUATED_USERS", 7)
+    shown, hidden = (rows.dense(0, len(rows)) for rows in (split.test.shown, split.test.hidden))
+    scores = torch.from_numpy(np.random.default_rng(0).random(tuple(shown.shape)))
+    expected = vae_model.ranking_metrics(scores - 2 * shown, hidden)
+    parts = iter(scores.split(7))
+    found = vae_model.evaluate(lambda _: next(parts), split.test, "cpu")
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values.mean().item(), rel=1e-5)
+        assert found[f"{name}_error"] == pytest.approx(np.std(values.numpy()) / len(values) ** 0.5, rel=1e-5)
 
 
 def trainer_of(num_columns: int, **changes):
@@ -359,6 +399,21 @@ def test_input_has_length_one_and_codes_are_drawn_in_training_only():
     assert (network(x)[0] == network(x)[0]).all()
     network.train()
     assert (network(x)[0] != network(x)[0]).any()
+
+
+def test_input_is_dropped_in_training_only():
+    network, seen = vae_model.MultVAE(20, hidden=8, latent=3), []
+    network.encoder.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[0] != 0).float().mean()))
+    x = torch.ones(500, 20)
+    network(x)
+    network.eval()(x)
+    assert 0.47 < seen[0] < 0.53 and seen[1] == 1
+
+
+def test_validation_does_not_disturb_training(split):
+    trainer = trainer_of(split.train.num_columns)
+    first, second = (trainer.evaluate(split.validation) for _ in range(2))
+    assert first == second and trainer.network.training
 
 
 def test_beta_grows_to_its_limit():
