@@ -175,12 +175,25 @@ class _Names(click.ParamType):
     default=1 << 30,
     help="Sparse: about the most memory to take, such as 512M; the rest waits on disk. [default: 1GiB]",
 )
+@click.option(
+    "--tuned",
+    type=click.Path(),
+    metavar="FILE.json",
+    help="What a tuner found: takes chunk_samples, if not given here.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--quiet", is_flag=True, help="No progress bar, no report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
 def convert(
-    source: str, output: str, no_shuffle: bool, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+    source: str,
+    output: str,
+    no_shuffle: bool,
+    tuned: str | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Pack the images, or the sparse matrix, of SOURCE into the HDF5 file OUTPUT.
 
@@ -191,8 +204,79 @@ def convert(
     from h5chunk.tools.convert import plan_convert
 
     options["shuffle"] = not no_shuffle
+    if tuned is not None:
+        _take_tuned(tuned, options)
     with _progress(quiet) as progress:
         result = (plan_convert if dry_run else run)(source, output, progress=progress, **options)
+    if as_json:
+        click.echo(result.to_json())
+    elif not quiet:
+        click.echo(str(result))
+
+
+def _take_tuned(path: str, options: dict[str, Any]) -> None:
+    """Take what convert has a place for; say what it has none for."""
+    from h5chunk.tools.repack_options import read_tuned
+
+    tuned = read_tuned(path)
+    if options["chunk_samples"] is None:
+        options["chunk_samples"] = tuned.chunk_samples
+    left = [name for name in ("window_chunks", "cache", "compression") if getattr(tuned, name) is not None]
+    if left:
+        click.echo(f"note: convert settles {', '.join(left)} itself; repack takes them from {path}", err=True)
+
+
+@main.command()
+@click.argument("file", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option(
+    "--chunk-samples", type=_ChunkSamples(), default="auto", show_default=True, help="Samples in one HDF5 chunk."
+)
+@click.option("--window", type=click.IntRange(1), metavar="N", help="Store N as the recommended window, in chunks.")
+@click.option("--shuffle", is_flag=True, help="Permute the samples of all fields alike.")
+@click.option(
+    "--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True, help="Of that permutation."
+)
+@click.option(
+    "--compression",
+    metavar="NAME[:LEVEL]",
+    help="Of the fields: gzip, lzf, zstd, lz4, blosc or none. [default: none]",
+)
+@click.option(
+    "--tuned",
+    type=click.Path(),
+    metavar="FILE.json",
+    help="What a tuner found: chunk_samples, window_chunks, cache, compression. Options given here count more.",
+)
+@click.option(
+    "--fields",
+    multiple=True,
+    metavar="DATASET",
+    help="Dataset that says how many samples there are; again for more. [default: images, AnnData's X, or the largest]",
+)
+@click.option(
+    "--keep", multiple=True, metavar="DATASET", help="Dataset that holds no samples, though as long as one; again."
+)
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=_Bytes(),
+    default=1 << 30,
+    help="About the most memory to take, such as 512M. [default: 1GiB]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--quiet", is_flag=True, help="No progress bar, no report.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def repack(file: str, out: str, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write any HDF5 FILE anew as OUT, with whole samples in its chunks; all else is kept.
+
+    Fields are the datasets as long as the main one along their first axis. The report says how each lay before and how
+    it lies now.
+    """
+    from h5chunk.tools.repack import repack as run
+
+    with _progress(quiet) as progress:
+        result = run(file, out, progress=progress, **options)
     if as_json:
         click.echo(result.to_json())
     elif not quiet:
@@ -255,7 +339,8 @@ def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int
         yield None
         return
     words = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
-    units = {"read": "B", "write": " entries"}
+    words["repack"] = "repacking"
+    units = {"read": "B", "write": " entries", "repack": "B"}
     bar: tqdm[Any] | None = None
     current = ""
 

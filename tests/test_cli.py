@@ -51,7 +51,7 @@ def test_every_command_and_option_has_help() -> None:
 def test_options_are_those_of_the_function() -> None:
     import inspect
 
-    names = {parameter.name for parameter in main.commands["convert"].params} - {"dry_run", "quiet", "as_json"}
+    names = {parameter.name for parameter in main.commands["convert"].params} - {"dry_run", "quiet", "as_json", "tuned"}
     expected = set(inspect.signature(h5chunk.convert).parameters) - {"progress", "shuffle", "path"}
     assert names == expected | {"no_shuffle", "output"}
     for parameter in main.commands["convert"].params:

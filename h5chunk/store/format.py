@@ -78,12 +78,24 @@ attributes
     uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
 ``class_names``
     Fixed-length UTF-8 strings, (num_classes,): name of each label. Only where there are classes.
+
+Files that were repacked
+------------------------
+`h5chunk repack` keeps all of the above, and brings the group up to date: ``options`` gets the key ``repack``, and a
+shuffle permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may then be
+compressed; their chunks have an index and lie in order, and the checksums are those of the stored bytes.
+
+A file of others may have got the group, without ``kind``, ``source_names`` and, unless it was shuffled,
+``source_index``. Its fields are whichever datasets have ``num_samples`` rows and elements of a fixed size, in any
+group, of any type and name; ``checksums`` has them, and the parts of sparse matrices, by their paths. Other types keep
+the chunks that they had.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -342,6 +354,20 @@ def read_header(file: h5py.File) -> Header | None:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError, OSError) as error:
         raise FileError(f"{name}: damaged: what its group /{GROUP} says cannot be: {error}") from None
+
+
+def checksums_of(file: h5py.File, start: int = 0) -> int:
+    """One CRC-32 of all checksums that a file of ours holds, behind ``start``."""
+    found = [start]
+
+    def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
+        if isinstance(item, h5py.Dataset) and item.dtype == np.uint32:
+            found[0] = zlib.crc32(item[()].tobytes(), zlib.crc32(name.encode(), found[0]))
+
+    group = file.get(f"{GROUP}/checksums")
+    if isinstance(group, h5py.Group):
+        group.visititems(add)
+    return found[0]
 
 
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:

@@ -6,6 +6,7 @@ taken as they are, and not followed.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from dataclasses import dataclass, field
 import h5py
 from h5py import h5d, h5g, h5l, h5o, h5s, h5t
 
-from h5chunk.errors import FileError, H5ChunkError, printable
+from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.references import ORDER_TRACKED, is_fixed, refers, refers_to_regions, unknown_reference
 
 NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
+_FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))
 _DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -128,13 +130,15 @@ class Survey:
 
 @contextmanager
 def damages(shown: str) -> Iterator[None]:
-    """What HDF5 says of a file becomes an error of ours."""
+    """What HDF5 says of a file becomes an error of ours; that the disk is full is not the file's fault."""
     try:
         yield
     except H5ChunkError:
         raise
     except _DAMAGES as error:
         reason = str(error) or type(error).__name__
+        if any(word in reason for word in _FULL_DISK):
+            raise OutputError(f"{shown}: its copy cannot be written: {reason}") from None
         raise FileError(f"{shown}: cannot be read: {reason}: it is damaged, or of a kind that is not known") from error
 
 

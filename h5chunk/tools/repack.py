@@ -18,7 +18,7 @@ from h5chunk.store.survey import damages, survey_file
 from h5chunk.tools.repack_fields import find_samples
 from h5chunk.tools.repack_header import plan_header
 from h5chunk.tools.repack_options import MEMORY_BYTES, RepackOptions, read_tuned
-from h5chunk.tools.repack_plan import plan_repack
+from h5chunk.tools.repack_plan import check_shuffle, plan_repack
 from h5chunk.tools.repack_report import RepackReport
 from h5chunk.tools.repack_run import Progress, Run, Source, telling
 
@@ -116,6 +116,7 @@ def _repack(source: Source, path: Path, options: RepackOptions, progress: Progre
         old = read_header(source.file)
         survey = survey_file(source.file)
         samples = find_samples(source.file, survey, old, options)
+        warned = check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
         plan = plan_repack(source.file, survey, samples, header, options, min(MAX_THREADS, available_cores()))
     order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
@@ -142,5 +143,5 @@ def _repack(source: Source, path: Path, options: RepackOptions, progress: Progre
         seconds=time.perf_counter() - started,
         fields=after,
         num_copied=len(survey.datasets) - len(plan.moves),
-        notes=[*plan.notes, *lost],
+        notes=[*warned, *plan.notes, *lost],
     )

@@ -207,7 +207,7 @@ def _sparse_group(group: h5py.Group, path: bytes, kind: str, parts: list[Dataset
     if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
         raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")
     data, indices, indptr = parts
-    major = int(shape[kind == "csc"])
+    major = int(shape[1 if kind == "csc" else 0])
     lengths = [facts.shape[0] if facts.shape else 0 for facts in parts]
     if lengths[2] != major + 1 or lengths[0] != lengths[1] or indptr.kind not in "iu":
         raise FileError(

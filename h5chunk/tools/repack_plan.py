@@ -40,6 +40,8 @@ class Move:
         Of runs: the dataset of pointers.
     checked : bool
         Whether checksums of it are stored.
+    row_elements : float
+        Elements of a sample, where a row of the dataset is less than that.
     """
 
     facts: DatasetFacts
@@ -47,6 +49,7 @@ class Move:
     kind: str = "copy"
     pointers: bytes = b""
     checked: bool = False
+    row_elements: float = 1.0
 
     @property
     def unit_rows(self) -> int:
@@ -123,13 +126,15 @@ def plan_repack(
         It cannot be done.
     """
     shown = printable(file.filename)
-    notes = _check_shuffle(file, survey, samples, shown) if options.shuffle else []
+    notes = []
     moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
+    fixed = [move.facts.name for move in moves if move.facts.maxshape != move.facts.shape]
+    if fixed:
+        more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
+        notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: chunks in one run are of a fixed number")
     for move in moves:
-        if move.facts.maxshape != move.facts.shape:
-            notes.append(f"{move.facts.name!r} can no longer be resized: its space is of a fixed size now")
         if header is not None and move.checked:
             header.add_checksums(checksum_name(move.facts.path, shown), move.num_chunks)
     runs = sum(move.kind == "pointers" for move in moves)
@@ -150,6 +155,8 @@ def _field_moves(samples: Samples, header: NewHeader | None, options: RepackOpti
     for facts in samples.fields:
         chunk_samples = min(samples.layouts[facts.num_rows].chunk_samples, facts.num_rows)
         layout = _layout(facts, (chunk_samples, *facts.grid.shape[1:]), options)
+        if samples.anndata and len(facts.grid.shape) == 1 and layout.written:
+            layout = NewLayout(None)  # a column of a table, which is always read whole
         kind = "rows" if options.shuffle else "copy"
         yield Move(facts, layout, kind, checked=header is not None and layout.written)
 
@@ -167,7 +174,8 @@ def _sparse_moves(samples: Samples, header: NewHeader | None, options: RepackOpt
             if facts.num_rows:
                 layout = _layout(facts, (group.chunk_entries,), options)
                 checked = header is not None and layout.written
-                yield Move(facts, layout, "runs" if by_sample else "copy", group.indptr.path, checked)
+                kind, elements = "runs" if by_sample else "copy", facts.num_rows / max(1, group.indptr.num_rows - 1)
+                yield Move(facts, layout, kind, group.indptr.path, checked, elements)
         if group.indptr.stored_bytes:
             kind = "pointers" if by_sample else "copy"
             yield Move(group.indptr, NewLayout(None), kind, checked=header is not None)
@@ -190,8 +198,14 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
             yield Move(facts, NewLayout(None), kind, ends if kind == "runs" else b"")
 
 
-def _check_shuffle(file: h5py.File, survey: Survey, samples: Samples, shown: str) -> list[str]:
-    """Refuse what cannot be permuted; say what will not be."""
+def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str]:
+    """Refuse what cannot be permuted; say what will not be.
+
+    Raises
+    ------
+    OptionError
+    """
+    shown = printable(file.filename)
     if samples.anndata:
         raise OptionError(
             f"{shown}: is one of AnnData's, whose tables, graphs and names would all have to be permuted alike: "

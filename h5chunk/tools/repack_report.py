@@ -20,19 +20,22 @@ class LaidOut:
     filters : tuple of str
         As the file names them.
     stored_bytes : int
-    chunks_per_sample : int
-        That one sample touches; a contiguous dataset counts 1.
+    chunks_per_sample : float
+        That one sample touches; a contiguous dataset counts 1. Of a sparse matrix, a row in the mean.
     """
 
     chunks: tuple[int, ...] | None
     filters: tuple[str, ...]
     stored_bytes: int
-    chunks_per_sample: int
+    chunks_per_sample: float
 
     @classmethod
-    def of(cls, facts: DatasetFacts) -> LaidOut:
-        """As a dataset says of itself."""
-        return cls(facts.chunks, facts.filter_names, facts.stored_bytes, facts.grid.chunks_per_sample)
+    def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
+        """As a dataset says of itself; ``row_elements`` of its rows make a sample."""
+        touched: float = facts.grid.chunks_per_sample
+        if facts.chunks and row_elements > 1:
+            touched = round(1 + (row_elements - 1) / facts.chunks[0], 3)
+        return cls(facts.chunks, facts.filter_names, facts.stored_bytes, touched)
 
     def __str__(self) -> str:
         chunks = "contiguous" if self.chunks is None else "chunks of " + " x ".join(map(str, self.chunks))

@@ -198,8 +198,8 @@ class Run:
                         dtype=move.facts.dtype,
                         shape=move.facts.shape or (),
                         num_bytes=move.facts.num_bytes,
-                        before=LaidOut.of(move.facts),
-                        after=LaidOut.of(now),
+                        before=LaidOut.of(move.facts, move.row_elements),
+                        after=LaidOut.of(now, move.row_elements),
                         shuffled=move.kind != "copy",
                     )
                 )
