@@ -1,0 +1,247 @@
+"""How much alike the neighbours in a file are: by class, patient, video or any other group.
+
+Counted in pairs: how much likelier two samples of a piece of the file, such as a chunk, are of one group than any two.
+So there is no table of pieces and groups, the short last piece weighs what it has, and in a shuffled file the answer is
+0 on average whatever the number of groups and pieces. How far chance strays from that follows from the pairs as well.
+
+Six samples, pieces of three: of 6 pairs in a piece 4 are of one group, of all 15 pairs 6.
+
+>>> find_clustering(np.array([7, 7, 7, 8, 9, 9]), 3).correlation == (4 / 6 - 4 / 15) / (1 - 4 / 15)
+True
+
+Source: L. Kish, Survey Sampling, 1965 (intraclass correlation); N. Mantel, Cancer Research 27, 1967 (mean and variance
+of pair counts under permutation); arXiv:2206.05830, section 4 (h_y).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5chunk.errors import OptionError
+
+LEAST_CHANCE = 1e-6  # clustering that a shuffle gives more often than this is none
+BLOCK_SAMPLES = 1 << 20  # looked at together
+PART_SAMPLES = 1 << 20  # whose pairs are counted to see how parts differ from pieces
+MAX_TABLE = 1 << 24  # group numbers within this range are counted in a table, others are sorted
+
+Groups = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How much alike the samples of a piece (a chunk) of the file are.
+
+    Attributes
+    ----------
+    num_samples, piece_samples, num_groups : int
+    alike : float
+        Share of all pairs of samples that are of one group.
+    correlation : float
+        Of two samples of a piece: 0 as in a shuffled file (on average exactly), 1 if they are always of one group.
+    chance : float
+        Bound of the probability that a shuffled file is as clustered as this one.
+    """
+
+    num_samples: int
+    piece_samples: int
+    num_groups: int
+    alike: float
+    correlation: float
+    chance: float
+
+    @property
+    def h_y(self) -> float:
+        """1: shuffled; ``piece_samples``: one group a piece."""
+        return 1 + (self.piece_samples - 1) * self.correlation
+
+    def correlation_of(self, alike: float) -> float:
+        """Of pairs of which this share is of one group."""
+        return (alike - self.alike) / (1 - self.alike) if self.alike < 1 else 0.0
+
+
+def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
+    """Count how often two samples of a piece are of one group: a second or two for 10**8 samples of few groups.
+
+    Parameters
+    ----------
+    groups : (num_samples,) array of integers, bool or fixed-length strings
+        The group of each sample, in the order of the file; up to as many groups as samples.
+    piece_samples : int
+        Consecutive samples that are taken together, such as a chunk. The last piece may be short.
+
+    Raises
+    ------
+    OptionError
+        ``groups`` is empty, not one-dimensional or of another type, or ``piece_samples`` is below 1.
+
+    Examples
+    --------
+    >>> find_clustering(np.array([7, 7, 7, 8, 8, 8]), 3).h_y
+    3.0
+    """
+    check_groups(groups)
+    if piece_samples < 1:
+        raise OptionError(f"piece_samples is {piece_samples}: give at least 1, such as the samples of a chunk")
+    size, piece = len(groups), min(piece_samples, len(groups))
+    found = _alike_in_pieces(groups, piece)
+    sizes = _group_sizes(groups)
+    num_groups = sum(count for _, count in sizes)
+    pairs = size // piece * math.comb(piece, 2) + math.comb(size % piece, 2)
+    alike = _pairs_and_forks(sizes)[0] / max(1, math.comb(size, 2))
+    clustering = Clustering(size, piece, num_groups, alike, 0.0, _chance(sizes, size, piece, found))
+    return replace(clustering, correlation=clustering.correlation_of(found / pairs) if pairs else 0.0)
+
+
+def correlation_of_parts(groups: Groups, clustering: Clustering, parts: Sequence[tuple[int, int, float]]) -> float:
+    """Correlation of two samples that are in one part of a piece: neighbours are often more alike than the whole.
+
+    Parameters
+    ----------
+    groups : (num_samples,) array
+    clustering : Clustering
+        Of these groups.
+    parts : sequence of (start, stop, weight)
+        Parts of a piece, and what they count in the mean. Together they should cover the piece evenly.
+    """
+    piece = clustering.piece_samples
+    num_pieces = len(groups) // piece
+    kept = np.linspace(0, num_pieces - 1, max(1, min(num_pieces, PART_SAMPLES // piece))).astype(np.int64)
+    rows = codes_of(np.concatenate([groups[row * piece : (row + 1) * piece] for row in kept])).reshape(-1, piece)
+    unlike = _unlike(rows)
+    weights = sum(weight for _, _, weight in parts)
+    if not weights or not unlike:
+        return clustering.correlation
+    in_parts = sum(weight * _unlike(rows[:, start:stop]) for start, stop, weight in parts) / weights
+    return 1 - (1 - clustering.correlation) * in_parts / unlike  # what is special to these pieces cancels
+
+
+def _unlike(rows: Groups) -> float:
+    """Share of the pairs in rows of (n, m) that are of two groups."""
+    pairs = len(rows) * math.comb(rows.shape[1], 2)
+    return 1 - _alike_in_rows(rows) / pairs if pairs else 0.0
+
+
+def check_groups(groups: Groups) -> None:
+    """Raise OptionError unless there is one integer or string a sample."""
+    if groups.ndim != 1 or not len(groups):
+        raise OptionError(f"groups has shape {groups.shape}: give one number or string a sample, and at least one")
+    if groups.dtype.kind not in "biuSU":
+        raise OptionError(
+            f"groups is of type {groups.dtype}: give integers or fixed-length strings; for others, "
+            "numpy.unique(groups, return_inverse=True)[1]"
+        )
+
+
+def codes_of(groups: Groups) -> Groups:
+    """Integers that are equal where groups are; strings beyond 8 bytes by a hash of 64 bits."""
+    if groups.dtype.kind in "iu":
+        return groups
+    octets = np.ascontiguousarray(groups).view(np.uint8).reshape(len(groups), -1)
+    words = np.zeros((len(groups), -(-octets.shape[1] // 8) * 8), np.uint8)
+    words[:, : octets.shape[1]] = octets
+    codes = np.zeros(len(groups), np.uint64)
+    for word in words.view(np.uint64).T:
+        codes = (codes ^ word) * np.uint64(0x9E3779B97F4A7C15)  # odd, so that 8 bytes stay as different as they are
+        codes ^= codes >> np.uint64(32)
+    return codes
+
+
+def _alike_in_pieces(groups: Groups, piece: int) -> int:
+    """Pairs of samples of one piece that are of one group."""
+    found = 0
+    for codes in map(codes_of, _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece)):
+        whole = len(codes) // piece * piece
+        found += _alike_in_rows(codes[:whole].reshape(-1, piece)) + _alike_in_rows(codes[whole:].reshape(1, -1))
+    return found
+
+
+def _alike_in_rows(rows: Groups) -> int:
+    """Pairs of equal numbers in the rows of (n, m)."""
+    if not rows.size:
+        return 0
+    runs = run_lengths(np.sort(rows, axis=1))
+    return (int(np.dot(runs, runs)) - rows.size) // 2
+
+
+def run_lengths(rows: Groups) -> npt.NDArray[np.int64]:
+    """Lengths of the runs of equal numbers; each row of (n, m) starts one."""
+    ends = np.ones(rows.shape, bool)
+    np.not_equal(rows[:, 1:], rows[:, :-1], out=ends[:, :-1])
+    return np.diff(np.flatnonzero(ends), prepend=-1)
+
+
+def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
+    """How many groups have how many samples: (samples, groups), at most sqrt(2 num_samples) different ones."""
+    low, high = (int(groups.min()), int(groups.max())) if groups.dtype.kind in "iu" else (0, MAX_TABLE)
+    if high - low < MAX_TABLE:
+        table = np.zeros(high - low + 1, np.int64)
+        for block in _blocks(groups, BLOCK_SAMPLES):
+            found = np.bincount((block.astype(np.uint64) - np.uint64(low % (1 << 64))).astype(np.int64))
+            table[: len(found)] += found
+        runs = iter([table[table > 0]])
+    else:
+        codes = np.concatenate([codes_of(block) for block in _blocks(groups, BLOCK_SAMPLES)])
+        codes.sort()
+        runs = _runs_of_sorted(codes)
+    sizes: Counter[int] = Counter()
+    for run in runs:
+        members, counts = np.unique(run, return_counts=True)
+        sizes.update(dict(zip(members.tolist(), counts.tolist(), strict=True)))
+    return list(sizes.items())
+
+
+def _runs_of_sorted(codes: Groups) -> Iterator[npt.NDArray[np.int64]]:
+    """Lengths of the runs of equal numbers, block by block."""
+    begun = 0
+    for start in range(0, len(codes), BLOCK_SAMPLES):
+        block = codes[start : start + BLOCK_SAMPLES + 1]  # the next one's first says whether a run ends here
+        ends = start + 1 + np.flatnonzero(block[1:] != block[:-1])
+        if start + BLOCK_SAMPLES >= len(codes):
+            ends = np.append(ends, len(codes))
+        if len(ends):
+            yield np.diff(ends, prepend=begun)
+            begun = int(ends[-1])
+
+
+def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
+    return (groups[start : start + size] for start in range(0, len(groups), size))
+
+
+def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> float:
+    """Bound of the probability that a random order has so many pairs of one piece and one group.
+
+    Mean and variance of their number over all permutations are exact (Mantel); the bound is Chernoff's for the gamma
+    distribution that has these, from the least number of pairs on.
+    """
+    if size < 4:
+        return 1.0
+    pieces = [(piece, size // piece), (size % piece, 1)]
+    pairs, forks = _pairs_and_forks(pieces)
+    alike_pairs, alike_forks = _pairs_and_forks(sizes)
+    mean = Fraction(pairs * alike_pairs, math.comb(size, 2))
+    square = mean + Fraction(forks * alike_forks, math.perm(size, 3))
+    apart, alike_apart = pairs**2 - pairs - forks, alike_pairs**2 - alike_pairs - alike_forks  # of no common sample
+    square += Fraction(4 * apart * alike_apart, math.perm(size, 4))
+    num_pieces, least = -(-size // piece), 0
+    for members, count in sizes:  # a group is spread evenly
+        each, rest = divmod(members, num_pieces)
+        least += count * (num_pieces * math.comb(each, 2) + rest * each)
+    variance = square - mean**2
+    if alike <= mean or not variance:
+        return 1.0
+    ratio = float((alike - least) / (mean - least))
+    return math.exp(-float((mean - least) ** 2 / variance) * (ratio - 1 - math.log(ratio)))
+
+
+def _pairs_and_forks(sizes: list[tuple[int, int]]) -> tuple[int, int]:
+    """Pairs within sets, and ordered pairs of those that share one member."""
+    pairs = sum(count * math.comb(members, 2) for members, count in sizes)
+    return pairs, sum(count * math.perm(members, 3) for members, count in sizes)

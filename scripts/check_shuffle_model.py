@@ -1,0 +1,133 @@
+"""The effective batch by formula against simulation of the real order.
+
+    python scripts/check_shuffle_model.py [--batches 30000] [--json OUT]
+
+For data that lie sorted by group, half sorted (half of the samples moved at random), in runs of few groups or of one
+each ("patients"), and shuffled (10 groups; one rare group; few samples a group), for windows and batches of several
+sizes, one or 24 windows that alternate, whole chunks, a short last one and chunks that windows cut, draws epochs of
+`h5chunk.plan.order.Order` until there are so many batches. Prints for each case the clustering h_y, deff and the
+effective batch by formula and by simulation, their deviation, the simulation's standard error, drift, the entropy
+ratio and the gate; then the largest deviations, and whether shuffled data were flagged or sorted data were not.
+
+The simulated effective batch is the variance of the group shares of one independent sample over that of the real
+batches; the formula's is made the same by the factor (M - 1) / (M - B) of drawing without replacement. Exits with 1 if
+the effective batch of sorted data is off by more than 5% or a gate is wrong. Takes two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.plan.order import Order
+from h5chunk.plan.shuffle import shuffle_quality
+
+NUM_GROUPS = 10
+RUN_SAMPLES = 24  # of the data sets "runs" (of 10 groups) and "patients" (each a group)
+SHUFFLED = ("shuffled", "rare", "few each")  # 10 groups; 1 sample in 1000 is of the one of two; 3 samples a group
+SIZES = ((65_536, 64), (65_500, 64), (65_536, 50))  # samples, chunk: whole, a short last chunk, chunks that windows cut
+WINDOWS = (8, 32, 128)
+BATCHES = (32, 256)
+INTERLEAVES = (1, 24)
+ALLOWED = 0.05
+
+
+def make_groups(kind: str, num_samples: int) -> np.ndarray:
+    """Group of each sample, (num_samples,) int64."""
+    rng = np.random.default_rng(0)
+    groups = np.sort(rng.integers(0, NUM_GROUPS, num_samples))
+    if kind == "shuffled":
+        rng.shuffle(groups)
+    elif kind == "half-sorted":
+        moved = np.sort(rng.choice(num_samples, num_samples // 2, replace=False))
+        groups[moved] = rng.permutation(groups[moved])
+    elif kind in ("runs", "patients"):
+        runs = num_samples // RUN_SAMPLES + 1
+        groups = np.repeat(rng.integers(0, NUM_GROUPS, runs) if kind == "runs" else np.arange(runs), RUN_SAMPLES)
+    elif kind == "rare":
+        groups = rng.permutation((np.arange(num_samples) < num_samples // 1000).astype(np.int64))
+    elif kind == "few each":
+        groups = rng.permutation(np.arange(num_samples) // 3)
+    return groups[:num_samples]
+
+
+def simulate(groups: np.ndarray, order: Order, num_batches: int) -> tuple[float, float]:
+    """The effective batch of the batches of some epochs, and its relative standard error.
+
+    The error is that of a mean over epochs, which are independent.
+    """
+    shares = np.bincount(groups) / len(groups)
+    epochs = []
+    for epoch in range(max(8, -(-num_batches // order.num_batches))):
+        rows = np.sort(groups[np.stack(list(replace(order, epoch=epoch).batches()))], axis=1)
+        ends = np.flatnonzero(np.append(np.diff(rows, axis=1) != 0, np.ones((len(rows), 1), bool), axis=1))
+        alike = (np.diff(ends, prepend=-1) ** 2).sum() / rows.size / order.batch_size  # mean sum of squared shares
+        epochs.append(alike - 2 * shares[rows].mean() + (shares**2).sum())
+    variance = np.mean(epochs)
+    error = np.std(epochs, ddof=1) / np.sqrt(len(epochs)) / variance
+    return float((1 - (shares**2).sum()) / variance), float(error)
+
+
+def check(kind: str, order: Order, num_batches: int) -> dict[str, Any]:
+    """One case: what the formula says, and what happens."""
+    groups = make_groups(kind, order.num_samples)
+    quality = shuffle_quality(groups, order)
+    independent = (order.num_samples - 1) / (order.num_samples - order.batch_size)
+    predicted = quality.effective_batch * independent
+    simulated, error = simulate(groups, order, num_batches)
+    return {
+        "data": kind,
+        **{k: getattr(order, k) for k in ("num_samples", "chunk_samples", "window_chunks", "batch_size", "interleave")},
+        **{k: v for k, v in asdict(quality).items() if k != "batch_size"},
+        "gate": quality.gate,
+        "predicted": predicted,
+        "simulated": simulated,
+        "deviation": predicted / simulated - 1,
+        "standard_error": error,
+    }
+
+
+def print_case(case: dict[str, Any]) -> None:
+    print(
+        f"{case['data']:12}{case['num_samples']:7}{case['chunk_samples']:4}{case['window_samples']:7}"
+        f"{case['interleave']:4}{case['batch_size']:5} {case['h_y']:6.2f} {case['deff']:7.3f} {case['predicted']:7.1f} "
+        f"{case['simulated']:7.1f} {case['deviation']:+7.1%} {case['standard_error']:6.1%} {case['drift']:6.2f} "
+        f"{case['entropy_ratio']:6.3f}  {case['gate']}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=30_000, help="simulated in each case, at least 8 epochs")
+    parser.add_argument("--json", type=Path, help="write the cases there")
+    options = parser.parse_args()
+    print("data        samples   b window alt batch   h_y    deff  B_eff simulated    off  error  drift entropy  gate")
+    cases = []
+    for kind in ("sorted", "half-sorted", "runs", "patients", *SHUFFLED):
+        for (samples, chunk), window, interleave, batch in itertools.product(SIZES, WINDOWS, INTERLEAVES, BATCHES):
+            cases.append(check(kind, Order(samples, chunk, batch, window, interleave, drop_last=True), options.batches))
+            print_case(cases[-1])
+    worst = {
+        kind: max(abs(c["deviation"]) for c in cases if c["data"] == kind)
+        for kind in dict.fromkeys(c["data"] for c in cases)
+    }
+    for kind, deviation in worst.items():
+        print(f"{kind}: largest deviation {deviation:.1%}")
+    judged = [c for c in cases if c["data"] in ("sorted", *SHUFFLED)]
+    wrong = [c for c in judged if (c["data"] == "sorted") == (c["gate"] == "good")]
+    print(f"shuffled data flagged or sorted data not: {len(wrong)} of {len(judged)}")
+    if options.json:
+        about = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine(), "seed": 0}
+        options.json.write_text(json.dumps({**about, "batches": options.batches, "cases": cases}, indent=1) + "\n")
+    return 1 if wrong or worst["sorted"] > ALLOWED else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
