@@ -129,8 +129,8 @@ def predict_shuffled(
 
     With windows of n chunks of b samples and room for C chunks, a sample finds its chunk with probability
     ``(1 - 1/b) C / n``. This is exact for whole chunks: give samples independent places in [0, 1]. Two of a chunk that
-    follow each other are x apart, where ``(1 - x)^b`` is uniform on [0, 1]; that is also the probability that another
-    chunk has none between them; so their number is uniform on 0 .. n - 1. A cache that never evicts finds as many of all.
+    follow each other are x apart, where ``(1 - x)^b`` is uniform on [0, 1], and also the probability that another chunk
+    has none between them: so their number is uniform on 0 .. n - 1. Without windows, never evicting finds as many.
 
     Parameters
     ----------
