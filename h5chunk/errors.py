@@ -7,6 +7,7 @@ H5ChunkError
  +-- OutputError   (OSError)        the file to be written: exists, in use, no room
  +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
  |    +-- FieldError (KeyError)     a field that it lacks, or that cannot be a field
+ +-- StateError    (ValueError)     a saved state that belongs to another order of samples
  +-- WorkerError   (RuntimeError)   a process of ours that died
 
 The command line prints the message of any of these as one line and exits with 1.
@@ -46,6 +47,10 @@ class FileError(H5ChunkError, OSError):
 
 class FieldError(FileError, KeyError):
     """The file lacks a field, or has a dataset that cannot be one."""
+
+
+class StateError(H5ChunkError, ValueError):
+    """A saved state is none, or belongs to another file, seed, batch size or order."""
 
 
 class WorkerError(H5ChunkError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Resident data: read once, shuffled as a whole, and gone when it is not wanted any more."""
+"""Resident data: read once, in the order of the epoch, and gone when it is not wanted any more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ import h5chunk.feed.resident
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.loader import LOADING_SLOTS, ChunkLoader
 from h5chunk.feed.pipeline import Load, Readers
-from h5chunk.plan.order import Order
 from h5chunk.store.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]
@@ -41,9 +41,10 @@ def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
     return ChunkLoader(path, batch_size, resident=True, **options)
 
 
-def full_shuffle(batch_size: int, epoch: int = 0, num_samples: int = N, **options) -> list[list[int]]:
-    order = Order(num_samples, 1, batch_size, window_chunks=num_samples, interleave=1, epoch=epoch, **options)
-    return [batch.tolist() for batch in order.batches()]
+def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list[int]]:
+    """The batches of a loader that reads window by window."""
+    order = ChunkLoader(path, batch_size, resident=False, **options).order
+    return [batch.tolist() for batch in replace(order, epoch=epoch).batches()]
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def reads(monkeypatch):
     return counts
 
 
-# The same samples, fully shuffled
+# The same batches as from the file
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -76,7 +77,7 @@ def reads(monkeypatch):
     reader=st.sampled_from(["auto", "h5py"]),
     compression=st.sampled_from([None, "gzip"]),
 )
-def test_a_full_shuffle(
+def test_the_order_of_the_file(
     tmp_path, monkeypatch, num_samples, chunk_samples, batch_size, loading_samples, reuse, reader, compression, **order
 ):
     monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", loading_samples * 98)
@@ -89,17 +90,11 @@ def test_a_full_shuffle(
     with load_whole(path, batch_size, reuse=reuse, reader=reader, **order) as loader:
         assert loader.resident
         for epoch in range(3):
-            expected = full_shuffle(batch_size, epoch, num_samples, **order)
+            expected = in_order(path, batch_size, epoch, **order)
             assert len(loader) == len(expected)
             assert epoch_of(loader) == expected
             assert loader.report.fresh_samples == loader.report.samples == sum(map(len, expected))
             assert loader.report.batches == len(expected)
-
-
-def test_neighbours_in_the_file_are_far_apart(path):
-    with load_whole(path, window_chunks=2) as loader:
-        *batches, _ = epoch_of(loader)
-    assert all(max(batch) - min(batch) > N / 2 for batch in batches)
 
 
 def test_set_epoch(path):
@@ -107,8 +102,8 @@ def test_set_epoch(path):
         for epoch in (5, 0, 0, 7):
             loader.set_epoch(epoch)
             assert loader.order.epoch == epoch
-            assert epoch_of(loader) == full_shuffle(16, epoch)
-        assert epoch_of(loader) == full_shuffle(16, 8)
+            assert epoch_of(loader) == in_order(path, epoch=epoch)
+        assert epoch_of(loader) == in_order(path, epoch=8)
 
 
 def test_orders_do_not_pile_up(path):
@@ -148,11 +143,11 @@ def test_a_break_and_on(path, reads):
             if number == 4:
                 break
         assert loader.order.epoch == 1
-        assert epoch_of(loader) == full_shuffle(16, 1)
+        assert epoch_of(loader) == in_order(path, epoch=1)
         with pytest.raises(ZeroDivisionError):
             for _ in loader:
                 raise ZeroDivisionError
-        assert epoch_of(loader) == full_shuffle(16, 3)
+        assert epoch_of(loader) == in_order(path, epoch=3)
     assert sum(reads) == N
 
 
@@ -171,8 +166,9 @@ def test_the_file_is_closed_once_it_is_read(path):
         list(loader)
         assert not [found for found in descriptors() if "a.h5" in found]
         assert [thread.name for thread in reading_threads() if "reader" in thread.name] == []
+        expected = in_order(path, epoch=1)
         path.unlink()
-        assert epoch_of(loader) == full_shuffle(16, 1)
+        assert epoch_of(loader) == expected
 
 
 def test_iterating_twice_at_the_same_time_is_refused(path):
@@ -192,7 +188,7 @@ def test_iterating_twice_at_the_same_time_is_refused(path):
 def test_whole_echoes(path, echo, drop_last):
     with load_whole(path, echo=echo, drop_last=drop_last, seed=4) as loader:
         for epoch in range(2):
-            fresh = full_shuffle(16, epoch, drop_last=drop_last, seed=4)
+            fresh = in_order(path, 16, epoch, drop_last=drop_last, seed=4, echo=echo)
             batches = epoch_of(loader)
             assert batches[: len(fresh)] == fresh
             assert len(batches) == len(loader) == echo * len(fresh)
@@ -207,7 +203,7 @@ def test_a_part_of_an_echo(path):
     with load_whole(path, echo=1.5) as loader:
         batches = epoch_of(loader)
         assert len(batches) == len(loader) == 13 + 6
-        assert batches[:13] == full_shuffle(16)
+        assert batches[:13] == in_order(path, echo=1.5)
         echoed = [label for batch in batches[13:] for label in batch]
         assert len(set(echoed)) == len(echoed) == 6 * 16
 
@@ -215,7 +211,10 @@ def test_a_part_of_an_echo(path):
 def test_auto_echoes_nothing(path):
     """Nothing is waited for."""
     with load_whole(path, echo="auto") as loader:
-        assert [epoch_of(loader), epoch_of(loader)] == [full_shuffle(16), full_shuffle(16, 1)]
+        assert [epoch_of(loader), epoch_of(loader)] == [
+            in_order(path, echo="auto"),
+            in_order(path, epoch=1, echo="auto"),
+        ]
         assert len(loader) == 13
 
 
@@ -237,7 +236,7 @@ def test_conversion(path, options, reuse):
 def test_transform(path):
     with load_whole(path, transform=lambda batch: (batch[1] * 2, type(batch))) as loader:
         found = list(loader)
-    assert [labels.tolist() for labels, _ in found] == [[2 * n for n in batch] for batch in full_shuffle(16)]
+    assert [labels.tolist() for labels, _ in found] == [[2 * n for n in batch] for batch in in_order(path)]
     assert {kind for _, kind in found} == {tuple}
 
 
@@ -246,7 +245,7 @@ def test_changing_a_batch_changes_no_other(path):
         for _ in range(2):
             for images, _ in loader:
                 images.zero_()
-        assert epoch_of(loader) == full_shuffle(16, 2)
+        assert epoch_of(loader) == in_order(path, epoch=2)
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
@@ -255,7 +254,7 @@ def test_fields_through_hdf5(tmp_path, options):
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
     with load_whole(path) as loader:
         assert "images: h5py" in repr(loader)
-        assert epoch_of(loader) == full_shuffle(16)
+        assert epoch_of(loader) == in_order(path)
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
@@ -276,7 +275,7 @@ def test_no_batch(path):
 
 def test_repr(path):
     shown = repr(load_whole(path))
-    for part in ("all 203 samples resident", "KiB", "shuffled as a whole", "cpu"):
+    for part in ("all 203 samples resident", "KiB", "cpu"):
         assert part in shown
 
 
@@ -310,14 +309,14 @@ def test_memory_bytes(path, monkeypatch):
 
     monkeypatch.setattr(h5chunk.feed.device.CpuSlot, "__init__", note)
     with load_whole(path, memory_bytes=needed) as loader:
-        assert epoch_of(loader) == full_shuffle(16)
+        assert epoch_of(loader) == in_order(path)
     assert len(sizes) == LOADING_SLOTS and held + sum(sizes) <= needed
 
 
 def test_little_data_is_loaded_in_little_memory(path, monkeypatch):
     monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", 8 << 20)
     with load_whole(path, memory_bytes=3 * N * 98) as loader:
-        assert epoch_of(loader) == full_shuffle(16)
+        assert epoch_of(loader) == in_order(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])
@@ -356,7 +355,7 @@ def test_closing_frees_the_data(path, suspended):
     if suspended:
         with pytest.raises(OptionError, match="closed"):
             list(batches)
-    assert epoch_of(loader) == full_shuffle(16, 1)  # read once more
+    assert epoch_of(loader) == in_order(path, epoch=1)  # read once more
     loader.close()
 
 
@@ -417,7 +416,7 @@ def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             next(iter(loader))
     assert not reading_threads()
-    assert epoch_of(loader) == full_shuffle(16)  # and all is well again
+    assert epoch_of(loader) == in_order(path)  # and all is well again
     loader.close()
 
 
@@ -436,7 +435,7 @@ def test_interrupted_while_loading(path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             list(loader)
     assert not reading_threads()
-    assert epoch_of(loader) == full_shuffle(16)
+    assert epoch_of(loader) == in_order(path)
     loader.close()
 
 
@@ -448,7 +447,7 @@ def test_interrupted_in_the_loop(path, reads):
     with load_whole(path) as loader:
         with pytest.raises(KeyboardInterrupt):
             loop()
-        assert epoch_of(loader) == full_shuffle(16, 1)
+        assert epoch_of(loader) == in_order(path, epoch=1)
     assert sum(reads) == N
 
 
@@ -463,9 +462,9 @@ def test_a_fork_goes_on_with_its_copy(path, when):
     def iterate():
         rest = [labels.tolist() for _, labels in batches]
         if when == "in an epoch":
-            assert found + rest == full_shuffle(16)
+            assert found + rest == in_order(path)
         for epoch in (1, 2):
-            assert epoch_of(loader) == full_shuffle(16, epoch)
+            assert epoch_of(loader) == in_order(path, epoch=epoch)
         loader.close()
 
     if when == "between epochs":
@@ -473,8 +472,8 @@ def test_a_fork_goes_on_with_its_copy(path, when):
     assert in_fork(iterate) == 0
     assert in_fork(loader.close) == 0
     found += [labels.tolist() for _, labels in batches]
-    assert found == full_shuffle(16)
-    assert epoch_of(loader) == full_shuffle(16, 1)
+    assert found == in_order(path)
+    assert epoch_of(loader) == in_order(path, epoch=1)
     loader.close()
 
 

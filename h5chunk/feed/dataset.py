@@ -19,6 +19,7 @@ from h5chunk.errors import OptionError
 from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.matrixrows import Loaded, MatrixRows
 from h5chunk.feed.memory import BatchMemory, SharedMemory
+from h5chunk.feed.ranks import ALONE, Ranks
 from h5chunk.feed.rowconvert import matrix_convert
 from h5chunk.feed.spaces import torch_dtype
 from h5chunk.plan.cache import CacheSettings
@@ -286,6 +287,8 @@ def make_order(
     window_chunks: int | None,
     drop_last: bool,
     interleave: int | None,
+    ranks: Ranks = ALONE,
+    pad: bool = False,
 ) -> Order:
     """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
 
@@ -306,6 +309,8 @@ def make_order(
         seed=seed,
         shuffle=shuffle,
         drop_last=drop_last,
+        pad=pad,
+        **ranks._asdict(),
     )
     if interleave is None:
         order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,9 @@ from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Normalize, Tensors, make
 from h5chunk.feed.dataset import Fields, field_mapping, make_order
 from h5chunk.feed.device import find_device, free_bytes
 from h5chunk.feed.memory import KEPT
+from h5chunk.feed.ranks import find_ranks
 from h5chunk.feed.resident import Resident
+from h5chunk.feed.state import State, load_state, save_state
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
@@ -42,8 +44,8 @@ class ChunkLoader:
         for images, labels in h5chunk.ChunkLoader("photos.h5", batch_size=256, device="cuda"):
             ...
 
-    The order is that of `ChunkSampler` with the same arguments, unless data is resident or echoed, or ``memory_bytes``
-    makes windows smaller. Each iteration is an epoch, and the first windows of the next one are read while this one
+    The order is that of `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows
+    smaller. Each iteration is an epoch, and the first windows of the next one are read while this one
     ends. On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
     who keeps one keeps the window; ``clone()`` it to keep it alone.
 
@@ -53,7 +55,7 @@ class ChunkLoader:
     batch_size : int
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`; numbers only, and a matrix first.
-    shuffle, seed, window_chunks, drop_last
+    shuffle, seed, window_chunks, drop_last, pad, lanes, rank, world_size
         As for `ChunkSampler`.
     device : str or torch.device
         Where batches shall be: ``"cpu"`` or a CUDA device.
@@ -85,8 +87,8 @@ class ChunkLoader:
         there yet, and at most three times. For training that reading cannot keep up with; windows are of two batches
         at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples.
     resident : bool or "auto"
-        Read everything once, keep it on the device (a sparse matrix sparse) and shuffle it as a whole. ``"auto"``: if the device is a GPU, and
-        the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that is free there.
+        Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
+        if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that is free there.
     reuse : bool
         On the CPU, give batches that are valid only until the next one: none is ever allocated anew. (Without it,
         memory is used again as well, once nothing refers to it.)
@@ -120,6 +122,10 @@ class ChunkLoader:
         seed: int = 0,
         window_chunks: int | None = None,
         drop_last: bool = False,
+        pad: bool = False,
+        lanes: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         device: str | torch.device = "cpu",
         memory_bytes: int | None = None,
         num_threads: int | None = None,
@@ -157,6 +163,8 @@ class ChunkLoader:
             window_chunks=window_chunks,
             drop_last=drop_last,
             interleave=1 if echo != 1 else None,
+            ranks=find_ranks(lanes, rank, world_size),
+            pad=pad,
         )
         least_chunks = None
         if window_chunks is None:  # echoes of a single batch would be the same batch again
@@ -164,9 +172,7 @@ class ChunkLoader:
             order = replace(order, window_chunks=max(order.window_chunks, least_chunks))
         self._order = order
         self.resident = self._choose_resident(resident, memory_bytes)
-        if self.resident:
-            self._order = replace(order, chunk_samples=1, window_chunks=order.num_samples, interleave=1)
-        else:
+        if not self.resident:
             self._plan = plan_slots(
                 order,
                 self._supply.window_bytes,
@@ -179,6 +185,8 @@ class ChunkLoader:
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
+        self._start_batch = self._given = 0  # of the epoch that comes next, and of the one that is running
+        self._running: Order | None = None
 
     def _beside_windows(self, order: Order) -> int:
         """Memory that streaming in this order takes beside the windows."""
@@ -225,8 +233,38 @@ class ChunkLoader:
         return self._order
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch."""
+        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
+
+        The epoch at which a loaded state stands goes on where that says.
+        """
+        if epoch != self._order.epoch:
+            self._start_batch = 0
         self._order = replace(self._order, epoch=epoch)
+        self._running, self._given = None, self._start_batch
+
+    def state_dict(self) -> State:
+        """Where the epoch stands: a few integers, for `load_state_dict` of any loader or sampler of the same file.
+
+        Raises
+        ------
+        OptionError
+            The loader echoes: how far a window has been trained is not kept.
+        """
+        if self._echo != 1:
+            raise OptionError(f"echo is {self._echo!r}: the state of a loader that echoes cannot be saved: use echo=1")
+        return save_state(self._running or self._order, self._given, self._reader.fingerprint)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` says, with the next iteration.
+
+        Raises
+        ------
+        StateError
+            It is of another file, seed, batch size or order.
+        """
+        epoch, self._start_batch = load_state(state, self._order, self._reader.fingerprint)
+        self._order = replace(self._order, epoch=epoch)
+        self._running, self._given = None, self._start_batch
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -235,16 +273,18 @@ class ChunkLoader:
             )
         if self._feed is not None and self._feed_is_at is None:
             raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
-        order = self._order
+        order, start = self._order, self._start_batch
         report = EpochReport(started=time.perf_counter())
-        if self._feed is None or (self._feed_is_at != order.epoch and not self.resident):
+        if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.resident):
             self.close()
-            self._feed = self._start(order)
+            self._feed = self._start(order, start)
         feed, self._feed_is_at = self._feed, None
         try:
-            self._order = replace(order, epoch=order.epoch + 1)
+            self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
+            self._running, self._given = order, start
             self.report = report
-            for batch in feed.batches(order, report):
+            for batch in feed.batches(order, report, start):
+                self._given += 1
                 yield batch
                 if self._feed is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
@@ -256,7 +296,7 @@ class ChunkLoader:
                 else:
                     self.close()
 
-    def _start(self, order: Order) -> WindowStream | Resident:
+    def _start(self, order: Order, start: int) -> WindowStream | Resident:
         self._convert.to(self._device, self._supply.example)
         keep = self.resident or (self._device.type == "cpu" and self._echo == 1)  # who changes a batch, changes no echo
         maker = BatchMaker(self._convert, self._transform, keep=keep)
@@ -264,7 +304,7 @@ class ChunkLoader:
             late = self._device.type == "cpu" and self._reuse
             plan = self._plan
             feed, close = self._supply.start(
-                order, plan.num_slots, plan.window_samples, maker, late=late, echo=self._echo
+                order, plan.num_slots, plan.window_samples, maker, late=late, echo=self._echo, start=start
             )
             self._finalizer = weakref.finalize(self, close)
             return feed
@@ -272,12 +312,13 @@ class ChunkLoader:
 
     def _start_resident(self, maker: BatchMaker) -> Resident:
         """Read the whole file, in its order."""
-        pieces = replace(self._order, shuffle=False, batch_size=self._loading_samples, epoch=0, drop_last=False)
-        stream, close = self._supply.start(pieces, LOADING_SLOTS, self._loading_samples, AsItIs(), late=True)
+        num_samples, size = self._reader.num_samples, self._loading_samples
+        pieces = Order(num_samples, chunk_samples=1, batch_size=size, window_chunks=1, shuffle=False)
+        stream, close = self._supply.start(pieces, LOADING_SLOTS, size, AsItIs(), late=True)
         try:
             read = stream.batches(pieces, EpochReport())
             echo = 1.0 if self._echo == AUTO else float(self._echo)
-            resident = Resident(self._supply.spaces, self._order.num_samples, self._device, read, maker, echo=echo)
+            resident = Resident(self._supply.spaces, num_samples, self._device, read, maker, echo=echo)
         finally:
             close()
         self._finalizer = weakref.finalize(self, resident.close)
@@ -304,7 +345,7 @@ class ChunkLoader:
         how = ", ".join(f"{name}: {'h5py' if name in supply.why else 'direct'}" for name in supply.spaces)
         if self.resident:
             held = human_bytes(supply.all_bytes)
-            what = f"all {self._order.num_samples} samples resident ({held}), shuffled as a whole"
+            what = f"all {self._reader.num_samples} samples resident ({held})"
         else:
             held = human_bytes(self._plan.num_slots * supply.window_bytes(self._plan.window_samples))
             batches = -(-self._plan.window_samples // self._order.batch_size)

@@ -1,7 +1,8 @@
-"""Data that stays on the device: read once, then shuffled as a whole, at the speed of the device's memory."""
+"""Data that stays on the device: read once, then gathered there, at the speed of the device's memory."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from h5chunk.plan.order import Order
 
 
 class Resident:
-    """All samples on the device, and their batches in a full shuffle.
+    """All samples on the device, and their batches in the order of the epoch.
 
     Parameters
     ----------
@@ -65,22 +66,23 @@ class Resident:
         self._planned: dict[int, Future[np.ndarray]] = {}
         self.close = partial(_close, self._planner, self._fields)
 
-    def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
-        """The batches of an epoch; the order of the next one is drawn meanwhile."""
-        samples = self._plan(order).result()
+    def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch from ``start`` on; the order of the next one is drawn meanwhile."""
+        samples = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
-        fresh = order.num_batches
-        for number, batch in enumerate(self._batches(samples, order)):
+        fresh = order.num_batches - start
+        for number, batch in enumerate(self._batches(samples, order, fresh)):
             report.batches += 1
             report.samples += len(batch[0])
             report.fresh_samples += len(batch[0]) if number < fresh else 0
             report.seconds = time.perf_counter() - report.started
             yield batch if self._maker.transform is None else self._maker.transform(batch)
 
-    def _batches(self, samples: np.ndarray, order: Order) -> Iterator[Tensors]:
+    def _batches(self, samples: np.ndarray, order: Order, fresh: int) -> Iterator[Tensors]:
         """Gathered several at a time, if they are small; after the fresh ones those of the echoes."""
-        left = order.num_batches + num_echoed(self._echo, order.num_batches)
+        left = fresh + num_echoed(self._echo, fresh)
+        without = fresh - math.ceil(len(samples) / order.batch_size)  # a last batch that other ranks have
         together = 1 if self._memory is not None else self._maker.num_together(order.batch_size, gathered=True)
         for number in count():
             numbers = Numbers(samples, to_device(samples, self._device))
@@ -91,6 +93,10 @@ class Resident:
                 made = self._maker.make(gather(tuple(self._fields), some, self._memory), order.batch_size)
                 yield from made[:left]
                 left -= len(made[:left])
+            if without and not number:
+                nothing = Numbers(samples[:0], to_device(samples[:0], self._device))
+                yield from self._maker.make(gather(tuple(self._fields), nothing, self._memory), order.batch_size)
+                left -= 1
             if not left:
                 return
             samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
@@ -114,5 +120,5 @@ def _close(planner: ThreadPoolExecutor, fields: list[Any]) -> None:
 
 
 def _whole(order: Order) -> np.ndarray:
-    windows = [window.samples for window in order.windows()]
-    return np.concatenate(windows) if windows else np.empty(0, np.int64)
+    batches = list(order.batches())
+    return np.concatenate(batches) if batches else np.empty(0, np.int64)

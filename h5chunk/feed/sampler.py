@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset, make_order
+from h5chunk.feed.ranks import find_ranks
+from h5chunk.feed.state import State, load_state, save_state
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
 
@@ -35,7 +38,15 @@ class ChunkSampler(Sampler[list[int]]):
     window_chunks : int, optional
         Chunks that are shuffled together; default: the file's recommendation. A window is never less than a batch.
     drop_last : bool
-        Leave out a last batch that is not full.
+        Leave out a last batch that is not full, on all ranks.
+    pad : bool
+        Fill it up on all ranks, with samples that the epoch began with. With neither, every sample comes once: last
+        batches may then differ by a sample or, where fewer samples than ranks are left, be empty on some.
+    lanes, rank, world_size : int, optional
+        Of several training processes; default: as torch.distributed says where it is initialised, and a lane a rank.
+        All have the same number of batches, of ``batch_size`` each, and read different chunks. As long as
+        ``batch_size * world_size`` and ``lanes``, which ``world_size`` must divide, stay as they are, the batches of
+        all ranks together are the same samples, however many ranks there are.
     interleave : int, optional
         Windows whose batches alternate, for the workers. Default: 24, or a divisor of it where chunks are so large
         that the windows would take more than 1 GiB, or where an epoch has fewer windows of the size that you ask for.
@@ -57,6 +68,10 @@ class ChunkSampler(Sampler[list[int]]):
         window_chunks: int | None = None,
         drop_last: bool = False,
         interleave: int | None = None,
+        pad: bool = False,
+        lanes: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
@@ -68,7 +83,12 @@ class ChunkSampler(Sampler[list[int]]):
             window_chunks=window_chunks,
             drop_last=drop_last,
             interleave=interleave,
+            ranks=find_ranks(lanes, rank, world_size),
+            pad=pad,
         )
+        self._dataset = dataset
+        self._start = self._given = 0  # of the epoch that comes next, and of the one that is running
+        self._running: Order | None = None
         dataset.expect_order(self._order)
         self._check_cache(dataset)
 
@@ -90,17 +110,50 @@ class ChunkSampler(Sampler[list[int]]):
         return self._order
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch."""
+        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
+
+        The epoch at which a loaded state stands goes on where that says.
+        """
+        if epoch != self._order.epoch:
+            self._start = 0
         self._order = replace(self._order, epoch=epoch)
+        self._running, self._given = None, self._start
 
     def __len__(self) -> int:
         return self._order.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order  # read at the first batch: torch's DataLoader may call iter() twice for one epoch
-        self._order = replace(order, epoch=order.epoch + 1)
-        for batch in order.batches():
+        order, start = self._order, self._start  # at the first batch: torch may call iter() twice
+        self._order, self._start = replace(order, epoch=order.epoch + 1), 0
+        self._running, self._given = order, start
+        for batch in order.batches(start):
+            self._given += 1
             yield batch.tolist()
+
+    def state_dict(self, batches: int | None = None) -> State:
+        """Where the epoch stands: a few integers, for `load_state_dict` of any sampler or loader of the same file.
+
+        Parameters
+        ----------
+        batches : int, optional
+            Batches of this epoch that training has had, those before a resumed start among them. Default: those that
+            were taken from here. A DataLoader with workers takes some ahead: there, count the batches, or use
+            torchdata's StatefulDataLoader, which does.
+        """
+        batch = self._given if batches is None else batches
+        return save_state(self._running or self._order, batch, self._dataset._reader.fingerprint)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` says, with the next iteration.
+
+        Raises
+        ------
+        StateError
+            It is of another file, seed, batch size or order.
+        """
+        epoch, self._start = load_state(state, self._order, self._dataset._reader.fingerprint)
+        self._order = replace(self._order, epoch=epoch)
+        self._running, self._given = None, self._start
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self._order})"

@@ -56,6 +56,8 @@ class WindowStream:
         One more than windows are open at a time, at least; another one with ``echo="auto"``.
     order : Order
         Of the first epoch. With an echo its windows come one after the other (``interleave=1``).
+    start : int
+        The first epoch's first batch.
     maker : Maker
     late : bool
         A batch lies in its slot until the next one is asked for: the slot stays so long. Else it was copied, or has
@@ -75,11 +77,13 @@ class WindowStream:
         late: bool,
         echo: float | str = 1,
         once: bool = False,
+        start: int = 0,
     ) -> None:
         self._readers, self._free, self._maker = readers, slots, maker
         self._late, self._echo = late, echo
         self._seed, self._batch_size = order.seed, order.batch_size
-        self._windows = _windows(order, once)
+        self._windows = _windows(order, once, start)
+        self._first = order.epoch, start
         self._places: dict[tuple[int, int], tuple[_Open, int]] = {}
         self._echoing: _Open | None = None  # its batches were given; kept for more of them while others are late
         self._fill()
@@ -87,15 +91,17 @@ class WindowStream:
     def _fill(self) -> None:
         while self._free and (following := next(self._windows, None)) is not None:
             epoch, window = following
-            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size, self._maker)
+            start = self._first[1] if epoch == self._first[0] else 0
+            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size, self._maker, start)
             for place, number in enumerate(window.batches):
-                self._places[epoch, number] = opened, place
+                if number >= start:
+                    self._places[epoch, number] = opened, place
 
-    def batches(self, order: Order, report: EpochReport) -> Iterator[Any]:
-        """The batches of an epoch; epochs are asked for one after the other."""
+    def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch from ``start`` on, which only the first has; epochs come one after the other."""
         self._report = report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
-        for number in range(order.num_batches):
+        for number in range(start, order.num_batches):
             opened, place = self._places.pop((order.epoch, number))
             if not opened.load.is_ready:
                 yield from self._echoes_until_ready(opened.load)
@@ -146,11 +152,12 @@ class WindowStream:
 
 
 class _Open:
-    """A window whose batches are being taken; its length is their number."""
+    """A window whose batches are being taken, from batch ``start`` of the epoch on; its length is their number."""
 
-    def __init__(self, load: Load, epoch: int, batch_size: int, maker: Maker) -> None:
+    def __init__(self, load: Load, epoch: int, batch_size: int, maker: Maker, start: int) -> None:
         self.load, self._epoch, self._batch_size, self._maker = load, epoch, batch_size, maker
-        self.left, self.num_echoed = len(load.window.batches), 0
+        self.left, self.num_echoed = sum(number >= start for number in load.window.batches), 0
+        self._received = False
         self._together = maker.num_together(batch_size)
         self._made: dict[int, Tensors] = {}
         self._echoes: Iterator[Tensors] | None = None
@@ -161,15 +168,22 @@ class _Open:
     def take(self, place: int) -> Tensors:
         """A batch. It is made with those beside it, if they are small."""
         self.load.wait()
-        if self.left == len(self):
+        if not self._received:
             self.load.slot.receive()
+            self._received = True
         if place not in self._made:
             first = place - place % self._together
             start, stop = first * self._batch_size, (first + self._together) * self._batch_size
-            samples = tuple(field[start:stop] for field in self.load.slot.window)
-            self._made.update(enumerate(self._maker.make(samples, self._batch_size), first))
+            self._make(first, start, stop)
+        if place not in self._made:  # a last one without samples, as other ranks have it
+            self._make(place, len(self.load.window.samples), stop)
         self.left -= 1
         return self._made.pop(place)
+
+    def _make(self, first: int, start: int, stop: int) -> None:
+        """Batch ``first`` and those behind it, of these samples of the window."""
+        samples = tuple(field[start:stop] for field in self.load.slot.window)
+        self._made.update(enumerate(self._maker.make(samples, self._batch_size), first))
 
     def echoes(self, seed: int) -> Iterator[Tensors]:
         """Batches of the window shuffled again, and again; each call goes on where the last one stopped."""
@@ -186,10 +200,10 @@ def _echoes(load: Load, seed: int, epoch: int, batch_size: int, maker: Maker) ->
             yield from maker.make(load.slot.gather(order[first : first + batch_size]), batch_size, gathered=True)
 
 
-def _windows(order: Order, once: bool) -> Iterator[tuple[int, Window]]:
+def _windows(order: Order, once: bool, start: int) -> Iterator[tuple[int, Window]]:
     while order.num_batches:
-        for window in order.windows():
+        for window in order.windows(start):
             yield order.epoch, window
         if once:
             return
-        order = replace(order, epoch=order.epoch + 1)
+        order, start = replace(order, epoch=order.epoch + 1), 0

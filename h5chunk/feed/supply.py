@@ -90,10 +90,11 @@ class Supply:
         *,
         late: bool,
         echo: float | str | None = None,
+        start: int = 0,
     ) -> tuple[WindowStream, Callable[[], None]]:
         """Threads that read windows of at most ``num_samples``, and what ends them.
 
-        ``late`` and ``echo`` are those of `WindowStream`; ``echo`` is None for an epoch alone.
+        ``late``, ``echo`` and ``start`` are those of `WindowStream`; ``echo`` is None for an epoch alone.
         """
         pinned: PinnedMemory | None = None
         readers: Readers | None = None
@@ -121,7 +122,9 @@ class Supply:
             if self.why:
                 self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
             readers = Readers(self._reader, self._direct, self.num_threads, mapped=self._mapped)
-            stream = WindowStream(readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None)
+            stream = WindowStream(
+                readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None, start=start
+            )
             return stream, close
         except BaseException:
             close()

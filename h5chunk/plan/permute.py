@@ -71,8 +71,7 @@ class Permutation:
     def at(self, places: Indices) -> Indices:
         """The numbers in these places: (n,) int64, each place below ``size``."""
         if self._listed is not None:
-            listed: Indices = self._listed[places]
-            return listed
+            return np.asarray(self._listed[places], np.int64)
         numbers = self._network(places)
         outside = np.flatnonzero(numbers >= self.size)
         while len(outside):  # a cycle of the domain's permutation leads back inside
@@ -89,7 +88,7 @@ class Permutation:
                 high = (high + _mixed(low, key) % bases[1]) % bases[1]
             else:
                 low = (low + _mixed(high, key) % bases[0]) % bases[0]
-        return (high * bases[0] + low).astype(np.int64)
+        return np.asarray(high * bases[0] + low, np.int64)
 
 
 def _mixed(words: Words, key: np.uint64) -> Words:

@@ -7,6 +7,7 @@ request are read chunk by chunk, so that a request needs each chunk once, whatev
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from h5chunk.plan.layout import plan_layout
 from h5chunk.store.csrhdf5 import CsrHandle
 from h5chunk.store.csrrows import CsrRoom
 from h5chunk.store.fields import Field, look_at, usual_fields
-from h5chunk.store.format import Header, open_file, read_header
+from h5chunk.store.format import Header, checksums_of, open_file, read_header
 from h5chunk.store.matrixfield import MatrixField, read_indptr
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
@@ -78,6 +79,7 @@ class H5Reader:
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
         self._indptr: np.ndarray | None = None
+        self._fingerprint: int | None = None
         self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
         self.chunk_samples = self.main.grid.band_samples or self._chunk_samples_if_contiguous()
 
@@ -90,6 +92,25 @@ class H5Reader:
         """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs between files of different data, and is the same for copies of a file.
+
+        Of checksums in files of ours; of names, shapes and types in others.
+        """
+        if self._fingerprint is None:
+            about = [
+                (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str)
+                for name, each in self.fields.items()
+            ]
+            found = zlib.crc32(repr(about).encode())
+            if self.header is not None:
+                with open_file(self.path) as file:
+                    self.check_unchanged()
+                    found = checksums_of(file, found)
+            self._fingerprint = found
+        return self._fingerprint
 
     @property
     def indptr(self) -> np.ndarray:

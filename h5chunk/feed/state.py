@@ -1,0 +1,91 @@
+"""Where an epoch stands: a few integers, with which any reader of the same file goes on at the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from h5chunk.errors import StateError
+from h5chunk.plan.order import Order
+
+VERSION = 1
+State = dict[str, int]
+
+
+def save_state(order: Order, batch: int, file: int) -> State:
+    """The state after ``batch`` batches of the order's epoch.
+
+    Parameters
+    ----------
+    order : Order
+    batch : int
+        Batches of the epoch that were delivered.
+    file : int
+        Fingerprint of the data.
+
+    Returns
+    -------
+    dict of str to int
+        It says nothing of the number of ranks or workers: those may change.
+    """
+    return {"version": VERSION, "epoch": int(order.epoch), "batch": int(batch), **_identity(order, file)}
+
+
+def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
+    """The epoch and the batch at which to go on.
+
+    Raises
+    ------
+    StateError
+        It is no state, or one of another file, seed, batch size or order.
+    """
+    try:
+        numbers = {name: int(value) for name, value in state.items()}
+        version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        raise StateError(f"state is {state!r:.200}: give what state_dict() gave") from None
+    if version != VERSION:
+        raise StateError(
+            f"state is of version {version} but this h5chunk reads {VERSION}: use the h5chunk it came from"
+        )
+    for name, value in _identity(order, file).items():
+        if name not in numbers:
+            raise StateError(f"state says nothing of {name}: give what state_dict() gave")
+        if numbers[name] != value:
+            raise StateError(_difference(name, numbers[name], value))
+    if epoch < 0 or not 0 <= batch <= order.num_batches:
+        raise StateError(f"state is at batch {batch} of epoch {epoch}, but an epoch has {order.num_batches} batches")
+    return epoch, batch
+
+
+def _identity(order: Order, file: int) -> State:
+    """All that the order is drawn from, but for the epoch and who takes which part."""
+    return {
+        "file": int(file),
+        "num_samples": int(order.num_samples),
+        "chunk_samples": int(order.chunk_samples),
+        "seed": int(order.seed),
+        "global_batch_size": int(order.batch_size * order.world_size),
+        "lanes": int(order.lanes),
+        "window_chunks": int(order.window_chunks),
+        "interleave": int(order.interleave),
+        "shuffle": int(order.shuffle),
+        "drop_last": int(order.drop_last),
+        "pad": int(order.pad),
+    }
+
+
+def _difference(name: str, saved: int, here: int) -> str:
+    if name == "file":
+        return "state is of another file, or of other samples of it: its data differ from those here"
+    if name == "global_batch_size":
+        return (
+            f"state is of batches of {saved} samples over all ranks, and here they are {here}: "
+            "keep batch_size x world_size as it was"
+        )
+    if name in ("window_chunks", "interleave"):
+        return (
+            f"state is of {name}={saved}, and here it is {here}: give what was given for window_chunks, memory_bytes "
+            "and a sampler's interleave"
+        )
+    return f"state is of {name}={saved}, and here it is {here}: give the same {name}"
