@@ -39,6 +39,8 @@ vae_data, vae_model = load("vae_data"), load("vae_model")
 vae_feeds, vae_job = load("peers.vae_feeds"), load("peers.vae_job")
 Rows = vae_data.Rows
 
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -478,6 +480,7 @@ def test_the_best_weights_are_tested(split, monkeypatch):
 # --- feeds -----------------------------------------------------------------------------------------------------------
 
 ON_CPU = [name for name in vae_feeds.FEEDS if name not in ("cached", "dense-device")]
+ON_GPU = [pytest.param(name, marks=needs_gpu) for name in vae_feeds.FEEDS if name != "cached"]
 
 
 @pytest.fixture
@@ -511,6 +514,19 @@ def test_every_feed_gives_every_row_once(job, name, drop_last):
         else:
             assert sorted(in_bytes(epoch)) == sorted(expected)
     assert in_bytes(first) != in_bytes(second) and in_bytes(first) != expected
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_every_feed_on_a_gpu(job, name):
+    """Read only at the end: memory that is used again too early would show."""
+    feed = vae_feeds.FEEDS[name](replace(job, device=torch.device("cuda"), num_threads=2))
+    expected = sorted(in_bytes([job.rows.dense(0, len(job.rows))]))
+    for number in range(3):
+        batches = list(feed.epoch(number))
+        assert {x.device.type for x in batches} == {"cuda"}
+        assert sorted(in_bytes([x.cpu() for x in batches])) == expected
+    feed.close()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -591,6 +607,15 @@ def test_compare_from_the_command_line(packed, tmp_path, capsys):
     assert [row["feed"] for row in found["feeds"]] == ["cached", "toarray", "h5chunk"]
     assert found["left_out"].keys() == {"dense-device"}
     assert {"torch", "h5py", "scipy"} <= found["versions"].keys() and found["settings"]["seed"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+def test_trains_on_a_gpu(groups, amp):
+    chosen = train_vae.Settings(groups, device="cuda", epochs=8, batch_size=60, lr=3e-3, amp=amp)
+    found = train_vae.run(chosen, False, lambda _: None)
+    assert found["test"]["ndcg@100"] > found["most_popular"]["test"]["ndcg@100"] + 0.1
 
 
 @pytest.mark.parametrize(

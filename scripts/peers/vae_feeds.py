@@ -7,7 +7,6 @@ becomes floating there; it is copied from pinned memory that is used again, with
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,8 +29,6 @@ class Ours:
     """ChunkLoader, from disk or resident."""
 
     def __init__(self, job: Job, resident: bool) -> None:
-        if "sparse" not in inspect.signature(h5chunk.ChunkLoader).parameters:
-            raise FeedError("this h5chunk.ChunkLoader reads no sparse matrices yet")
         options: dict[str, Any] = {"sparse": "dense", "dtype": job.dtype, "resident": resident}
         order = {"seed": job.seed, "drop_last": job.drop_last}
         self.loader = h5chunk.ChunkLoader(job.path, job.batch_size, device=job.device, **order, **options)
