@@ -44,9 +44,8 @@ class ChunkLoader:
         for images, labels in h5chunk.ChunkLoader("photos.h5", batch_size=256, device="cuda"):
             ...
 
-    The order is that of `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows
-    smaller. Each iteration is an epoch, and the first windows of the next one are read while this one
-    ends. On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
+    The order is that of `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes
+    windows smaller. Each iteration is an epoch, and the first windows of the next one are read while this one ends. On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
     who keeps one keeps the window; ``clone()`` it to keep it alone.
 
     Parameters
@@ -88,7 +87,8 @@ class ChunkLoader:
         at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples.
     resident : bool or "auto"
         Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
-        if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that is free there.
+        if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that
+        is free there.
     reuse : bool
         On the CPU, give batches that are valid only until the next one: none is ever allocated anew. (Without it,
         memory is used again as well, once nothing refers to it.)
