@@ -321,7 +321,7 @@ def test_auto_keeps_a_small_matrix_on_the_gpu(tmp_path):
     path = write(tmp_path / "a.h5", random_matrix(200, 30, 5))
     with ChunkLoader(path, 10, device="cuda") as loader:
         assert loader.resident and "all 200 samples resident" in repr(loader)
-    with ChunkLoader(path, 10, device="cuda", memory_bytes=1000) as loader:
+    with ChunkLoader(path, 10, device="cuda", memory_bytes=24_000) as loader:
         assert not loader.resident
 
 

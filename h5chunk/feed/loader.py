@@ -45,7 +45,8 @@ class ChunkLoader:
             ...
 
     The order is that of `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes
-    windows smaller. Each iteration is an epoch, and the first windows of the next one are read while this one ends. On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
+    windows smaller. Each iteration is an epoch, and the first windows of the next one are read while this one ends.
+    On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
     who keeps one keeps the window; ``clone()`` it to keep it alone.
 
     Parameters
