@@ -5,11 +5,10 @@
     python scripts/bench_sparse.py FOLDER --tune annbatch-csr     # every setting that its module lists
 
 A matrix of 200,000 x 20,000 with 150 entries a row (on average, with ``--lengths lognormal``), columns by a power law,
-counts as uint8, is drawn once in FOLDER and packed once there for each contender, in its own format; batches of 500,
-page cache warm. CSR batches have the types that are least work for whoever gives them (ours: float32 values, int32
-columns); dense ones are float32. Each contender is a process of its own, with the interpreter that
-``--python MODULE=PATH`` gives (else this one) and the best settings found with ``--tune``
-(`peers/sparse/__init__.py`); one whose library cannot be imported is shown as not installed.
+counts as uint8, is drawn once in FOLDER and packed once there for each contender, in its own format; batches of 500
+with float32 values, page cache warm. Peers may give CSR batches as SciPy matrices; ours are torch.sparse_csr. Each
+contender is a process of its own, with the interpreter that ``--python MODULE=PATH`` gives (else this one) and the best
+settings found with ``--tune`` (`peers/sparse`); one whose library cannot be imported is shown as not installed.
 
 In each round all take turns, in the opposite order every other round; a turn is two epochs in a row, of which the
 second is timed. Before the first round and after the last an epoch runs that does not count, in which every row is

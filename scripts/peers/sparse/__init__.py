@@ -12,12 +12,12 @@ A contender is a module with a class::
         def __init__(self, source, path, batch_size, form, **settings): ...
         def epoch(self, number): ...                     # yields batches, each row once
 
-``form`` is "csr": batches are torch.sparse_csr tensors or SciPy matrices, whatever is less work, values of any type;
-or "dense": float32 tensors or arrays. No labels: a row is known by its checksum (`checks.py`). What is yielded need
-stay valid only until the next is asked for if the settings say so (``REUSED``). What only moves rows, without giving
-batches, has ``run(number)`` in place of ``epoch``, and returns how many.
+``form`` is "csr": batches are torch.sparse_csr tensors or SciPy matrices, whatever is less work, with float32 values
+and columns of any type; or "dense": float32 tensors or arrays. No labels: a row is known by its checksum (`checks.py`).
+What is yielded need stay valid only until the next is asked for if the settings say so (``REUSED``). What only moves
+rows, without giving batches, has ``run(number)`` in place of ``epoch``, and returns how many.
 
-No module but those of peers that need torch imports it: an environment of a peer need not have it.
+Only modules that need torch import it: the environment of a peer may do without.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Entry:
         return importlib.import_module(f"peers.sparse.{self.module}").Contender
 
 
+ANNBATCH = {"stored": 512, "codec": "none", "chunk": 2000, "window": 16_000}
+SCDATASET = {"block": 500, "fetch": 32}
 CONTENDERS = {
     "ours-csr": Entry("ours", CSR, "ChunkLoader", "h5chunk"),
     "ours-csr-resident": Entry("ours", CSR, "ChunkLoader, resident=True", "h5chunk", {"resident": True}),
@@ -61,10 +63,16 @@ CONTENDERS = {
     "ours-dense": Entry("ours", DENSE, "ChunkLoader", "h5chunk"),
     "ours-dense-reuse": Entry("ours", DENSE, "ChunkLoader, reuse=True", "h5chunk", {"memory": REUSED}),
     "ours-dense-resident": Entry("ours", DENSE, "ChunkLoader, resident=True", "h5chunk", {"resident": True}),
-    "annbatch-csr": Entry("annbatch", CSR, "annbatch", "annbatch"),
-    "annbatch-dense": Entry("annbatch", DENSE, "annbatch", "annbatch"),
-    "scdataset-csr": Entry("scdataset", CSR, "scDataset", "scDataset"),
-    "scdataset-dense": Entry("scdataset", DENSE, "scDataset", "scDataset"),
-    "rows-csr": Entry("rows", CSR, "SciPy rows in a DataLoader", "scipy"),
-    "rows-dense": Entry("rows", DENSE, "SciPy rows in a DataLoader", "scipy"),
+    "annbatch-csr": Entry("annbatch", CSR, "annbatch", "annbatch", ANNBATCH),
+    "annbatch-dense": Entry("annbatch", DENSE, "annbatch, toarray()", "annbatch", ANNBATCH),
+    "annbatch-dense-reuse": Entry(
+        "annbatch", DENSE, "annbatch, toarray(out=)", "annbatch", ANNBATCH | {"memory": REUSED}
+    ),
+    "scdataset-csr": Entry("scdataset", CSR, "scDataset", "scDataset", SCDATASET),
+    "scdataset-dense": Entry("scdataset", DENSE, "scDataset, toarray()", "scDataset", SCDATASET),
+    "scdataset-dense-reuse": Entry(
+        "scdataset", DENSE, "scDataset, toarray(out=)", "scDataset", SCDATASET | {"memory": REUSED}
+    ),
+    "rows-csr": Entry("rows", CSR, "SciPy rows in a DataLoader", "scipy", {"workers": 2}),
+    "rows-dense": Entry("rows", DENSE, "SciPy rows in a DataLoader", "scipy", {"workers": 2}),
 }

@@ -22,6 +22,14 @@ def csr_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch.indptr, batch.indices, batch.data
 
 
+def dense_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of a dense tensor or array."""
+    dense = np.asarray(batch)
+    flat = np.flatnonzero(dense != 0)  # of booleans: several times as fast
+    indptr = np.searchsorted(flat, np.arange(len(dense) + 1) * dense.shape[1])
+    return indptr, flat % dense.shape[1], dense.reshape(-1)[flat]
+
+
 class Checker:
     """Compares epochs with the source."""
 
@@ -36,14 +44,10 @@ class Checker:
         rows, columns = batch.shape
         if columns != self.shape[1] or not 0 < rows <= self.batch_size:
             raise Wrong(f"a batch is {rows} x {columns}")
-        if self.form != DENSE:
-            return row_checksums(*csr_parts(batch), self.weights)
-        dense = np.asarray(batch)
-        if dense.dtype != np.float32:
-            raise Wrong(f"a batch is {dense.dtype}")
-        flat = np.flatnonzero(dense != 0)  # of booleans: several times as fast
-        indptr = np.searchsorted(flat, np.arange(rows + 1) * columns)
-        return row_checksums(indptr, flat % columns, dense.reshape(-1)[flat], self.weights)
+        indptr, found, values = dense_parts(batch) if self.form == DENSE else csr_parts(batch)
+        if values.dtype != np.float32:
+            raise Wrong(f"a batch is {values.dtype}")
+        return row_checksums(indptr, found, values, self.weights)
 
     def epoch(self, batches: Iterator[Any]) -> dict[str, int]:
         """How many rows an epoch lacks, and has more than once."""
@@ -73,5 +77,5 @@ class Checker:
 
     def check_row(self, row: tuple[np.ndarray, ...]) -> None:
         """Raises Wrong if it is none of those that were packed."""
-        columns, values = row if len(row) == 2 else (np.flatnonzero(row[0]), row[0][np.flatnonzero(row[0])])
+        columns, values = dense_parts(row[0][None])[1:] if self.form == DENSE else row
         self.find(row_checksums(np.array([0, len(columns)]), columns, values, self.weights))

@@ -2,8 +2,8 @@
 
 CSR batches:
 
-rows       SciPy's ``matrix[rows]``: uint8 values, int32 columns
-tensor     the same of a matrix whose values are float32 beforehand, as a torch.sparse_csr tensor
+rows       SciPy's ``matrix[rows]`` of a matrix whose values are float32 beforehand; int32 columns
+tensor     the same as a torch.sparse_csr tensor
 widen      entries that lie in the order of the batches are made int32 and float32 in memory used again, and a
            torch.sparse_csr tensor: what a batch costs at least, not a limit of shuffling
 
@@ -74,7 +74,7 @@ class Contender:
         self.batches = source.batches(0, batch_size)
         self.shape = (batch_size, source.num_columns)
         if kind in ("rows", "tensor", "toarray"):
-            self.matrix = source.matrix(np.uint8 if kind == "rows" else np.float32)
+            self.matrix = source.matrix(np.float32)
         elif form == DENSE:
             self.prepare_dense(source, kind)
         else:

@@ -17,7 +17,7 @@ from peers.sparse.matrix import Source
 
 class Rows(Dataset):
     def __init__(self, source: Source, form: str) -> None:
-        self.matrix, self.form = source.matrix(np.float32 if form == DENSE else np.uint8), form
+        self.matrix, self.form = source.matrix(np.float32), form
 
     def __len__(self) -> int:
         return self.matrix.shape[0]

@@ -1,0 +1,30 @@
+"""Float32 batches of peers that give SciPy matrices as they were stored, as a user of theirs would make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from peers import REUSED
+from peers.sparse import CSR
+
+DENSE_WAYS = ({}, {"memory": REUSED})
+
+
+class Finish:
+    """Gives a scipy.sparse.csr_matrix values of float32, or makes it dense, in memory used again if asked for."""
+
+    def __init__(self, form: str, memory: str = "fresh") -> None:
+        self.form, self.reused = form, memory == REUSED
+        self.held: np.ndarray | None = None
+
+    def __call__(self, rows: Any) -> Any:
+        rows.data = rows.data.astype(np.float32, copy=False)  # rows.astype would copy the columns as well
+        if self.form == CSR:
+            return rows
+        if not self.reused:
+            return rows.toarray()
+        if self.held is None or len(self.held) < rows.shape[0]:
+            self.held = np.empty(rows.shape, np.float32)
+        return rows.toarray(out=self.held[: rows.shape[0]])
