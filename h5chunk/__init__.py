@@ -25,11 +25,13 @@ _HOMES = {
     "ConvertPlan": "h5chunk.tools.report",
     "ConvertReport": "h5chunk.tools.report",
     "H5ChunkError": "h5chunk.errors",
+    "Recommendation": "h5chunk.tools.tunereport",
     "bench": "h5chunk.tools.bench",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert",
     "info": "h5chunk.tools.info",
     "plan_convert": "h5chunk.tools.convert",
+    "tune": "h5chunk.tools.tune",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

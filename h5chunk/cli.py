@@ -65,6 +65,21 @@ class _Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class _Seconds(click.ParamType):
+    name = "SECONDS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip().lower()
+        factor = 60.0 if text.endswith("m") else 1.0
+        try:
+            seconds = factor * float(text.rstrip("ms"))
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            self.fail(f"{value!r} is no time above 0 such as 60s or 2m", param, ctx)
+        return seconds
+
+
 class _Names(click.ParamType):
     name = "A,B[,C]"
 
@@ -332,6 +347,53 @@ def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json:
     click.echo(result.to_json() if as_json else str(result))
 
 
+@main.command()
+@click.argument("source", metavar="SRC", type=click.Path())
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples in a batch.")
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=_Bytes(),
+    default=4 << 30,
+    help="The most that feeding may take, such as 512M. [default: 4GiB]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(0),
+    multiple=True,
+    help="Of torch's DataLoader; again for more numbers. [default: 0, 1, 2 and 4, as far as there are cores]",
+)
+@click.option("--device", metavar="cpu|cuda", default="cpu", show_default=True, help="Where batches shall be.")
+@click.option(
+    "--fields",
+    multiple=True,
+    metavar="DATASET",
+    help="Dataset to read; again for more. [default: images, and labels if there are any]",
+)
+@click.option("--group-by", metavar="FIELD", help="Dataset that says which samples are alike. [default: labels]")
+@click.option(
+    "--min-effective-batch",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.95,
+    show_default=True,
+    help="Part of a batch that it shall be worth, against a full shuffle.",
+)
+@click.option(
+    "--budget", "budget_s", type=_Seconds(), default="60s", show_default=True, help="Time to take, such as 60s or 2m."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON, which convert and repack take with --tuned.")
+def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
+    """Find the fastest chunks, window, cache and workers for SRC on this machine that still mix well.
+
+    SRC is a file that h5chunk made, or anybody's HDF5 file. The best few settings are measured on its data.
+    """
+    from h5chunk.tools.tune import tune as run
+
+    with _progress(as_json, " %") as progress:
+        result = run(source, fields=fields or None, workers=workers or None, progress=progress, **options)
+    click.echo(result.to_json() if as_json else str(result))
+
+
 @contextmanager
 def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int, int | None], None] | None]:
     """A bar for each stage; none with --quiet or where nobody watches."""
@@ -339,7 +401,7 @@ def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int
         yield None
         return
     words = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
-    words["repack"] = "repacking"
+    words |= {"repack": "repacking", "tune": "tuning"}
     units = {"read": "B", "write": " entries", "repack": "B"}
     bar: tqdm[Any] | None = None
     current = ""

@@ -1,0 +1,166 @@
+"""What a setting costs on a machine: the time of each stage, from what probes of the machine found.
+
+Stages of one sample, in seconds, each over the threads or processes that share it. What a whole setting takes is their
+sum times a factor, which settings of the same way that were measured on this machine correct: nearby ones count most.
+
+>>> machine = Machine(num_cores=2, read_rate=4e9, copy_rate=8e9, call_s=20e-6, decode_rate=400e6, hop_rate=2e9)
+>>> reads = Reads(bytes_read=150_000, decoded=0, calls=1.0, amplification=1.0, hit_rate=None)
+>>> stages = stage_times(Setting("loader", 8, 9), Batch(150_000, 256, 256), reads, machine)
+>>> {name: round(1e6 * seconds, 1) for name, seconds in stages.items()}  # microseconds a sample
+{'read': 37.5, 'decode': 0.0, 'windows': 0.9, 'batches': 0.2, 'copy to device': 0.0}
+>>> slowest(stages)
+'read'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from h5chunk.plan.settings import LOADER, Setting
+
+WINDOW_S, BATCH_S = 220e-6, 50e-6  # of Python, a window of the loader and a batch; scripts/LOG.md
+SAMPLE_S = 0.3e-6  # of drawing orders, and of tables of addresses
+ROUND_S = 400e-6  # of a batch that a worker hands over
+NEAR = 1.0  # settings that differ by a factor of two count half as much as the same one
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What probes found. Rates in bytes/s.
+
+    Attributes
+    ----------
+    num_cores : int
+    read_rate : float
+        Of the file's chunks from the page cache, all cores together.
+    copy_rate : float
+        Within memory, one core.
+    call_s : float
+        Seconds of a call of HDF5 that reads one sample, without the bytes.
+    decode_rate : float
+        Decoded bytes, one core; infinite without a filter.
+    hop_rate : float
+        From a worker to the main process, all workers together.
+    device_rate : float
+        To the device; infinite for the CPU.
+    disk_rate : float, optional
+        Of the file's chunks from the disk; None: not measured.
+    """
+
+    num_cores: int
+    read_rate: float
+    copy_rate: float
+    call_s: float
+    decode_rate: float = math.inf
+    hop_rate: float = math.inf
+    device_rate: float = math.inf
+    disk_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a setting reads, for each sample that it gives.
+
+    Attributes
+    ----------
+    bytes_read : float
+        Of the file.
+    decoded : float
+        Bytes that filters gave.
+    calls : float
+        Of HDF5.
+    amplification : float
+        Decoded bytes read over bytes used.
+    hit_rate : float or None
+        Of HDF5's chunk cache; None: it is not asked.
+    """
+
+    bytes_read: float
+    decoded: float
+    calls: float
+    amplification: float
+    hit_rate: float | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Bytes of a sample, samples of a batch and of a window."""
+
+    sample_bytes: float
+    batch_samples: int
+    window_samples: int
+
+
+def stage_times(
+    setting: Setting, batch: Batch, reads: Reads, machine: Machine, *, hdf5: bool | None = None
+) -> dict[str, float]:
+    """Seconds that each stage takes for a sample.
+
+    Parameters
+    ----------
+    setting : Setting
+    batch : Batch
+    reads : Reads
+    machine : Machine
+    hdf5 : bool, optional
+        Whether reading goes through HDF5; default: unless by `ChunkLoader`.
+    """
+    hdf5 = setting.way != LOADER if hdf5 is None else hdf5
+    one_core = machine.read_rate / machine.num_cores if hdf5 else machine.read_rate
+    sharing = max(1, min(setting.num_workers, machine.num_cores)) if hdf5 else machine.num_cores
+    workers = sharing if hdf5 else 1
+    decode = reads.decoded / machine.decode_rate / sharing
+    stages = {"read": reads.bytes_read / one_core / workers, "decode": decode}
+    if hdf5:
+        stages["HDF5"] = (reads.calls * machine.call_s + batch.sample_bytes / machine.copy_rate) / workers
+    if setting.way == LOADER:
+        stages["windows"] = WINDOW_S / batch.window_samples
+    elif setting.num_workers:
+        stages["workers"] = ROUND_S / batch.batch_samples + batch.sample_bytes / machine.hop_rate
+    stages["batches"] = BATCH_S / batch.batch_samples + (SAMPLE_S if batch.window_samples > batch.batch_samples else 0)
+    stages["copy to device"] = batch.sample_bytes / machine.device_rate
+    return stages
+
+
+def slowest(stages: Mapping[str, float]) -> str:
+    """The stage that takes most of the time."""
+    return max(stages, key=lambda name: stages[name])
+
+
+@dataclass
+class Correction:
+    """What measured settings say of the model's error: a factor of the rate for settings like them.
+
+    >>> correction = Correction()
+    >>> correction.learn(Setting("loader", 8, 9), 1 << 20, modelled=1000.0, measured=500.0)
+    >>> correction.factor(Setting("loader", 8, 9), 1 << 20), correction.factor(Setting("dataset", 8, 9, 2), 1 << 20)
+    (0.5, 1.0)
+    """
+
+    known: list[tuple[tuple[str, int, bool], float, float, float]] = field(default_factory=list)
+
+    def learn(self, setting: Setting, window_bytes: float, *, modelled: float, measured: float) -> None:
+        """A setting was measured."""
+        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
+        self.known.append((_kind(setting), *place, math.log(measured / modelled)))
+
+    def factor(self, setting: Setting, window_bytes: float) -> float:
+        """What to multiply the model's rate by; 1 where nothing of this way was measured."""
+        same = [each for each in self.known if each[0] == _kind(setting)]
+        same = same or [each for each in self.known if each[0][:2] == _kind(setting)[:2]]
+        if not same:
+            return 1.0
+        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
+        away = [abs(each[1] - place[0]) + abs(each[2] - place[1]) for each in same]
+        if min(away) == 0:  # the setting itself, perhaps several times
+            same = [each for each, distance in zip(same, away, strict=True) if distance == 0]
+            away = [0.0] * len(same)
+        weights = [1 / (NEAR + distance) ** 2 for distance in away]
+        mean = sum(w * each[3] for w, each in zip(weights, same, strict=True)) / sum(weights)
+        return math.exp(mean)
+
+
+def _kind(setting: Setting) -> tuple[str, int, bool]:
+    return setting.way, setting.num_workers, setting.repack

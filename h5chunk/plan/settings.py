@@ -1,0 +1,206 @@
+"""The settings that a tuner chooses between, and what each means: its order, its cache, its memory.
+
+A setting says how samples lie (as they do, or repacked in other chunks), how many chunks are shuffled together, and who
+reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in workers of a DataLoader through HDF5's chunk cache.
+
+>>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
+>>> facts = Facts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
+>>> settings = enumerate_settings(facts, workers=(0, 2))
+>>> len(settings), settings[0]
+(24, Setting(way='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
+>>> order_of(settings[0], facts).window_batches
+1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from h5chunk.plan.cache import CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.layout import MAX_CHUNK_BYTES, choose_interleave, choose_window_chunks, plan_layout
+from h5chunk.plan.order import Order, with_full_windows
+from h5chunk.plan.slots import plan_slots
+
+LOADER, DATASET = "loader", "dataset"
+CHUNK_BYTES = (128 << 10, 512 << 10, 2 << 20, 8 << 20)  # chunks that a repacked file may have
+FEWEST_CHUNKS = 16  # of a repacked file
+MAX_SLOTS = 1 << 20
+PREFETCH = 2  # batches that a DataLoader's worker prepares
+KEPT = 2  # windows that a loader keeps to use again
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the data and of how it is trained.
+
+    Attributes
+    ----------
+    grid : ChunkGrid
+        Of the field with the largest samples.
+    sample_bytes : int
+        All fields of a sample together.
+    chunk_samples : int
+        Samples that are read together in the file as it is.
+    batch_size : int
+    window_chunks : int
+        What the file says, or its default.
+    shuffled : bool
+        The file says that it was shuffled.
+    direct : bool
+        Byte ranges of it can be read.
+    fixed : bool
+        No other chunks are to be tried.
+    """
+
+    grid: ChunkGrid
+    sample_bytes: int
+    chunk_samples: int
+    batch_size: int
+    window_chunks: int
+    shuffled: bool = False
+    direct: bool = True
+    fixed: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Of the file."""
+        return self.grid.shape[0]
+
+    @property
+    def is_good(self) -> bool:
+        """Whole samples in chunks without a filter."""
+        return not self.grid.filtered and self.grid.chunks_per_sample == 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to feed training from the data.
+
+    Attributes
+    ----------
+    way : {"loader", "dataset"}
+        `ChunkLoader`, or `ChunkDataset` and `ChunkSampler` in torch's DataLoader.
+    chunk_samples, window_chunks : int
+    num_workers : int
+        Of the DataLoader.
+    repack : bool
+        The file has to be written anew first, uncompressed, in chunks of ``chunk_samples``.
+    shuffle : bool
+        And its samples permuted.
+    """
+
+    way: str
+    chunk_samples: int
+    window_chunks: int
+    num_workers: int = 0
+    repack: bool = False
+    shuffle: bool = False
+
+    def __str__(self) -> str:
+        who = "ChunkLoader" if self.way == LOADER else f"ChunkDataset, {self.num_workers} workers"
+        anew = (", repacked and shuffled" if self.shuffle else ", repacked") if self.repack else ""
+        return f"{who}; {self.window_chunks} x {self.chunk_samples} a window{anew}"
+
+
+def grid_of(setting: Setting, facts: Facts) -> ChunkGrid:
+    """How the largest field lies."""
+    if not setting.repack:
+        return facts.grid
+    return ChunkGrid(facts.grid.shape, (setting.chunk_samples, *facts.grid.shape[1:]), facts.grid.itemsize)
+
+
+def order_of(setting: Setting, facts: Facts) -> Order:
+    """The order of an epoch, as readers of the file choose it by default when it says this window."""
+    grid = grid_of(setting, facts)
+    band_bytes = grid.band_bytes if grid.chunks else setting.chunk_samples * grid.sample_bytes
+    order = Order(
+        num_samples=facts.num_samples,
+        chunk_samples=setting.chunk_samples,
+        batch_size=facts.batch_size,
+        window_chunks=setting.window_chunks,
+        interleave=choose_interleave(setting.window_chunks * band_bytes),
+    )
+    return order if facts.shuffled or setting.shuffle else with_full_windows(order)
+
+
+def cut_order(order: Order, num_samples: int) -> Order:
+    """The same windows over fewer samples, to measure them: fewer windows rather than smaller ones."""
+    if num_samples >= order.num_samples:
+        return order
+    batches = max((each.window_batches for each in order.rounds()), default=1)
+    chunks = max(1, batches * order.batch_size // order.chunk_samples)
+    return with_full_windows(replace(order, num_samples=num_samples, window_chunks=chunks))
+
+
+def cache_of(setting: Setting, facts: Facts, num_workers: int | None = None) -> CacheSettings:
+    """The chunk cache of each process that reads through HDF5; of one that reads all windows if not given."""
+    grid, order = grid_of(setting, facts), order_of(setting, facts)
+    if not grid.needs_cache:
+        return CacheSettings(1, 0)
+    workers = max(1, setting.num_workers if num_workers is None else num_workers)
+    nbytes = cache_for(order.open_chunks_of(workers), grid.band_bytes, max(1, grid.num_bands), order.cache_w0).nbytes
+    return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, order.cache_w0)
+
+
+def memory_of(setting: Setting, facts: Facts) -> int:
+    """Bytes that feeding takes beside the interpreters: windows or batches under way, and chunk caches."""
+    order = order_of(setting, facts)
+    if setting.way == DATASET:
+        batch = min(facts.batch_size, facts.num_samples) * facts.sample_bytes
+        cache = cache_of(setting, facts).nbytes
+        return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
+    windows = plan_slots(order, lambda samples: samples * facts.sample_bytes, lambda order: 0)
+    through_hdf5 = not (facts.direct or setting.repack)
+    cache = cache_of(setting, facts, 1).nbytes if through_hdf5 else 0
+    return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + cache
+
+
+def enumerate_settings(facts: Facts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
+    """All settings worth a look; today's comes first.
+
+    Parameters
+    ----------
+    facts : Facts
+    workers : sequence of int
+        Numbers of workers of the DataLoader.
+    windows : iterable of int
+        Further windows of the file as it is, in chunks.
+    """
+    found: dict[Setting, None] = {}
+    for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in other_chunks(facts))):
+        whole = replace(facts, grid=grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts))
+        for window in window_sizes(whole, chunk_samples, () if repack else (facts.window_chunks, *windows)):
+            base = Setting(LOADER, chunk_samples, window, repack=repack)
+            found[base] = None
+            for number in workers:
+                found[replace(base, way=DATASET, num_workers=number)] = None
+    return list(found)
+
+
+def other_chunks(facts: Facts) -> list[int]:
+    """Samples a chunk that a repacked file may have."""
+    if facts.fixed:
+        return []
+    size = max(1, facts.grid.sample_bytes)
+    chosen = plan_layout(facts.num_samples, size).chunk_samples if size <= MAX_CHUNK_BYTES else 1
+    most = max(1, facts.num_samples // FEWEST_CHUNKS)
+    counts = {chosen, *(min(most, 1 << max(0, (target // size).bit_length() - 1)) for target in CHUNK_BYTES)}
+    if facts.is_good and facts.grid.chunks:
+        counts.discard(facts.chunk_samples)
+    return sorted(counts)
+
+
+def window_sizes(facts: Facts, chunk_samples: int, wanted: Iterable[int]) -> list[int]:
+    """Windows in chunks, those wanted first: the default, a quarter of it, four times as much, and four batches."""
+    num_chunks = math.ceil(facts.num_samples / chunk_samples)
+    grid = facts.grid
+    band_bytes = grid.band_bytes if grid.chunks else chunk_samples * grid.sample_bytes
+    default = choose_window_chunks(band_bytes, num_chunks)
+    sizes = [*wanted, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
+    made: dict[int, int] = {}  # by the batches of a window: more chunks that make no more batches change nothing
+    for size in (max(1, min(size, num_chunks)) for size in sizes):
+        order = Order(facts.num_samples, chunk_samples, facts.batch_size, size)
+        made.setdefault(order.window_batches, size)
+    return list(made.values())

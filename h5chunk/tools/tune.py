@@ -1,0 +1,256 @@
+"""Which chunks, window, cache and workers are fastest for this data on this machine, and how well they mix."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+import h5chunk
+from h5chunk.errors import OptionError, printable
+from h5chunk.plan.choose import Candidate
+from h5chunk.plan.cost import slowest
+from h5chunk.plan.settings import LOADER, Setting, enumerate_settings, order_of
+from h5chunk.plan.shuffle import window_for
+from h5chunk.store.fill import available_cores
+from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.tuneadvice import Triple, default_cache, find_advice, usable
+from h5chunk.tools.tuneclock import Budget, Progress
+from h5chunk.tools.tunemeasure import PlainLoop, measure_cold
+from h5chunk.tools.tunemodel import Model
+from h5chunk.tools.tuneprobe import probe
+from h5chunk.tools.tunereport import Recommendation, TuneRow
+from h5chunk.tools.tunerows import commands_for, plain_row, table, triple
+from h5chunk.tools.tunesearch import Options, Search, measured_as
+from h5chunk.tools.tunestudy import Study, look_at_file
+
+MEMORY_BYTES = 4 << 30
+MAX_WORKERS = 4
+COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
+
+
+def tune(
+    source: str | os.PathLike[str],
+    *,
+    batch_size: int = 256,
+    memory_bytes: int = MEMORY_BYTES,
+    workers: Sequence[int] | None = None,
+    device: str = "cpu",
+    fields: Mapping[str, str] | Sequence[str] | None = None,
+    group_by: str | None = None,
+    min_effective_batch: float = 0.95,
+    budget_s: float = 60.0,
+    h5py_cache: Sequence[float] | None = None,
+    progress: Progress | None = None,
+) -> Recommendation:
+    """Find the fastest setting that mixes well enough, by a cost model and by measuring the best few.
+
+    Parameters
+    ----------
+    source : path
+        A converted file, or anybody's HDF5 file.
+    batch_size : int
+    memory_bytes : int
+        The most that feeding may take, beside the interpreters.
+    workers : sequence of int, optional
+        Of torch's DataLoader; default: 0, and 1, 2, 4 as far as there are cores.
+    device : str
+        Where batches shall be.
+    fields : sequence or mapping of str, optional
+        As for `ChunkDataset`.
+    group_by : str, optional
+        Dataset that says which samples are alike; default: ``labels``, if there are any.
+    min_effective_batch : float
+        Part of a batch that it shall be worth, against a full shuffle: above 0, below 1.
+    budget_s : float
+        Seconds to take, about.
+    h5py_cache : (nslots, nbytes, w0), optional
+        The cache that plain h5py is given today; default: the library's.
+    progress : callable, optional
+        Called with ("tune", done, 100).
+
+    Raises
+    ------
+    FileError, FieldError
+        The source cannot be used.
+    OptionError
+        An argument cannot be.
+    """
+    _check_numbers(batch_size, memory_bytes, min_effective_batch, budget_s)
+    from h5chunk.feed.dataset import field_mapping
+    from h5chunk.feed.measure import check_device
+
+    check_device(device)
+    budget = Budget(budget_s, progress)
+    with tempfile.TemporaryDirectory(prefix="h5chunk-tune-") as folder:
+        study = look_at_file(
+            source, field_mapping(fields), batch_size=batch_size, group_by=group_by, folder=Path(folder)
+        )
+        worth = min_effective_batch * min(batch_size, study.facts.num_samples)
+        options = Options(min(memory_bytes, available_bytes()), _workers(workers), device, worth)
+        return _tune(study, options, budget, _cache(h5py_cache), min_effective_batch)
+
+
+def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_share: float) -> Recommendation:
+    machine = probe(study, options.device, budget)
+    model = Model(study, machine)
+    search = Search(study, model, options, budget, _settings(study, model, options, min_share))
+    search.run()
+    chosen, enough = search.choose(), True
+    if chosen is None:
+        enough = False
+        candidates = [search.candidate(each) for each in search.settings]
+        chosen = max(candidates, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
+    in_place = search.choose([each for each in search.settings if not each.repack])
+    kept = chosen.setting if in_place is None else in_place.setting
+    if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
+        chosen = in_place
+    plain = _plain(search, cache)  # before the file leaves the page cache
+    rows = table(search, chosen, enough, _colds(search, chosen))
+    rows.insert(1, plain)
+    wanted = chosen.setting.chunk_samples if chosen.setting.repack else _good_chunk(search)
+    setting, stages = chosen.setting, model.stages(chosen.setting)
+    budget.has(1.0)
+    return Recommendation(
+        chunk_samples=setting.chunk_samples,
+        window_chunks=setting.window_chunks,
+        cache=triple(setting, search, 1),
+        compression=None,
+        way=setting.way,
+        num_workers=setting.num_workers,
+        repack=setting.repack,
+        shuffle=setting.shuffle,
+        window_in_place=kept.window_chunks,
+        cache_in_place=triple(replace(kept, repack=False, shuffle=False), search, 1),
+        path=printable(study.reader.path),
+        converted=study.converted,
+        batch_size=study.facts.batch_size,
+        device=options.device,
+        num_samples=study.facts.num_samples,
+        num_measured=study.num_measured,
+        sample_bytes=study.facts.sample_bytes,
+        rows=rows,
+        advice=find_advice(study, model, machine, cache, wanted),
+        stages={name: 1 / seconds for name, seconds in stages.items() if seconds > 0},
+        slowest=slowest(stages),
+        commands=commands_for(search, setting),
+        min_effective_batch=options.min_effective,
+        memory_bytes=options.memory_bytes,
+        notes=study.notes,
+        seconds=budget.taken_s,
+        budget_s=budget.seconds,
+        versions=_versions(),
+        candidates=[_described(search, each) for each in search.settings],
+        machine=asdict(machine),
+    )
+
+
+def _settings(study: Study, model: Model, options: Options, min_share: float) -> list[Setting]:
+    """All that are looked at, today's first."""
+    facts = study.facts
+    today = Setting(LOADER, facts.chunk_samples, facts.window_chunks)
+    windows: list[int] = []
+    if study.groups is not None:
+        found = window_for(model.clustering(facts.chunk_samples), order_of(today, facts), min_share)
+        windows = [found] if found is not None else []
+    settings = enumerate_settings(facts, workers=options.workers, windows=windows)
+    poor = study.groups is not None and (model.effective(today) or 0.0) < options.min_effective
+    if poor and study.converted:
+        kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
+        settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
+    return settings
+
+
+def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
+    """Rates from the disk of today's setting and of the one chosen."""
+    found: dict[Setting, float | None] = {}
+    for setting in dict.fromkeys((search.settings[0], chosen.setting)):
+        if (
+            search.budget.has(COLD_SHARE)
+            and search.study.converted
+            and search.candidate(setting).memory_bytes <= (search.options.memory_bytes)
+        ):
+            key = measured_as(setting)
+            found[setting] = measure_cold(
+                search.study, key, search.options.device, search.budget, 1.5 * search.budget.slice_s
+            )
+    return found
+
+
+def _plain(search: Search, cache: Triple) -> TuneRow:
+    reads, predicted = search.model.plain(usable(cache))
+    measured = None
+    if cache[:2] == default_cache()[:2]:
+        loop = PlainLoop(search.study)
+        try:
+            measured = loop.rate(search.budget.slice_s)
+        finally:
+            loop.close()
+    return plain_row(search, cache, reads, predicted, measured)
+
+
+def _good_chunk(search: Search) -> int:
+    """Samples a chunk of a new file, for advice where none is recommended."""
+    anew = [each for each in search.settings if each.repack and not each.shuffle]
+    if not anew:
+        return search.study.facts.chunk_samples
+    return max((search.candidate(each) for each in anew), key=lambda each: each.rate).setting.chunk_samples
+
+
+def _described(search: Search, setting: Setting) -> dict[str, object]:
+    each, key = search.candidate(setting), measured_as(setting)
+    rates = search.rates.get(key)
+    return asdict(setting) | {
+        "predicted_rate": search.predicted.get(key, search.model.rate(key)),
+        "measured_rate": float(np.median(rates)) if rates else None,
+        "memory_bytes": each.memory_bytes,
+        "effective_batch": each.effective_batch,
+        "allowed": search.allows(setting),
+    }
+
+
+def _cache(given: Sequence[float] | None) -> Triple:
+    """The cache of plain h5py, w0 = 1 included: it is there to be advised against."""
+    if given is None:
+        return default_cache()
+    try:
+        nslots, nbytes, w0 = given
+        found = int(nslots), int(nbytes), float(w0)
+    except (TypeError, ValueError):
+        raise OptionError(f"h5py_cache is {given!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
+    if found[0] < 1 or found[1] < 0 or not 0 <= found[2] <= 1:
+        raise OptionError(f"h5py_cache is {given!r}: give nslots of at least 1, nbytes of at least 0, w0 from 0 to 1")
+    return found
+
+
+def _workers(workers: Sequence[int] | None) -> tuple[int, ...]:
+    if workers is None:
+        cores = available_cores()
+        return tuple(number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, cores))
+    for number in workers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise OptionError(f"workers has {number!r}: give whole numbers, at least 0")
+    return tuple(sorted(set(workers)))
+
+
+def _check_numbers(batch_size: int, memory_bytes: int, share: float, budget_s: float) -> None:
+    for name, value in (("batch_size", batch_size), ("memory_bytes", memory_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} is {value!r}: give a whole number, at least 1")
+    if not 0 < share < 1:
+        raise OptionError(f"min_effective_batch is {share!r}: give a share of the batch above 0 and below 1")
+    if not 0 < budget_s < float("inf"):
+        raise OptionError(f"budget_s is {budget_s!r}: give a number of seconds above 0")
+
+
+def _versions() -> dict[str, str]:
+    from h5chunk.feed.measure import torch_version
+
+    versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
+    return versions | {"numpy": np.__version__, "torch": torch_version(), "python": platform.python_version()}

@@ -1,0 +1,224 @@
+"""What a tuner found: for people (``str``) and scripts (``to_json``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from h5chunk.errors import printable
+from h5chunk.plan.advice import Advice
+from h5chunk.plan.layout import human_bytes
+
+TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
+
+
+@dataclass(frozen=True)
+class TuneRow:
+    """One line of the table.
+
+    Attributes
+    ----------
+    name : {"today", "h5py default", "recommendation", "runner-up"}
+    setting : str
+    way : {"loader", "dataset", "h5py"}
+    chunk_samples, window_chunks, num_workers : int or None
+    cache : (nslots, nbytes, w0)
+        Of each process that reads through HDF5.
+    repack, shuffle : bool
+        Whether the file has to be written anew, and its samples permuted.
+    rate : float
+        Samples/s from the page cache; measured, or else predicted.
+    measured_rate : float or None
+        None: it was not measured.
+    predicted_rate : float
+        Before this setting was measured.
+    cold_rate : float or None
+        From the disk, with the opening of the file.
+    memory_bytes : int
+    hit_rate : float or None
+        Of HDF5's chunk cache; None where it is not asked.
+    amplification : float
+        Bytes read over bytes used.
+    effective_batch : float or None
+        None where no field says what is alike.
+    slowest : str
+        Stage.
+    reason : str
+    """
+
+    name: str
+    setting: str
+    way: str
+    chunk_samples: int | None
+    window_chunks: int | None
+    num_workers: int
+    cache: tuple[int, int, float]
+    repack: bool
+    shuffle: bool
+    rate: float
+    measured_rate: float | None
+    predicted_rate: float
+    cold_rate: float | None
+    memory_bytes: int
+    hit_rate: float | None
+    amplification: float
+    effective_batch: float | None
+    slowest: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to change, and what it gives.
+
+    Attributes
+    ----------
+    chunk_samples, window_chunks : int
+        Recommended; where ``repack`` is True, of the file that `h5chunk repack` writes.
+    cache : (nslots, nbytes, w0)
+        Chunk cache of one process that reads all windows through HDF5.
+    compression : str or None
+        That the file should have; None: none, or as it is.
+    way : {"loader", "dataset"}
+        `ChunkLoader`, or `ChunkDataset` in a DataLoader.
+    num_workers : int
+        Of the DataLoader.
+    repack, shuffle : bool
+        Whether that needs the file written anew, and its samples permuted.
+    window_in_place, cache_in_place : int, (nslots, nbytes, w0)
+        The best without a new file: what ``--apply`` stores.
+    path : str
+    converted : bool
+        False: the source has to be converted first.
+    batch_size : int
+    device : str
+    num_samples, num_measured : int
+        Of the data, and those that rates are of.
+    sample_bytes : int
+    rows : list of TuneRow
+    advice : list of Advice
+    stages : dict of str to float
+        Samples/s of each stage of the recommendation alone.
+    slowest : str
+        Of those.
+    commands : list of str
+        What to do, one step each.
+    candidates : list of dict
+        All settings with their predicted (and measured) rates, memory and effective batch.
+    min_effective_batch : float
+        Samples.
+    memory_bytes : int
+        That may be taken.
+    machine : dict
+        What probes found.
+    verify : dict or None
+        Predicted and measured misses.
+    applied : str or None
+        Where the recommendation was stored.
+    notes : list of str
+    seconds, budget_s : float
+    versions : dict of str to str
+    """
+
+    chunk_samples: int
+    window_chunks: int
+    cache: tuple[int, int, float]
+    compression: str | None
+    way: str
+    num_workers: int
+    repack: bool
+    shuffle: bool
+    window_in_place: int
+    cache_in_place: tuple[int, int, float]
+    path: str
+    converted: bool
+    batch_size: int
+    device: str
+    num_samples: int
+    num_measured: int
+    sample_bytes: int
+    rows: list[TuneRow]
+    advice: list[Advice]
+    stages: dict[str, float]
+    slowest: str
+    commands: list[str]
+    min_effective_batch: float
+    memory_bytes: int
+    notes: list[str]
+    seconds: float
+    budget_s: float
+    versions: dict[str, str]
+    candidates: list[dict[str, Any]] = field(repr=False)
+    machine: dict[str, float | None] = field(repr=False)
+    verify: dict[str, Any] | None = None
+    applied: str | None = None
+
+    def row(self, name: str) -> TuneRow:
+        """A line of the table by its name."""
+        return next(each for each in self.rows if each.name == name)
+
+    def to_json(self) -> str:
+        """All of it as one JSON object; `h5chunk convert` and `repack` take it with ``--tuned``."""
+        return json.dumps(_finite(asdict(self)), indent=2)
+
+    def __str__(self) -> str:
+        head = (
+            f"{printable(self.path)}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)}, batches of "
+            f"{self.batch_size} to {self.device}"
+        )
+        lines = [head, "", self._headline(), *(f"  {command}" for command in self.commands), ""]
+        lines.append(
+            f"{'':15s}{'samples/s':>11s}{'cold':>10s}{'memory':>11s}{'hit rate':>9s}{'read/used':>10s}{'batch':>7s}"
+        )
+        for row in self.rows:
+            lines += [_line(row), f"{'':15s}  {row.setting}: {row.reason}"]
+        lines += [f"advice: {each}" for each in self.advice]
+        if self.verify is not None:
+            lines.append(_verified(self.verify))
+        if self.applied is not None:
+            lines.append(f"stored in {printable(self.applied)}: readers take window and cache from there")
+        lines += [f"note: {note}" for note in self.notes]
+        lines.append(
+            f"slowest stage: {self.slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s"
+        )
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        chosen, today = self.row(CHOSEN), self.row(TODAY)
+        gain = chosen.rate / max(1e-9, today.rate)
+        batch = f", a batch of {self.batch_size} worth {chosen.effective_batch:.0f}" if chosen.effective_batch else ""
+        against = "as today" if chosen.setting == today.setting else f"{gain:.2g} x today's"
+        return f"{chosen.setting}: {chosen.rate:,.0f} samples/s, {against}{batch}"
+
+
+def _line(row: TuneRow) -> str:
+    cold = "-" if row.cold_rate is None else f"{row.cold_rate:,.0f}"
+    hits = "-" if row.hit_rate is None else f"{row.hit_rate:.3f}"
+    batch = "-" if row.effective_batch is None else f"{row.effective_batch:.0f}"
+    rate = f"{row.rate:,.0f}" if row.measured_rate is not None else f"~{row.rate:,.0f}"
+    return (
+        f"{row.name:15s}{rate:>11s}{cold:>10s}{human_bytes(row.memory_bytes):>11s}{hits:>9s}"
+        f"{row.amplification:>10,.2f}{batch:>7s}"
+    )
+
+
+def _verified(verify: dict[str, Any]) -> str:
+    if verify.get("note"):
+        return f"verify: {verify['note']}"
+    same = "equal" if verify["predicted_misses"] == verify["measured_misses"] else "NOT EQUAL: please report it"
+    return (
+        f"verify: {verify['predicted_misses']:,} misses predicted, {verify['measured_misses']:,} measured, in "
+        f"{verify['batches']:,} batches; {verify['measured_bytes']:,} bytes read: {same}"
+    )
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return None
+    return value

@@ -1,0 +1,158 @@
+"""The table of a tuner: four lines, each with a sentence of reason; and the commands that follow from it."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from typing import Any
+
+from h5chunk.errors import printable
+from h5chunk.plan.choose import Candidate, runner_up
+from h5chunk.plan.cost import Reads, slowest
+from h5chunk.plan.settings import DATASET, LOADER, Setting, cache_of
+from h5chunk.tools.tuneadvice import Triple, repack_command
+from h5chunk.tools.tunereport import CHOSEN, PLAIN, SECOND, TODAY, TuneRow
+from h5chunk.tools.tunesearch import Search, measured_as
+
+
+def triple(setting: Setting, search: Search, num_workers: int | None = None) -> Triple:
+    """The cache of a setting as numbers."""
+    cache = cache_of(setting, search.study.facts, num_workers)
+    return cache.nslots, cache.nbytes, cache.w0
+
+
+def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float | None = None) -> TuneRow:
+    """A line of the table."""
+    setting, model = each.setting, search.model
+    key = measured_as(setting)
+    reads = model.reads(setting)
+    rates = search.rates.get(key)
+    return TuneRow(
+        name=name,
+        setting=str(setting),
+        way=setting.way,
+        chunk_samples=setting.chunk_samples,
+        window_chunks=setting.window_chunks,
+        num_workers=setting.num_workers,
+        cache=triple(setting, search),
+        repack=setting.repack,
+        shuffle=setting.shuffle,
+        rate=each.rate,
+        measured_rate=statistics.median(rates) if rates else None,
+        predicted_rate=search.predicted.get(key, model.rate(key)),
+        cold_rate=cold,
+        memory_bytes=each.memory_bytes,
+        hit_rate=reads.hit_rate,
+        amplification=reads.amplification,
+        effective_batch=each.effective_batch,
+        slowest=slowest(model.stages(setting)),
+        reason=reason,
+    )
+
+
+def plain_row(search: Search, cache: Triple, reads: Reads, predicted: float, measured: float | None) -> TuneRow:
+    """The line of plain h5py."""
+    facts = search.study.facts
+    grid = facts.grid
+    if grid.chunks and grid.chunks_per_sample > 1:
+        why = f"a random sample is in {grid.chunks_per_sample:,} chunks: {reads.amplification:,.0f} x its bytes read"
+    elif reads.amplification > 1.5:
+        why = f"a random sample reads its whole chunk, {reads.amplification:,.1f} x its bytes"
+    else:
+        why = "one call a sample, under HDF5's lock"
+    return TuneRow(
+        name=PLAIN,
+        setting=f"h5py.File(...)[name][i], uniform shuffle, cache of {cache[1]:,} bytes",
+        way="h5py",
+        chunk_samples=facts.chunk_samples,
+        window_chunks=None,
+        num_workers=0,
+        cache=cache,
+        repack=False,
+        shuffle=False,
+        rate=predicted if measured is None else measured,
+        measured_rate=measured,
+        predicted_rate=predicted,
+        cold_rate=None,
+        memory_bytes=cache[1] * len(search.study.fields) + facts.batch_size * facts.sample_bytes,
+        hit_rate=reads.hit_rate,
+        amplification=reads.amplification,
+        effective_batch=None if search.study.groups is None else float(min(facts.batch_size, facts.num_samples)),
+        slowest="HDF5",
+        reason=why,
+    )
+
+
+def table(search: Search, chosen: Candidate, enough: bool, colds: dict[Setting, float | None]) -> list[TuneRow]:
+    """Today's setting, the recommendation and the runner-up."""
+    options: dict[str, Any] = {
+        "min_effective": search.options.min_effective,
+        "memory_bytes": search.options.memory_bytes,
+    }
+    known = [search.candidate(each) for each in search.settings if measured_as(each) in search.rates]
+    today = search.candidate(search.settings[0])
+    second = runner_up(known, chosen, **options)
+    rows = [
+        row_of(TODAY, today, search, _reason_today(search, today), colds.get(today.setting)),
+        row_of(CHOSEN, chosen, search, _reason_chosen(search, chosen, enough), colds.get(chosen.setting)),
+    ]
+    if second is not None:
+        rows.append(row_of(SECOND, second, search, _reason_second(second, chosen)))
+    return rows
+
+
+def _reason_today(search: Search, today: Candidate) -> str:
+    study = search.study
+    if study.why_not_direct:
+        return f"through HDF5, one thread at a time, as {study.why_not_direct}"
+    if not search.allows(today.setting):
+        few = today.effective_batch is not None and today.effective_batch < search.options.min_effective
+        return "mixes too little" if few else "takes more memory than allowed"
+    return f"what readers do by default; {slowest(search.model.stages(today.setting))} takes longest"
+
+
+def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
+    setting, count = chosen.setting, len(search.rates)
+    if not enough:
+        return "nothing mixes well enough within this memory: this mixes best"
+    if setting.shuffle:
+        return "no window mixes the file as it lies well enough and fast; shuffled once on disk, any does"
+    if setting == search.settings[0]:
+        return f"within 4 % of the fastest of {count} measured, and nothing has to change"
+    if setting.repack:
+        return f"the fastest of {count} measured; worth a new file"
+    return f"the fastest of {count} measured, or within 4 % of it, without a new file"
+
+
+def _reason_second(second: Candidate, chosen: Candidate) -> str:
+    if chosen.setting.repack and not second.setting.repack:
+        return "the best without a new file"
+    if second.setting.way != chosen.setting.way:
+        return (
+            "for training code that has a DataLoader" if second.setting.way == DATASET else "without worker processes"
+        )
+    return "the next best"
+
+
+def commands_for(search: Search, setting: Setting) -> list[str]:
+    """What to do, one step each."""
+    study = search.study
+    path, steps = printable(study.reader.path), []
+    if not study.converted:
+        steps.append("h5chunk tune SRC --json > tuned.json; h5chunk convert SRC OUT.h5 --tuned tuned.json")
+        path = "OUT.h5"
+    elif setting.repack:
+        keep = None if study.matrix else setting.chunk_samples
+        command = repack_command(study, keep, shuffle=setting.shuffle)
+        steps.append(f"{command} --window {setting.window_chunks}")
+        path = shlex.split(command)[3]
+    given = "" if setting.repack or not study.converted else f", window_chunks={setting.window_chunks}"
+    batch = study.facts.batch_size
+    if setting.way == LOADER:
+        steps.append(f'h5chunk.ChunkLoader("{path}", {batch}{given})')
+    else:
+        steps.append(
+            f'data = h5chunk.ChunkDataset("{path}"); DataLoader(data, batch_sampler=h5chunk.ChunkSampler(data, {batch}'
+            f"{given}), num_workers={setting.num_workers})"
+        )
+    return steps

@@ -1,0 +1,165 @@
+"""The search of a tuner: what is predicted to be best is measured, which corrects the predictions, until time is up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from h5chunk.plan.choose import Candidate, allowed, choose
+from h5chunk.plan.settings import Setting
+from h5chunk.tools.tuneclock import Budget
+from h5chunk.tools.tunemeasure import measure
+from h5chunk.tools.tunemodel import Model
+from h5chunk.tools.tunestudy import Study
+
+SEARCH_SHARE, FINAL_SHARE = 0.55, 0.8  # of the budget, when a phase ends
+FINALISTS, ROUNDS, MOST_MEASURED = 3, 3, 16
+HOPELESS, WORTH = 0.4, 0.85  # of the best rate: what is predicted to give less is not measured, in each phase
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        That feeding may take.
+    workers : tuple of int
+    device : str
+    min_effective : float
+        Samples that a batch shall be worth.
+    """
+
+    memory_bytes: int
+    workers: tuple[int, ...]
+    device: str
+    min_effective: float
+
+
+@dataclass
+class Search:
+    """Measures settings.
+
+    Attributes
+    ----------
+    study : Study
+    model : Model
+    options : Options
+    budget : Budget
+    settings : list of Setting
+        Today's first.
+    rates : dict of Setting to list of float
+        Samples/s of each measurement; a setting that shuffles is measured without, as that changes no rate.
+    predicted : dict of Setting to float
+        Before the setting itself was measured.
+    """
+
+    study: Study
+    model: Model
+    options: Options
+    budget: Budget
+    settings: list[Setting]
+    rates: dict[Setting, list[float]] = field(default_factory=dict)
+    predicted: dict[Setting, float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Measure one of each kind, then the most promising ones, then the best in turns."""
+        for setting in self._anchors():
+            if self.budget.has(SEARCH_SHARE) or not self.rates:
+                self.measure(setting)
+        self.measure(self.settings[0])
+        while self.budget.has(SEARCH_SHARE) and len(self.rates) < MOST_MEASURED:
+            promising = self._most_promising()
+            if promising is None:
+                break
+            self.measure(promising)
+        for _ in range(ROUNDS):
+            for setting in self.finalists():
+                if self.budget.has(FINAL_SHARE):
+                    self.measure(setting)
+
+    def measure(self, setting: Setting) -> None:
+        """Once, if it fits in memory."""
+        key = measured_as(setting)
+        if self.model.candidate(key).memory_bytes > self.options.memory_bytes:
+            return
+        rate = measure(self.study, key, self.options.device, self.budget, self.budget.slice_s)
+        if key not in self.predicted:
+            self.predicted[key] = self.model.rate(key)
+        self.model.learn(key, rate)
+        self.rates.setdefault(key, []).append(rate)
+
+    def _anchors(self) -> Iterable[Setting]:
+        """The second best of each kind that is not hopeless, so that the best is predicted from another one."""
+        kinds: dict[tuple[str, int, bool], list[Setting]] = {}
+        for each in map(measured_as, self.settings):
+            kinds.setdefault((each.way, each.num_workers, each.repack), []).append(each)
+        for some in kinds.values():
+            some.sort(key=self.model.rate, reverse=True)
+            if len(some) > 1 and (some[1] != self.settings[0] or len(some) == 2):
+                some.insert(0, some.pop(1))
+            elif len(some) > 2:
+                some.insert(0, some.pop(2))
+        firsts = sorted((some[0] for some in kinds.values()), key=self.model.rate, reverse=True)
+        for setting in firsts:
+            best = max((statistics.median(rates) for rates in self.rates.values()), default=0.0)
+            if not setting.repack or self.model.rate(setting) >= HOPELESS * best:
+                yield setting
+
+    def _most_promising(self) -> Setting | None:
+        """The allowed setting that was not measured and is predicted to be fastest, if that may be worth it."""
+        best = max(statistics.median(rates) for rates in self.rates.values()) if self.rates else 0.0
+        fresh = [each for each in self.settings if measured_as(each) not in self.rates and self.allows(each)]
+        found = max(fresh, key=lambda each: self.model.rate(measured_as(each)), default=None)
+        if found is None or self.model.rate(measured_as(found)) < WORTH * best:
+            return None
+        return found
+
+    def allows(self, setting: Setting) -> bool:
+        """Whether it fits in memory and mixes well enough."""
+        return allowed(self.candidate(setting), self.options.min_effective, self.options.memory_bytes)
+
+    def candidate(self, setting: Setting) -> Candidate:
+        """With its measured rate, else the predicted one."""
+        key = measured_as(setting)
+        rates = self.rates.get(key)
+        rate = statistics.median(rates) if rates else self.model.rate(key)
+        return self.model.candidate(setting, self._bounded(setting, rate))
+
+    def _bounded(self, setting: Setting, rate: float) -> float:
+        """No more than the disk gives, where the data does not fit in memory."""
+        disk = self.model.machine.disk_rate
+        if disk is None or self.study.fits_memory:
+            return rate
+        return min(rate, disk / max(1.0, self.model.reads(setting).bytes_read))
+
+    def finalists(self) -> list[Setting]:
+        """The fastest measured ones that are allowed, the fastest without a new file, and today's."""
+        measured = [each for each in self.settings if measured_as(each) in self.rates]
+        ranked = sorted(measured, key=lambda each: self.candidate(each).rate, reverse=True)
+        good = [each for each in ranked if self.allows(each)] or ranked
+        found = [*good[:FINALISTS], *[each for each in good if not each.repack][:1], self.settings[0]]
+        return list(dict.fromkeys(map(measured_as, found)))
+
+    def repack_pays(self, new: Setting, old: Setting) -> bool:
+        """Whether a new file is faster in each round: the time of day alone shall not ask for one."""
+        rates = self.rates.get(measured_as(new), []), self.rates.get(measured_as(old), [])
+        turns = min(map(len, rates))
+        return not turns or all(a > b for a, b in zip(rates[0][-turns:], rates[1][-turns:], strict=True))
+
+    def choose(self, settings: Sequence[Setting] | None = None) -> Candidate | None:
+        """The one to take, of those measured; None if none is allowed."""
+        some = self.settings if settings is None else settings
+        known = [self.candidate(each) for each in some if measured_as(each) in self.rates]
+        options = {"min_effective": self.options.min_effective, "memory_bytes": self.options.memory_bytes}
+        found = choose(known, **options)  # type: ignore[arg-type]
+        if found is None:
+            found = choose([self.candidate(each) for each in some], **options)  # type: ignore[arg-type]
+        return found
+
+
+def measured_as(setting: Setting) -> Setting:
+    """The setting that is measured in its place: permuting samples changes no rate."""
+    return replace(setting, shuffle=False)
