@@ -312,7 +312,7 @@ def test_windows_that_grow(path, monkeypatch, reuse):
     """Three windows of one batch each, then one of two: the last slot has to be larger than the first ones."""
     monkeypatch.setattr("h5chunk.plan.layout.MAX_OPEN_BYTES", 3 * 21 * 4 * 90)
     options = {"window_chunks": 21, "seed": 1}
-    monkeypatch.setattr("h5chunk.feed.dataset.with_full_windows", lambda order: order)
+    monkeypatch.setattr("h5chunk.feed.orders.with_full_windows", lambda order: order)
     epochs = expected_epochs(path, 41, 3, **options)
     with ChunkLoader(path, 41, reuse=reuse, **options) as loader:
         assert [each.window_batches for each in loader.order.rounds()] == [1, 2]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
-from h5chunk.feed.dataset import recommended_window
+from h5chunk.feed.orders import recommended_window
 from h5chunk.store.csr import write_csr
 from h5chunk.store.reader import H5Reader
 

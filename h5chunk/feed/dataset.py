@@ -6,8 +6,9 @@ import math
 import operator
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -15,18 +16,20 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.matrixrows import Loaded, MatrixRows
 from h5chunk.feed.memory import BatchMemory, SharedMemory
-from h5chunk.feed.ranks import ALONE, Ranks
+from h5chunk.feed.orders import recommended_window
 from h5chunk.feed.rowconvert import matrix_convert
 from h5chunk.feed.spaces import torch_dtype
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import choose_interleave, choose_window_chunks
-from h5chunk.plan.order import INTERLEAVE, Order, with_full_windows
-from h5chunk.plan.sparse import bounded_window, fullest_chunks
+from h5chunk.plan.line import ChunkLine
+from h5chunk.plan.order import INTERLEAVE, Order
+from h5chunk.plan.permute import SPLIT, permutation
+from h5chunk.plan.picks import pick_samples, split_samples
 from h5chunk.store.format import Header
+from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
 
 Fields = Mapping[str, str] | Sequence[str]
@@ -88,13 +91,102 @@ class ChunkDataset(Dataset[Any]):
         self._matrix = None if convert is None else MatrixRows(self._reader, convert)
         self._dtypes = {name: torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
         self.transform = transform
+        self._samples: np.ndarray | None = None  # of a subset
         self._given_cache = None if cache is None else CacheSettings.of(cache)
         self._memory, self._shared = BatchMemory(), SharedMemory()
         self._order: Order | None = None  # what a sampler said
         self._cache_known: tuple[int, CacheSettings] | None = None  # by number of workers
 
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs between data sets of other data, and is the same for copies of a file."""
+        found = self._reader.fingerprint
+        return found if self._samples is None else zlib.crc32(self._samples.tobytes(), found)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all samples of its file."""
+        return self._samples is None
+
+    def new_reader(self) -> H5Reader:
+        """Another reader of the same fields."""
+        return copy(self._reader)
+
     def __len__(self) -> int:
-        return self._reader.num_samples
+        return self._reader.num_samples if self._samples is None else len(self._samples)
+
+    @property
+    def samples(self) -> np.ndarray:
+        """The number in the file of each sample: (n,) int64, ascending."""
+        return np.arange(len(self)) if self._samples is None else self._samples
+
+    def subset(self, samples: Any) -> ChunkDataset:
+        """Some of the samples, in the order of the file: chunks in which there are none of them are not read.
+
+        Parameters
+        ----------
+        samples : array of bool or of int
+            A mask of this data set's samples, or their numbers in it.
+
+        Raises
+        ------
+        OptionError
+            A number is out of range or named twice, or the mask has another length.
+        """
+        part = copy(self)
+        picked = pick_samples(samples, len(self))
+        part._samples = picked if self._samples is None else self._samples[picked]
+        part._reader, part._order, part._cache_known = self.new_reader(), None, None
+        part._memory, part._shared = BatchMemory(), SharedMemory()
+        if self._matrix is not None:
+            part._matrix = self._matrix.of(part._reader)
+        return part
+
+    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
+        """Random parts, such as for training and validation.
+
+        Of a file that was shuffled when it was packed they are made of whole chunks but for those at their borders,
+        which is as random and reads nothing in vain; of others, and where classes count, sample by sample.
+
+        Parameters
+        ----------
+        fractions : sequence of float
+            Of each part; they make 1, or less where samples shall be left out.
+        seed : int
+        stratify : str, optional
+            Field of this data set by which each part has each class in equal share.
+
+        Raises
+        ------
+        OptionError
+            The fractions cannot be, or the seed.
+        FieldError
+            There is no such field, or it has more than a value a sample.
+        """
+        header = self._reader.header
+        size = len(self)
+        if stratify is None and header is not None and header.shuffled and self._samples is None:
+            line = ChunkLine(size, self.chunk_samples, seed, 0).at(np.arange(size)) if size else np.empty(0, np.int64)
+        else:
+            line = permutation(size, seed, stream=(SPLIT, 0, 0))
+        groups = None if stratify is None else self.values(stratify)
+        return [self.subset(part) for part in split_samples(line, fractions, groups, seed)]
+
+    def values(self, name: str) -> np.ndarray:
+        """A field of one value a sample, of all samples: (n,).
+
+        Raises
+        ------
+        FieldError
+            The file has no such field, or it has more than a value a sample.
+        """
+        reader = self._reader if name in self._reader.fields else H5Reader(self._reader.path, {name: name})
+        field = reader.fields[name]
+        if isinstance(field, MatrixField) or field.sample_shape:
+            raise FieldError(f"field {name!r} has samples of shape {field.sample_shape}: name one of a value a sample")
+        found = np.empty(len(self), field.dtype)
+        reader.read(name, self.samples, found)
+        return found
 
     @property
     def path(self) -> str:
@@ -213,6 +305,8 @@ class ChunkDataset(Dataset[Any]):
             wrong = rows[(rows < -len(self)) | (rows >= len(self))][0]
             raise IndexError(f"sample {wrong} of {len(self)}: {self.path} has samples 0 to {len(self) - 1}")
         rows = np.where(rows < 0, rows + len(self), rows)
+        if self._samples is not None:
+            rows = self._samples[rows]
         self._reader.set_caches(self.cache)
         numbers = [name for name, dtype in self._dtypes.items() if dtype is not None]
         loaded = [self._load(name, rows) for name in numbers]
@@ -262,61 +356,6 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     if fields is None or isinstance(fields, Mapping):
         return fields
     return {name: name for name in ((fields,) if isinstance(fields, str) else fields)}
-
-
-def recommended_window(reader: H5Reader) -> int:
-    """How many chunks to shuffle together: what the file says, or what the model does.
-
-    Fewer where some chunks of a matrix hold far more than others, as windows are bounded by bytes.
-    """
-    if reader.header is not None:
-        window_chunks = reader.header.window_chunks
-    else:
-        window_chunks = choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
-    if reader.matrix is None:
-        return window_chunks
-    return bounded_window(window_chunks, fullest_chunks(reader.indptr, reader.chunk_samples))
-
-
-def make_order(
-    reader: H5Reader,
-    batch_size: int,
-    *,
-    shuffle: bool,
-    seed: int,
-    window_chunks: int | None,
-    drop_last: bool,
-    interleave: int | None,
-    ranks: Ranks = ALONE,
-    pad: bool = False,
-) -> Order:
-    """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
-
-    A file that was not shuffled when it was converted, or windows that the user asked for, get windows of that size
-    even where few fit in an epoch; else workers get windows of their own, which are smaller.
-
-    Raises
-    ------
-    OptionError
-        A number is out of range.
-    """
-    order = Order(
-        num_samples=reader.num_samples,
-        chunk_samples=reader.chunk_samples,
-        batch_size=batch_size,
-        window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
-        interleave=INTERLEAVE if interleave is None else interleave,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        pad=pad,
-        **ranks._asdict(),
-    )
-    if interleave is None:
-        order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
-        if window_chunks is not None or reader.header is None or not reader.header.shuffled:
-            order = with_full_windows(order)
-    return order
 
 
 def _numbers(indices: Any) -> np.ndarray:

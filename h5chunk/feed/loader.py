@@ -16,9 +16,10 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Normalize, Tensors, make_convert
-from h5chunk.feed.dataset import Fields, field_mapping, make_order
+from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.device import find_device, free_bytes
 from h5chunk.feed.memory import KEPT
+from h5chunk.feed.orders import data_identity, make_order, make_picks
 from h5chunk.feed.ranks import find_ranks
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.state import State, load_state, save_state
@@ -26,10 +27,10 @@ from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Drawn, Order
+from h5chunk.plan.picks import WeightedPicks
 from h5chunk.plan.slots import largest_window, plan_slots
 from h5chunk.store.fill import available_cores
-from h5chunk.store.reader import H5Reader
 
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 LOADING_BYTES, LOADING_SLOTS = 8 << 20, 4  # in what pieces resident data is read, and how many at a time
@@ -51,12 +52,17 @@ class ChunkLoader:
 
     Parameters
     ----------
-    path : path
+    path : path or ChunkDataset
+        A data set stands for its file, fields and subset; not for its transform, or how it makes rows.
     batch_size : int
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`; numbers only, and a matrix first.
     shuffle, seed, window_chunks, drop_last, pad, lanes, rank, world_size
         As for `ChunkSampler`.
+    subset : array of bool or of int, optional
+        A mask of all samples, or the numbers of those to visit; chunks in which there are none are not read.
+    weights : array or str, optional
+        As for `ChunkSampler`; of the samples of a subset, if there is one.
     device : str or torch.device
         Where batches shall be: ``"cpu"`` or a CUDA device.
     memory_bytes : int, optional
@@ -115,7 +121,7 @@ class ChunkLoader:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | ChunkDataset,
         batch_size: int,
         *,
         fields: Fields | None = None,
@@ -127,6 +133,8 @@ class ChunkLoader:
         lanes: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        subset: Any = None,
+        weights: Any = None,
         device: str | torch.device = "cpu",
         memory_bytes: int | None = None,
         num_threads: int | None = None,
@@ -144,8 +152,13 @@ class ChunkLoader:
         _check_options(reader, resident, num_threads, memory_bytes)
         check_echo(echo)
         self._device = find_device(device)
-        self._reader = H5Reader(path, field_mapping(fields))
-        self._supply = Supply(self._reader, reader, self._device, num_threads or min(MAX_THREADS, available_cores()))
+        dataset = _dataset(path, fields, subset)
+        self._reader = dataset.new_reader()
+        samples = None if dataset.is_whole else dataset.samples
+        picks = make_picks(self._reader, samples, weights, positions=False, values=dataset.values)
+        counts = None if picks is None else _counts(self._reader.num_samples, samples, picks)
+        threads = num_threads or min(MAX_THREADS, available_cores())
+        self._supply = Supply(self._reader, reader, self._device, threads, counts)
         self._convert = make_convert(
             self._reader,
             normalize=normalize,
@@ -166,7 +179,9 @@ class ChunkLoader:
             interleave=1 if echo != 1 else None,
             ranks=find_ranks(lanes, rank, world_size),
             pad=pad,
+            picks=picks,
         )
+        self._identity = data_identity(dataset, weights)
         least_chunks = None
         if window_chunks is None:  # echoes of a single batch would be the same batch again
             least_chunks = 1 if echo == 1 else math.ceil(2 * batch_size / order.chunk_samples)
@@ -186,8 +201,8 @@ class ChunkLoader:
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
-        self._start_batch = self._given = 0  # of the epoch that comes next, and of the one that is running
-        self._running: Order | None = None
+        self._start_batch = 0  # of the epoch that comes next
+        self._running: tuple[Order, int] | None = None  # an epoch that is not over, and how many batches it gave
 
     def _beside_windows(self, order: Order) -> int:
         """Memory that streaming in this order takes beside the windows."""
@@ -233,6 +248,11 @@ class ChunkLoader:
         """The order of the epoch that comes next."""
         return self._order
 
+    @property
+    def sampler(self) -> ChunkLoader:
+        """Itself: Lightning's Trainer looks here for what has a ``set_epoch``."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
 
@@ -241,7 +261,7 @@ class ChunkLoader:
         if epoch != self._order.epoch:
             self._start_batch = 0
         self._order = replace(self._order, epoch=epoch)
-        self._running, self._given = None, self._start_batch
+        self._running = None
 
     def state_dict(self) -> State:
         """Where the epoch stands: a few integers, for `load_state_dict` of any loader or sampler of the same file.
@@ -253,7 +273,8 @@ class ChunkLoader:
         """
         if self._echo != 1:
             raise OptionError(f"echo is {self._echo!r}: the state of a loader that echoes cannot be saved: use echo=1")
-        return save_state(self._running or self._order, self._given, self._reader.fingerprint)
+        order, batch = self._running or (self._order, self._start_batch)
+        return save_state(order, batch, self._identity())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` says, with the next iteration.
@@ -263,9 +284,9 @@ class ChunkLoader:
         StateError
             It is of another file, seed, batch size or order.
         """
-        epoch, self._start_batch = load_state(state, self._order, self._reader.fingerprint)
+        epoch, self._start_batch = load_state(state, self._order, self._identity())
         self._order = replace(self._order, epoch=epoch)
-        self._running, self._given = None, self._start_batch
+        self._running = None
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -279,21 +300,23 @@ class ChunkLoader:
         if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.resident):
             self.close()
             self._feed = self._start(order, start)
-        feed, self._feed_is_at = self._feed, None
+        feed, self._feed_is_at, number = self._feed, None, start
         try:
             self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
-            self._running, self._given = order, start
-            self.report = report
-            for batch in feed.batches(order, report, start):
-                self._given += 1
+            self._running, self.report = (order, start), report
+            batches = feed.batches(order, report, start)
+            for number, batch in enumerate(batches, start + 1):
+                self._running = order, number
                 yield batch
                 if self._feed is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
-            self._feed_is_at = order.epoch + 1
+            self._running, self._feed_is_at = None, order.epoch + 1
         finally:
             if self._feed is feed and self._feed_is_at is None:
-                if self.resident:
-                    self._feed_is_at = order.epoch + 1  # what is on the device stays right
+                # what is on the device stays right; who counts batches stops at the last one, and that is an end, too
+                at_last = not self._reuse and number == order.num_batches
+                if self.resident or (at_last and next(batches, self) is self):
+                    self._feed_is_at = order.epoch + 1
                 else:
                     self.close()
 
@@ -356,6 +379,25 @@ class ChunkLoader:
             f"ChunkLoader({str(self._reader.path)!r} to {self._device}: {len(self)} batches of "
             f"{self._order.batch_size}; {what}{echo}; {supply.num_threads} threads; {how})"
         )
+
+
+def _dataset(path: str | os.PathLike[str] | ChunkDataset, fields: Fields | None, subset: Any) -> ChunkDataset:
+    """What is to be read, as a data set."""
+    if isinstance(path, ChunkDataset):
+        if fields is not None:
+            raise OptionError("fields is given, but the data set has its own: give a path, or leave fields out")
+        dataset = path
+    else:
+        dataset = ChunkDataset(path, fields=fields)
+    return dataset if subset is None else dataset.subset(subset)
+
+
+def _counts(num_samples: int, samples: np.ndarray | None, picks: Drawn) -> np.ndarray:
+    """How often each sample of the file may come in an epoch: (num_samples,) int64."""
+    most = picks.most if isinstance(picks, WeightedPicks) else 1
+    counts = np.zeros(num_samples, np.int64)
+    counts[slice(None) if samples is None else samples] = most
+    return counts
 
 
 def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:

@@ -58,6 +58,10 @@ class MatrixRows:
         self._reader, self._convert = reader, convert
         self._file: _OpenFile | None = None
 
+    def of(self, reader: H5Reader) -> MatrixRows:
+        """The same by another reader of the file."""
+        return MatrixRows(reader, self._convert)
+
     @property
     def assemble(self) -> Assemble | None:
         """What makes the fields of a batch of its tensors, if they are not those already."""

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.dataset import ChunkDataset, make_order
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.orders import data_identity, make_order, make_picks
 from h5chunk.feed.ranks import find_ranks
 from h5chunk.feed.state import State, load_state, save_state
 from h5chunk.plan.layout import human_bytes
@@ -47,6 +48,10 @@ class ChunkSampler(Sampler[list[int]]):
         All have the same number of batches, of ``batch_size`` each, and read different chunks. As long as
         ``batch_size * world_size`` and ``lanes``, which ``world_size`` must divide, stay as they are, the batches of
         all ranks together are the same samples, however many ranks there are.
+    weights : array or str, optional
+        How likely each sample of the data set is, (n,), 0 or more; or a field of classes that shall all be equally
+        likely. An epoch then draws as many samples as there are, each as often as it is due, up to a whole number,
+        and still chunk by chunk.
     interleave : int, optional
         Windows whose batches alternate, for the workers. Default: 24, or a divisor of it where chunks are so large
         that the windows would take more than 1 GiB, or where an epoch has fewer windows of the size that you ask for.
@@ -72,11 +77,13 @@ class ChunkSampler(Sampler[list[int]]):
         lanes: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        weights: Any = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
+        reader, samples = dataset.new_reader(), None if dataset.is_whole else dataset.samples
         self._order = make_order(
-            dataset._reader,
+            reader,
             batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -85,10 +92,12 @@ class ChunkSampler(Sampler[list[int]]):
             interleave=interleave,
             ranks=find_ranks(lanes, rank, world_size),
             pad=pad,
+            picks=make_picks(reader, samples, weights, positions=True, values=dataset.values),
         )
-        self._dataset = dataset
-        self._start = self._given = 0  # of the epoch that comes next, and of the one that is running
+        self._identity = data_identity(dataset, weights)
+        self._start = 0  # batch of the epoch that comes next
         self._running: Order | None = None
+        self._given: int | None = None  # batches of the running epoch; None: it is over, or there was none
         dataset.expect_order(self._order)
         self._check_cache(dataset)
 
@@ -109,6 +118,11 @@ class ChunkSampler(Sampler[list[int]]):
         """The order of the epoch that comes next."""
         return self._order
 
+    @property
+    def sampler(self) -> ChunkSampler:
+        """Itself: Lightning's Trainer looks here for what has a ``set_epoch``."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
 
@@ -117,18 +131,22 @@ class ChunkSampler(Sampler[list[int]]):
         if epoch != self._order.epoch:
             self._start = 0
         self._order = replace(self._order, epoch=epoch)
-        self._running, self._given = None, self._start
+        self._running = self._given = None
 
     def __len__(self) -> int:
         return self._order.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._running = self._given = None  # what was left of the last epoch is given up
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
         order, start = self._order, self._start  # at the first batch: torch may call iter() twice
         self._order, self._start = replace(order, epoch=order.epoch + 1), 0
-        self._running, self._given = order, start
-        for batch in order.batches(start):
-            self._given += 1
+        for number, batch in enumerate(order.batches(start), start + 1):
+            self._running, self._given = order, number
             yield batch.tolist()
+        self._running, self._given = order, None
 
     def state_dict(self, batches: int | None = None) -> State:
         """Where the epoch stands: a few integers, for `load_state_dict` of any sampler or loader of the same file.
@@ -139,9 +157,18 @@ class ChunkSampler(Sampler[list[int]]):
             Batches of this epoch that training has had, those before a resumed start among them. Default: those that
             were taken from here. A DataLoader with workers takes some ahead: there, count the batches, or use
             torchdata's StatefulDataLoader, which does.
+
+        Raises
+        ------
+        OptionError
+            An epoch has no such number of batches.
         """
-        batch = self._given if batches is None else batches
-        return save_state(self._running or self._order, batch, self._dataset._reader.fingerprint)
+        if batches is not None and not 0 <= batches <= len(self):
+            raise OptionError(f"batches is {batches}: an epoch has 0 to {len(self)}; count those of this epoch alone")
+        order, batch = self._running or self._order, self._given if batches is None else batches
+        if batch is None:
+            order, batch = self._order, self._start
+        return save_state(order, batch, self._identity())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` says, with the next iteration.
@@ -151,9 +178,9 @@ class ChunkSampler(Sampler[list[int]]):
         StateError
             It is of another file, seed, batch size or order.
         """
-        epoch, self._start = load_state(state, self._order, self._dataset._reader.fingerprint)
+        epoch, self._start = load_state(state, self._order, self._identity())
         self._order = replace(self._order, epoch=epoch)
-        self._running, self._given = None, self._start
+        self._running = self._given = None
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self._order})"

@@ -7,7 +7,7 @@ starts, columns, and values; their lengths differ from window to window.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import FieldError, FileError, printable
-from h5chunk.plan.sparse import fullest_chunks
+from h5chunk.plan.sparse import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.csrrows import CsrRoom
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
@@ -190,22 +190,21 @@ class MatrixSpace:
     Attributes
     ----------
     indptr : (num_rows + 1,) int64
-    num_columns, chunk_samples : int
+    num_columns : int
     index_dtype : torch.dtype
     value_dtype : torch.dtype or None
     where : str
         File and field, for messages.
+    most_entries : callable
+        The most entries that any window of so many rows may have.
     """
 
     indptr: np.ndarray = field(repr=False)
     num_columns: int
-    chunk_samples: int
     index_dtype: torch.dtype
     value_dtype: torch.dtype | None
     where: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_fullest", fullest_chunks(self.indptr, self.chunk_samples))
+    most_entries: Callable[[int], int] = field(repr=False)
 
     @property
     def entry_bytes(self) -> int:
@@ -222,13 +221,8 @@ class MatrixSpace:
         return aligned(8 * (num_rows + 1)) + aligned(num_entries * self.index_dtype.itemsize) + values
 
     def most_bytes(self, num_samples: int) -> int:
-        """Of any window of this many rows: as if those were of the chunks that have most entries.
-
-        A window's borders cut two chunks, and a third one may fill the gap of the short one.
-        """
-        most: np.ndarray = self.__dict__["_fullest"]
-        num_chunks = -(-num_samples // self.chunk_samples) + 3
-        return self._bytes(num_samples, int(most[min(num_chunks, len(most) - 1)]))
+        """Of any window of this many rows."""
+        return self._bytes(num_samples, self.most_entries(num_samples))
 
     def all_bytes(self, num_samples: int) -> int:
         """Of all rows of the file."""
@@ -262,8 +256,15 @@ class MatrixSpace:
             there.values[place].copy_(samples.values)
 
 
-def matrix_space(reader: H5Reader, field: MatrixField) -> MatrixSpace:
+def matrix_space(reader: H5Reader, field: MatrixField, counts: np.ndarray | None = None) -> MatrixSpace:
     """That of a file's matrix.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    field : MatrixField
+    counts : (num_rows,) int64, optional
+        How often each row may come in an epoch; None: all of them once, chunk by chunk.
 
     Raises
     ------
@@ -276,7 +277,11 @@ def matrix_space(reader: H5Reader, field: MatrixField) -> MatrixSpace:
     columns = torch_dtype(field.index_dtype, field.name)
     assert columns is not None
     where = f"{printable(reader.path)}: {field.name!r}"
-    return MatrixSpace(reader.indptr, field.num_columns, field.chunk_samples, columns, values, where)
+    if counts is None:
+        most = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples)
+    else:
+        most = entries_of_rows(np.diff(reader.indptr), counts)
+    return MatrixSpace(reader.indptr, field.num_columns, columns, values, where, most)
 
 
 def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:

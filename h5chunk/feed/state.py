@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,9 +41,9 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
         It is no state, or one of another file, seed, batch size or order.
     """
     try:
-        numbers = {name: int(value) for name, value in state.items()}
+        numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise StateError(f"state is {state!r:.200}: give what state_dict() gave") from None
     if version != VERSION:
         raise StateError(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from h5chunk.errors import FieldError, OptionError
@@ -32,6 +33,8 @@ class Supply:
     how : {"auto", "direct", "mapped", "h5py"}
     device : torch.device
     num_threads : int
+    counts : (num_samples,) int64, optional
+        How often each sample may come in an epoch; None: all of them once.
 
     Attributes
     ----------
@@ -47,8 +50,15 @@ class Supply:
         ``how="direct"`` or ``"mapped"`` where that cannot be.
     """
 
-    def __init__(self, reader: H5Reader, how: str, device: torch.device, num_threads: int) -> None:
-        self.spaces = {name: _space(reader, name) for name in reader.fields}
+    def __init__(
+        self,
+        reader: H5Reader,
+        how: str,
+        device: torch.device,
+        num_threads: int,
+        counts: np.ndarray | None = None,
+    ) -> None:
+        self.spaces = {name: _space(reader, name, counts) for name in reader.fields}
         self.num_threads = num_threads
         self._reader, self._device = reader, device
         self._direct, self.why = _direct_fields(reader, how)
@@ -131,14 +141,14 @@ class Supply:
             raise
 
 
-def _space(reader: H5Reader, name: str) -> Space:
+def _space(reader: H5Reader, name: str, counts: np.ndarray | None) -> Space:
     field = reader.fields[name]
     dtype = torch_dtype(field.dtype, name)
     if dtype is None:
         raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
     if not isinstance(field, MatrixField):
         return FieldSpace(field.sample_shape, dtype)
-    return matrix_space(reader, field)
+    return matrix_space(reader, field, counts)
 
 
 def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mapping[str, str]]:

@@ -101,6 +101,10 @@ class Picks:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def drawn(self, _seed: int, _epoch: int) -> Picks:
+        """Those of an epoch: in each the same."""
+        return self
+
     @property
     def num_chunks(self) -> int:
         """Chunks with anything wanted in them."""

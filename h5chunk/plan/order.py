@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,17 @@ from h5chunk.plan.line import ChunkLine, FileLine, Lane, Line, PickLine, Picks
 from h5chunk.plan.permute import WINDOW, Indices, check_seed, random_bits, sorted_order
 
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
+
+
+class Drawn(Protocol):
+    """Samples to visit in an epoch: `h5chunk.plan.line.Picks`, or `h5chunk.plan.picks.WeightedPicks`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_chunks(self) -> int: ...
+
+    def drawn(self, seed: int, epoch: int, /) -> Picks: ...
 
 
 class Round(NamedTuple):
@@ -93,7 +104,7 @@ class Order:
     pad : bool
         Whether the last batch of every rank is filled up, with samples that the epoch began with. Without it and
         ``drop_last`` the last batches of ranks may differ by a sample for each lane, and some may be empty.
-    picks : Picks, optional
+    picks : Picks or WeightedPicks, optional
         The samples to visit, if not all.
     """
 
@@ -110,7 +121,7 @@ class Order:
     rank: int = 0
     world_size: int = 1
     pad: bool = False
-    picks: Picks | None = field(default=None, repr=False)
+    picks: Drawn | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -253,7 +264,8 @@ class Order:
 
     def _line(self) -> Line:
         if self.picks is not None:
-            return PickLine(self.picks, self.seed, self.epoch, shuffle=self.shuffle)
+            picks = self.picks.drawn(self.seed, self.epoch)
+            return PickLine(picks, self.seed, self.epoch, shuffle=self.shuffle)
         if not self.shuffle:
             return FileLine()
         return ChunkLine(self.num_samples, self.chunk_samples, self.seed, self.epoch)

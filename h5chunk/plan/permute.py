@@ -21,7 +21,8 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
-CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # what a stream is for; ECHO and all above: a pass of echoes each
+CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # what a stream is for; ECHO and those above: a pass of echoes each
+WEIGHTS, SPLIT = 1 << 40, (1 << 40) + 1
 MAX_LISTED = 1 << 22  # larger permutations are computed number by number: 32 MiB are a list's limit
 NUM_ROUNDS = 8  # of the network; from 4 on tests of chance find nothing, see tests/test_permute.py
 

@@ -7,6 +7,7 @@ CsrLayout(num_rows=138493, num_columns=26744, num_entries=20000263, pattern=Fals
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,6 +129,34 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
     cuts = np.append(np.arange(0, num_rows, chunk_samples), num_rows)
     counts = np.sort(np.diff(indptr[cuts]))[::-1]
     return np.concatenate(([0], np.cumsum(counts)))
+
+
+def entries_of_chunks(fullest: np.ndarray, chunk_samples: int) -> Callable[[int], int]:
+    """The most entries of a window of so many rows, by the fullest chunks.
+
+    A window's borders cut two chunks, and a third one may fill the gap of the short one.
+    """
+
+    def most(num_rows: int) -> int:
+        return int(fullest[min(-(-num_rows // chunk_samples) + 3, len(fullest) - 1)])
+
+    return most
+
+
+def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
+    """The most entries of so many rows, each as often as it may come.
+
+    >>> entries_of_rows(np.array([5, 1, 9]), np.array([1, 1, 2]))(3)  # 9, 9 and 5
+    23
+    """
+    longest = np.argsort(-lengths, kind="stable")
+    rows = np.concatenate(([0], np.cumsum(counts[longest])))
+    entries = np.concatenate(([0], np.cumsum(counts[longest] * lengths[longest])))
+
+    def most(num_rows: int) -> int:
+        return int(entries[min(int(np.searchsorted(rows, num_rows)), len(entries) - 1)])
+
+    return most
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:

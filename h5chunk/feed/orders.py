@@ -1,0 +1,129 @@
+"""The order in which a file is visited: one place for its defaults, so that all who read a file agree."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.ranks import ALONE, Ranks
+from h5chunk.plan.layout import choose_interleave, choose_window_chunks
+from h5chunk.plan.line import Picks
+from h5chunk.plan.order import INTERLEAVE, Drawn, Order, with_full_windows
+from h5chunk.plan.picks import WeightedPicks, balanced_weights, check_weights
+from h5chunk.plan.sparse import bounded_window, fullest_chunks
+from h5chunk.store.reader import H5Reader
+
+if TYPE_CHECKING:
+    from h5chunk.feed.dataset import ChunkDataset
+
+
+def recommended_window(reader: H5Reader) -> int:
+    """How many chunks to shuffle together: what the file says, or what the model does.
+
+    Fewer where some chunks of a matrix hold far more than others, as windows are bounded by bytes.
+    """
+    if reader.header is not None:
+        window_chunks = reader.header.window_chunks
+    else:
+        window_chunks = choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
+    if reader.matrix is None:
+        return window_chunks
+    return bounded_window(window_chunks, fullest_chunks(reader.indptr, reader.chunk_samples))
+
+
+def make_order(
+    reader: H5Reader,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    window_chunks: int | None,
+    drop_last: bool,
+    interleave: int | None,
+    ranks: Ranks = ALONE,
+    pad: bool = False,
+    picks: Drawn | None = None,
+) -> Order:
+    """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
+
+    A file that was not shuffled when it was converted, or windows that the user asked for, get windows of that size
+    even where few fit in an epoch; else workers get windows of their own, which are smaller.
+
+    Raises
+    ------
+    OptionError
+        A number is out of range.
+    """
+    order = Order(
+        num_samples=reader.num_samples if picks is None else len(picks),
+        chunk_samples=reader.chunk_samples if picks is None else max(1, round(len(picks) / max(1, picks.num_chunks))),
+        batch_size=batch_size,
+        window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
+        interleave=INTERLEAVE if interleave is None else interleave,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        pad=pad,
+        picks=picks,
+        **ranks._asdict(),
+    )
+    if interleave is None:
+        order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
+        if window_chunks is not None or reader.header is None or not reader.header.shuffled:
+            order = with_full_windows(order)
+    return order
+
+
+def make_picks(
+    reader: H5Reader, samples: np.ndarray | None, weights: Any, *, positions: bool, values: Callable[[str], np.ndarray]
+) -> Drawn | None:
+    """What an epoch visits, if not all samples once.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    samples : (n,) int64, optional
+        A subset, ascending.
+    weights : array, str or None
+        Of each sample of it; or a field whose values shall be equally likely.
+    positions : bool
+        Whether samples are to be numbered as in the subset, not as in the file.
+    values : callable
+        Gives the values of a field.
+
+    Raises
+    ------
+    OptionError, FieldError
+        The weights cannot be.
+    """
+    if samples is None and weights is None:
+        return None
+    rows = np.arange(reader.num_samples) if samples is None else samples
+    numbers = None if positions else samples
+    chunks = rows // reader.chunk_samples
+    if weights is None:
+        starts = Picks.of(rows, reader.chunk_samples).starts
+        return Picks(starts, numbers)
+    if not len(rows):
+        raise OptionError("weights are given, but there are no samples to draw")
+    given = balanced_weights(values(weights)) if isinstance(weights, str) else check_weights(weights, len(rows))
+    return WeightedPicks.of(given, chunks, numbers, len(rows))
+
+
+def data_identity(dataset: ChunkDataset, weights: Any) -> Callable[[], int]:
+    """What gives a number for the samples that are visited, and how often: of a saved state, to know them again."""
+
+    def identity() -> int:
+        found = dataset.fingerprint
+        if weights is not None:
+            given = weights.encode() if isinstance(weights, str) else np.asarray(weights, np.float64).tobytes()
+            found = zlib.crc32(given, found)
+        return found
+
+    return identity
