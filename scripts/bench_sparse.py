@@ -71,14 +71,20 @@ class Contender(bench_loader.Contender):
         self.log = Path(source.folder) / "bench_sparse.log"
         request = {"module": self.module, "form": self.form, "settings": self.settings}
         request |= {"source": source.fields(), "batch_size": batch_size}
-        self.process = subprocess.Popen(
-            [python, "-m", "peers.sparse.serve", json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("a"),
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(HERE.resolve())},
-        )
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [python, "-m", "peers.sparse.serve", json.dumps(request)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(HERE.resolve())},
+            )
+
+    def close(self) -> None:
+        super().close()
+        assert self.process.stdout
+        self.process.stdout.close()
 
     @property
     def rates(self) -> list[float]:

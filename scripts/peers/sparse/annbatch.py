@@ -21,8 +21,8 @@ from peers.sparse import CSR, DENSE
 from peers.sparse.finish import DENSE_WAYS, Finish
 from peers.sparse.matrix import Source
 
-# Windows of at least 16,000 rows, as its default has them. Fastest: its store not compressed, in chunks of 512 rows; runs
-# of 2000 rows; zarrs. From memory it is slower: a window is copied there, too. Threads: within noise.
+# Windows of at least 16,000 rows, as its default has them. Fastest: its store not compressed, in chunks of 512 rows;
+# runs of 2000 rows; zarrs. From memory it is slower: a window is copied there, too. Threads: within noise.
 BASE = {"stored": 512, "codec": "none", "chunk": 2000, "window": 16_000}
 TRIED = {
     CSR: (

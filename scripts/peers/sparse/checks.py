@@ -22,9 +22,14 @@ def csr_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch.indptr, batch.indices, batch.data
 
 
+def as_array(batch: Any) -> np.ndarray:
+    """A dense tensor or array as an array."""
+    return batch if isinstance(batch, np.ndarray) else batch.numpy()
+
+
 def dense_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same of a dense tensor or array."""
-    dense = np.asarray(batch)
+    dense = as_array(batch)
     flat = np.flatnonzero(dense != 0)  # of booleans: several times as fast
     indptr = np.searchsorted(flat, np.arange(len(dense) + 1) * dense.shape[1])
     return indptr, flat % dense.shape[1], dense.reshape(-1)[flat]
@@ -71,7 +76,7 @@ class Checker:
     def last_row(self, batch: Any) -> tuple[np.ndarray, ...]:
         """A copy of the last row of a batch: to be compared when the clock stands."""
         if self.form == DENSE:
-            return (np.array(batch[-1]),)
+            return (as_array(batch)[-1].copy(),)
         indptr, columns, values = csr_parts(batch)
         return columns[indptr[-2] : indptr[-1]].copy(), values[indptr[-2] : indptr[-1]].copy()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Source:
     entries_per_row: int
     lengths: str = "equal"
     seed: int = 0
+    PARTS: ClassVar = ("indptr", "indices", "values")
 
     @property
     def name(self) -> str:
