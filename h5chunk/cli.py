@@ -80,6 +80,16 @@ class _Seconds(click.ParamType):
         return seconds
 
 
+class _Triple(click.ParamType):
+    name = "NSLOTS,NBYTES,W0"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        try:
+            return tuple(float(part) for part in value.split(",")) if isinstance(value, str) else value
+        except ValueError:
+            self.fail(f"{value!r} is not three numbers with commas between", param, ctx)
+
+
 class _Names(click.ParamType):
     name = "A,B[,C]"
 
@@ -381,6 +391,14 @@ def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json:
 @click.option(
     "--budget", "budget_s", type=_Seconds(), default="60s", show_default=True, help="Time to take, such as 60s or 2m."
 )
+@click.option(
+    "--h5py-cache",
+    type=_Triple(),
+    metavar="NSLOTS,NBYTES,W0",
+    help="The cache that you give h5py.File today. [default: the library's]",
+)
+@click.option("--apply", is_flag=True, help="Store window and cache in SRC (of another's file: beside it) for readers.")
+@click.option("--verify", is_flag=True, help="Count what HDF5 really reads against what was predicted.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON, which convert and repack take with --tuned.")
 def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
     """Find the fastest chunks, window, cache and workers for SRC on this machine that still mix well.

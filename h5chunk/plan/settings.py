@@ -52,6 +52,8 @@ class Facts:
         Byte ranges of it can be read.
     fixed : bool
         No other chunks are to be tried.
+    loads : bool
+        `ChunkLoader` can give all fields: none holds strings.
     """
 
     grid: ChunkGrid
@@ -62,6 +64,7 @@ class Facts:
     shuffled: bool = False
     direct: bool = True
     fixed: bool = False
+    loads: bool = True
 
     @property
     def num_samples(self) -> int:
@@ -173,7 +176,8 @@ def enumerate_settings(facts: Facts, *, workers: Sequence[int], windows: Iterabl
         whole = replace(facts, grid=grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts))
         for window in window_sizes(whole, chunk_samples, () if repack else (facts.window_chunks, *windows)):
             base = Setting(LOADER, chunk_samples, window, repack=repack)
-            found[base] = None
+            if facts.loads:
+                found[base] = None
             for number in workers:
                 found[replace(base, way=DATASET, num_workers=number)] = None
     return list(found)

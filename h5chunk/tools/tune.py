@@ -8,19 +8,23 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 import h5chunk
 from h5chunk.errors import OptionError, printable
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.choose import Candidate
+from h5chunk.plan.clustering import LEAST_CHANCE
 from h5chunk.plan.cost import slowest
-from h5chunk.plan.settings import LOADER, Setting, enumerate_settings, order_of
+from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
 from h5chunk.plan.shuffle import window_for
 from h5chunk.store.fill import available_cores
 from h5chunk.tools.limits import available_bytes
 from h5chunk.tools.tuneadvice import Triple, default_cache, find_advice, usable
+from h5chunk.tools.tuneapply import apply_recommendation
 from h5chunk.tools.tuneclock import Budget, Progress
 from h5chunk.tools.tunemeasure import PlainLoop, measure_cold
 from h5chunk.tools.tunemodel import Model
@@ -29,10 +33,12 @@ from h5chunk.tools.tunereport import Recommendation, TuneRow
 from h5chunk.tools.tunerows import commands_for, plain_row, table, triple
 from h5chunk.tools.tunesearch import Options, Search, measured_as
 from h5chunk.tools.tunestudy import Study, look_at_file
+from h5chunk.tools.tuneverify import verify_order
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
 COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
+LEAST_VERIFY_S = 1.0
 
 
 def tune(
@@ -47,6 +53,8 @@ def tune(
     min_effective_batch: float = 0.95,
     budget_s: float = 60.0,
     h5py_cache: Sequence[float] | None = None,
+    apply: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
     """Find the fastest setting that mixes well enough, by a cost model and by measuring the best few.
@@ -72,6 +80,11 @@ def tune(
         Seconds to take, about.
     h5py_cache : (nslots, nbytes, w0), optional
         The cache that plain h5py is given today; default: the library's.
+    apply : bool
+        Store window and cache, of the best setting without a new file, where readers take them from: in a file of ours,
+        or beside one of others (``NAME.h5chunk.json``).
+    verify : bool
+        Read the order of that setting through HDF5, and count what it really reads against the model.
     progress : callable, optional
         Called with ("tune", done, 100).
 
@@ -94,7 +107,14 @@ def tune(
         )
         worth = min_effective_batch * min(batch_size, study.facts.num_samples)
         options = Options(min(memory_bytes, available_bytes()), _workers(workers), device, worth)
-        return _tune(study, options, budget, _cache(h5py_cache), min_effective_batch)
+        found = _tune(study, options, budget, _cache(h5py_cache), min_effective_batch)
+        if verify:
+            found = replace(found, verify=_verify(study, found, budget))
+        if apply:
+            cache = CacheSettings.of(found.cache_in_place)
+            found = replace(found, applied=apply_recommendation(study.reader, found.window_in_place, cache))
+        budget.has(1.0)
+        return replace(found, seconds=budget.taken_s)
 
 
 def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_share: float) -> Recommendation:
@@ -116,7 +136,6 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
     rows.insert(1, plain)
     wanted = chosen.setting.chunk_samples if chosen.setting.repack else _good_chunk(search)
     setting, stages = chosen.setting, model.stages(chosen.setting)
-    budget.has(1.0)
     return Recommendation(
         chunk_samples=setting.chunk_samples,
         window_chunks=setting.window_chunks,
@@ -151,6 +170,14 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
     )
 
 
+def _verify(study: Study, found: Recommendation, budget: Budget) -> dict[str, Any]:
+    """The order of the best setting without a new file, through real HDF5."""
+    setting = Setting(DATASET, study.facts.chunk_samples, found.window_in_place)
+    seconds = max(LEAST_VERIFY_S, budget.seconds - budget.taken_s)
+    order, cache = order_of(setting, study.facts), CacheSettings.of(found.cache_in_place)
+    return verify_order(study.reader, order, cache, seconds).to_dict()
+
+
 def _settings(study: Study, model: Model, options: Options, min_share: float) -> list[Setting]:
     """All that are looked at, today's first."""
     facts = study.facts
@@ -158,10 +185,9 @@ def _settings(study: Study, model: Model, options: Options, min_share: float) ->
     windows: list[int] = []
     if study.groups is not None:
         found = window_for(model.clustering(facts.chunk_samples), order_of(today, facts), min_share)
-        windows = [found] if found is not None else []
+        windows = [found if found is not None else order_of(today, facts).num_chunks]
     settings = enumerate_settings(facts, workers=options.workers, windows=windows)
-    poor = study.groups is not None and (model.effective(today) or 0.0) < options.min_effective
-    if poor and study.converted:
+    if study.groups is not None and study.converted and model.clustering(facts.chunk_samples).chance < LEAST_CHANCE:
         kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
         settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
     return settings

@@ -10,7 +10,7 @@ import numpy as np
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.choose import Candidate
 from h5chunk.plan.chunkcache import HIT, ChunkCache
-from h5chunk.plan.clustering import Clustering, find_clustering
+from h5chunk.plan.clustering import LEAST_CHANCE, Clustering, find_clustering
 from h5chunk.plan.cost import Batch, Correction, Machine, Reads, stage_times
 from h5chunk.plan.order import Order
 from h5chunk.plan.rowreads import replay_batches
@@ -77,8 +77,11 @@ class Model:
         if setting.shuffle:
             return float(min(study.facts.batch_size, study.facts.num_samples))
         order = order_of(setting, study.facts)
-        deff = design_effect(self.clustering(setting.chunk_samples), order)
+        clustering = self.clustering(setting.chunk_samples)
         batch = min(order.batch_size, order.num_samples)
+        if clustering.chance >= LEAST_CHANCE:  # no more than a shuffled file shows
+            return float(batch)
+        deff = design_effect(clustering, order)
         return min(float(batch), batch / deff) if deff else float(batch)
 
     def _clustering(self, chunk_samples: int) -> Clustering:

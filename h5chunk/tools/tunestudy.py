@@ -132,6 +132,7 @@ def look_at_file(
         shuffled=reader.header is not None and reader.header.shuffled,
         direct=not why,
         fixed=reader.matrix is not None,
+        loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
     named = {name: each.dataset for name, each in reader.fields.items()}
     study = Study(reader, named, facts, None, folder, reader.num_samples, why_not_direct=why)

@@ -1,0 +1,41 @@
+"""Puts window and cache where readers take them from: into the header of a file of ours, or beside one of others."""
+
+from __future__ import annotations
+
+from h5chunk.errors import OptionError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.reader import H5Reader
+from h5chunk.store.retune import rewrite_header
+from h5chunk.store.sidecar import sidecar_of, write_recommendation
+
+
+def apply_recommendation(reader: H5Reader, window_chunks: int, cache: CacheSettings) -> str:
+    """Store a recommendation for a file; gives where.
+
+    Raises
+    ------
+    OutputError
+        It cannot be written; what was recommended before stays.
+    """
+    if reader.header is not None and rewrite_header(reader.path, window_chunks, cache):
+        sidecar_of(reader.path).unlink(missing_ok=True)  # of a time when the header could not be changed
+        return str(reader.path)
+    return str(
+        write_recommendation(
+            reader.path,
+            window_chunks,
+            cache,
+            dataset=reader.main.dataset,
+            num_samples=reader.num_samples,
+            chunk_samples=reader.chunk_samples,
+        )
+    )
+
+
+def check_can_apply(converted: bool, source: str) -> None:
+    """Raise OptionError where there is no file yet to store anything in."""
+    if not converted:
+        raise OptionError(
+            f"{printable(source)}: not converted yet: there is no file to apply to; save --json and give it to "
+            "h5chunk convert --tuned"
+        )

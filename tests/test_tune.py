@@ -1,0 +1,482 @@
+"""tune: what is recommended, advised, verified and stored; and that it keeps to its budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from foreign import make_file, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cli import check_error, run
+
+import h5chunk
+from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.choose import Candidate, allowed, choose, frontier, runner_up
+from h5chunk.plan.order import Order
+from h5chunk.plan.rowreads import CALL_BYTES, find_reads
+from h5chunk.plan.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
+from h5chunk.store.reader import H5Reader, model_cache
+from h5chunk.store.retune import Overlay, _changes, rewrite_header
+from h5chunk.store.sidecar import read_recommendation, sidecar_of, write_recommendation
+from h5chunk.tools.repack_options import read_tuned
+from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY
+from h5chunk.tools.tuneverify import verify_order
+
+QUICK: dict[str, Any] = {"budget_s": 0.6, "batch_size": 32, "workers": [0]}
+CODES = {"labels_clustered", "sample_spans_chunks", "giant_chunk", "cache_below_chunk", "w0_one", "slow_filter"}
+N = 600
+
+
+COUNT = 100
+
+
+@pytest.fixture
+def converted(class_folder, tmp_path) -> Path:
+    """A file of ours whose header lies in one page, as in nine of ten files."""
+    source = class_folder(count=COUNT)
+    path = tmp_path / "photos.h5"
+    for chunk_samples in (4, 8, 5, 3):
+        h5chunk.convert(source, path, workers=0, chunk_samples=chunk_samples, overwrite=True)
+        if len(header_changes(path)) == 1:
+            return path
+    raise AssertionError("the header of none of four files lies in one page")
+
+
+def header_changes(path: Path) -> list[tuple[int, bytes]]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return _changes(descriptor, "x", 5, CacheSettings(77, 123_456, 0.5))
+    finally:
+        os.close(descriptor)
+
+
+def images_file(path: Path, labels: np.ndarray | None = None, shape=(3, 12, 12), **options: Any) -> Path:
+    """Images of others, with labels."""
+    labels = np.random.default_rng(0).integers(0, 5, N) if labels is None else labels
+    return make_file(path, images=(values((len(labels), *shape), "u1"), options), labels=(labels, {}))
+
+
+def codes(found: h5chunk.Recommendation) -> set[str]:
+    return {each.code for each in found.advice}
+
+
+def test_report(converted):
+    calls: list[tuple[str, int, int | None]] = []
+    found = h5chunk.tune(converted, progress=lambda *call: calls.append(call), verify=True, **QUICK)
+    assert [row.name for row in found.rows[:3]] == [TODAY, PLAIN, CHOSEN]
+    assert (found.num_samples, found.batch_size, found.device, found.converted) == (COUNT, 32, "cpu", True)
+    for row in found.rows:
+        assert row.rate > 0 and row.memory_bytes > 0 and row.amplification >= 0 and row.reason and row.slowest
+    assert found.row(TODAY).measured_rate and found.row(TODAY).chunk_samples < 10
+    assert found.row(PLAIN).measured_rate
+    assert found.slowest in found.stages and "slowest stage" in str(found)
+    assert {(stage, total) for stage, _, total in calls} == {("tune", 100)}
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+    for word in (TODAY, PLAIN, CHOSEN, "verify", "read/used"):
+        assert word in str(found)
+
+
+def test_json_is_what_repack_and_convert_take(converted, tmp_path):
+    found = h5chunk.tune(converted, **QUICK)
+    (tmp_path / "tuned.json").write_text(found.to_json())
+    tuned = read_tuned(tmp_path / "tuned.json")
+    assert (tuned.chunk_samples, tuned.window_chunks) == (found.chunk_samples, found.window_chunks)
+    assert tuned.cache == CacheSettings.of(found.cache) and tuned.compression == found.compression
+    parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
+    assert {"advice", "rows", "candidates", "machine", "verify"} <= set(parsed)
+
+
+@pytest.mark.parametrize("budget_s", [0.3, 1.5])
+def test_budget(tmp_path, budget_s):
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    h5chunk.tune(path, batch_size=32, budget_s=0.1, workers=[0])  # imports
+    started = time.perf_counter()
+    h5chunk.tune(path, batch_size=32, budget_s=budget_s)
+    assert time.perf_counter() - started < budget_s + 3
+
+
+GOOD = {
+    "whole": {"chunks": (8, 3, 12, 12)},
+    "contiguous": {},
+    "one a chunk": {"chunks": (1, 3, 12, 12)},
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_no_advice_on_good_files(tmp_path, name):
+    assert codes(h5chunk.tune(images_file(tmp_path / "a.h5", **GOOD[name]), **QUICK)) == set()
+
+
+def test_no_advice_on_a_converted_file(converted):
+    assert codes(h5chunk.tune(converted, **QUICK)) == set()
+
+
+def check_advice(found: h5chunk.Recommendation, code: str) -> None:
+    """It is there, with a figure and a remedy, once; in JSON too."""
+    (advice,) = [each for each in found.advice if each.code == code]
+    assert advice.figures and advice.message and advice.remedy
+    assert code in [each["code"] for each in json.loads(found.to_json())["advice"]] and code in str(found)
+    assert codes(found) <= CODES
+
+
+def test_sample_spans_chunks(tmp_path):
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", chunks=(50, 1, 6, 6)), **QUICK)
+    check_advice(found, "sample_spans_chunks")
+    (advice,) = found.advice
+    assert advice.figures["chunks_per_sample"] == 12 and "h5chunk repack" in advice.remedy
+    assert found.row(TODAY).rate <= found.row(CHOSEN).rate
+
+
+def test_giant_chunk(tmp_path):
+    path = images_file(tmp_path / "a.h5", shape=(3, 32, 32), chunks=(N, 3, 32, 32))
+    found = h5chunk.tune(path, **QUICK)
+    check_advice(found, "giant_chunk")
+    assert codes(found) == {"giant_chunk"}
+
+
+def test_cache_below_chunk(tmp_path):
+    path = images_file(tmp_path / "a.h5", chunks=(40, 3, 12, 12), compression="gzip")
+    found = h5chunk.tune(path, h5py_cache=(521, 10_000, 0.75), **QUICK)
+    check_advice(found, "cache_below_chunk")
+    assert "rdcc_nbytes=" in found.advice[[a.code for a in found.advice].index("cache_below_chunk")].remedy
+
+
+def test_w0_one(tmp_path):
+    path = images_file(tmp_path / "a.h5", **GOOD["whole"])
+    found = h5chunk.tune(path, h5py_cache=(521, 1 << 20, 1.0), **QUICK)
+    check_advice(found, "w0_one")
+    assert codes(found) == {"w0_one"}
+
+
+def test_slow_filter(tmp_path, monkeypatch):
+    path = images_file(tmp_path / "a.h5", shape=(64, 64), chunks=(8, 64, 64), compression="gzip", compression_opts=9)
+    found = h5chunk.tune(path, **QUICK)
+    check_advice(found, "slow_filter")
+    assert codes(found) == {"slow_filter"}
+
+
+@pytest.mark.parametrize("options", [{"chunks": (8, 3, 12, 12)}, {}, {"chunks": (N, 3, 12, 12)}], ids=str)
+@pytest.mark.parametrize("num_classes", [2, 5, 60])
+def test_sorted_labels_are_flagged(tmp_path, options, num_classes):
+    labels = np.arange(N) * num_classes // N
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", labels, **options), **QUICK)
+    check_advice(found, "labels_clustered")
+    assert "--shuffle" in next(each for each in found.advice if each.code == "labels_clustered").remedy
+
+
+def test_a_large_sorted_file_is_shuffled_on_disk(tmp_path):
+    labels = np.arange(20_000) // 2000
+    path = make_file(tmp_path / "a.h5", images=(values((20_000, 50), "u1"), {"chunks": (64, 50)}), labels=(labels, {}))
+    found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
+    assert found.shuffle and found.repack and "--shuffle" in found.commands[0]
+    assert found.row(CHOSEN).effective_batch == 32 and found.row(TODAY).effective_batch < 30
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shuffled_labels_are_not(tmp_path, seed):
+    labels = np.random.default_rng(seed).permutation(np.arange(N) // 60)
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", labels, chunks=(50, 3, 12, 12)), **QUICK)
+    assert "labels_clustered" not in codes(found)
+    assert found.row(TODAY).effective_batch == 32
+
+
+def test_group_by(tmp_path):
+    data = values((N, 20), "u1"), {"chunks": (8, 20)}
+    path = make_file(tmp_path / "a.h5", images=data, patient=(np.arange(N) // 100, {}), age=(np.zeros((N, 2)), {}))
+    assert h5chunk.tune(path, **QUICK).row(TODAY).effective_batch is None
+    check_advice(h5chunk.tune(path, group_by="patient", **QUICK), "labels_clustered")
+    for wrong in ("age", "nothing"):
+        with pytest.raises(OptionError, match="group_by"):
+            h5chunk.tune(path, group_by=wrong, **QUICK)
+
+
+LAYOUTS = {
+    "whole": ((200, 30), {"chunks": (8, 30)}),
+    "short last": ((203, 30), {"chunks": (8, 30)}),
+    "gzip": ((203, 30), {"chunks": (8, 30), "compression": "gzip"}),
+    "spans": ((100, 9, 9), {"chunks": (7, 4, 5)}),
+    "spans, gzip": ((100, 9, 9), {"chunks": (7, 4, 5), "compression": "gzip", "shuffle": True}),
+    "large rows": ((60, 40_000), {"chunks": (4, 40_000)}),
+    "one chunk": ((100, 7), {"chunks": (100, 7)}),
+    "larger than data": ((30, 7), {"chunks": (100, 7), "maxshape": (None, 7)}),
+    "one a chunk": ((50, 7), {"chunks": (1, 7)}),
+    "scalars": ((500,), {"chunks": (16,)}),
+}
+CACHES = [None, (1, 0, 0.0), (7, 600, 0.75), (50, 5_000, 0.0), (521, 1 << 20, 0.75), (3, 2_000, 0.99)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
+    shape, options = LAYOUTS[name]
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(values(shape, "u1"), options)))
+    for window, interleave, batch in ((1, 1, 16), (3, 4, 10), (50, 24, 32)):
+        order = Order(shape[0], reader.chunk_samples, batch, window, interleave=interleave)
+        for cache in CACHES:
+            given_cache = model_cache(reader, order.open_chunks, order.cache_w0) if cache is None else cache
+            found = verify_order(reader, order, CacheSettings.of(given_cache), 10)
+            assert found.agrees and found.predicted_misses > 0 and found.samples == shape[0], (cache, found)
+
+
+def test_verify_notices_a_wrong_model(tmp_path, monkeypatch):
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((200, 30), "u1"), {"chunks": (8, 30)})))
+    monkeypatch.setattr("h5chunk.plan.rowreads.CALL_BYTES", 0)
+    order = Order(200, 8, 16, 2)
+    assert not verify_order(reader, order, CacheSettings(1, 0), 10).agrees
+
+
+def test_verify_in_json(tmp_path):
+    path = images_file(tmp_path / "a.h5", chunks=(50, 1, 6, 6))
+    verify = json.loads(h5chunk.tune(path, verify=True, **QUICK).to_json())["verify"]
+    assert verify["predicted_misses"] == verify["measured_misses"] > 0
+    contiguous = h5chunk.tune(images_file(tmp_path / "b.h5"), verify=True, **QUICK).verify
+    assert "nothing to count" in contiguous["note"]
+
+
+@given(st.lists(st.integers(0, 199), max_size=60), st.integers(1, 20), st.sampled_from([1, 100, 30_000, 100_000]))
+@settings(max_examples=60, deadline=None)
+def test_reads_cover_the_batch(rows, band, row_bytes):
+    for whole in (False, True):
+        starts, stops = find_reads(np.array(rows, np.int64), band_samples=band, row_bytes=row_bytes, whole=whole)
+        covered = [row for a, b in zip(starts.tolist(), stops.tolist(), strict=True) for row in range(a, b)]
+        assert set(rows) <= set(covered)
+        assert all(a // band == (b - 1) // band for a, b in zip(starts.tolist(), stops.tolist(), strict=True))
+        if whole:
+            assert len(starts) == len({row // band for row in rows})
+
+
+def test_the_constant_is_the_readers():
+    from h5chunk.store import reader
+
+    assert reader.CALL_BYTES == CALL_BYTES
+
+
+FACTS = st.builds(
+    lambda n, size, k, b, w, shuffled: Facts(
+        ChunkGrid((n, size), (min(k, n), size), 1), size + 8, min(k, n), b, w, shuffled
+    ),
+    st.integers(1, 5000), st.integers(1, 200_000), st.integers(1, 600), st.integers(1, 300), st.integers(1, 50),
+    st.booleans(),
+)  # fmt: skip
+
+
+@given(FACTS)
+@settings(max_examples=50, deadline=None)
+def test_settings_are_possible(facts):
+    found = enumerate_settings(facts, workers=(0, 2))
+    assert found[0] == Setting(
+        "loader", facts.chunk_samples, min(facts.window_chunks, order_of(found[0], facts).num_chunks)
+    )
+    assert len(set(found)) == len(found)
+    for each in found:
+        order = order_of(each, facts)
+        assert 1 <= each.chunk_samples <= facts.num_samples and 1 <= each.window_chunks <= order.num_chunks
+        assert memory_of(each, facts) > 0
+        cut = cut_order(order, max(1, facts.num_samples // 3))
+        each_chunk = order.chunk_samples  # a window is no less
+        sizes = [max(each.window_batches for each in one.rounds()) for one in (cut, order)]
+        assert cut.num_samples <= order.num_samples and sizes[0] <= max(sizes[1], -(-each_chunk // facts.batch_size))
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        st.builds(
+            Setting, st.sampled_from(["loader", "dataset"]), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2),
+            st.booleans(),
+        ),
+        st.floats(1, 1e6), st.integers(1, 100), st.none() | st.floats(1, 256),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(CANDIDATES, st.floats(1, 256), st.none() | st.integers(1, 100))
+def test_choice(candidates, least, memory):
+    found = choose(candidates, min_effective=least, memory_bytes=memory)
+    fitting = [each for each in candidates if allowed(each, least, memory)]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert found in fitting and found.rate >= 0.96 * max(each.rate for each in fitting)
+        assert found.setting.repack <= all(
+            each.setting.repack for each in fitting if each.rate >= 0.96 * max(e.rate for e in fitting)
+        )
+        second = runner_up(candidates, found, min_effective=least, memory_bytes=memory)
+        assert second is None or second.setting != found.setting
+
+
+@given(CANDIDATES)
+def test_frontier(candidates):
+    found = frontier(candidates)
+    for each in candidates:
+        worth = each.effective_batch or 0.0
+        assert any(f.rate >= each.rate and (f.effective_batch or 0.0) >= worth for f in found)
+    assert [f.rate for f in found] == sorted(f.rate for f in found)
+
+
+def header_of(path: Path) -> Any:
+    return H5Reader(path).header
+
+
+def test_apply_to_a_file_of_ours(converted):
+    before, bytes_before = header_of(converted), converted.read_bytes()
+    found = h5chunk.tune(converted, apply=True, **QUICK)
+    assert found.applied == str(converted)
+    header = header_of(converted)
+    assert header.window_chunks == found.window_in_place
+    assert (header.cache.nslots, header.cache.nbytes, header.cache.w0) == found.cache_in_place
+    dataset = h5chunk.ChunkDataset(converted)
+    assert dataset.window_chunks == found.window_in_place and dataset.cache == header.cache
+    assert rewrite_header(converted, before.window_chunks, before.cache) and converted.read_bytes() == bytes_before
+
+
+def test_a_header_is_changed_in_one_page(converted):
+    settings_of = CacheSettings(77, 123_456, 0.5)
+    before = converted.read_bytes()
+    changes = header_changes(converted)
+    assert converted.read_bytes() == before  # HDF5 wrote to memory
+    ((offset, data),) = changes
+    assert offset // 4096 == (offset + len(data) - 1) // 4096
+    assert rewrite_header(converted, 5, settings_of)
+    after = converted.read_bytes()
+    assert after == before[:offset] + data + before[offset + len(data) :]
+    with h5py.File(converted, "r+") as file:  # and HDF5 takes it for writing as well
+        assert file["h5chunk"].attrs["window_chunks"] == 5
+
+
+def test_a_header_across_pages_goes_beside_the_file(converted, monkeypatch):
+    monkeypatch.setattr(Overlay, "changes", lambda self: [(0, b"x"), (4096, b"x")])
+    before = converted.read_bytes()
+    found = h5chunk.tune(converted, apply=True, **QUICK)
+    assert converted.read_bytes() == before and found.applied == str(sidecar_of(converted))
+    assert read_recommendation(converted)[0] == found.window_in_place
+    monkeypatch.undo()
+    assert h5chunk.tune(converted, apply=True, **QUICK).applied == str(converted)
+    assert read_recommendation(converted) is None
+
+
+def test_apply_to_a_file_of_others(tmp_path):
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    before = path.read_bytes()
+    found = h5chunk.tune(path, apply=True, **QUICK)
+    assert path.read_bytes() == before and found.applied == str(sidecar_of(path))
+    assert read_recommendation(path) == (found.window_in_place, CacheSettings.of(found.cache_in_place))
+    assert read_recommendation(path, dataset="images", num_samples=N, chunk_samples=8) is not None
+    for other in ({"dataset": "x"}, {"num_samples": N + 1}, {"chunk_samples": 9}):
+        assert read_recommendation(path, **other) is None
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.h5", "a.h5.h5chunk.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", '{"version": 1}', '{"version": 1, "window_chunks": 0, "cache": [1, 0, 0]}',
+        '{"version": 1, "window_chunks": 3, "cache": [1, 0, 1.0]}', '{"version": 1, "window_chunks": 3, "cache": 5}',
+    ],
+)  # fmt: skip
+def test_damaged_sidecars(tmp_path, text):
+    sidecar_of(tmp_path / "a.h5").write_text(text)
+    with pytest.raises(FileError, match="damaged"):
+        read_recommendation(tmp_path / "a.h5")
+
+
+def test_newer_and_missing_sidecars(tmp_path):
+    assert read_recommendation(tmp_path / "a.h5") is None
+    sidecar_of(tmp_path / "a.h5").write_text('{"version": 2}')
+    assert read_recommendation(tmp_path / "a.h5") is None
+    write_recommendation(tmp_path / "a.h5", 3, CacheSettings(5, 6), dataset="x", num_samples=9, chunk_samples=2)
+    assert read_recommendation(tmp_path / "a.h5") == (3, CacheSettings(5, 6))
+
+
+KILLED = """
+import sys, itertools
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.retune import rewrite_header
+from h5chunk.store.sidecar import write_recommendation
+print("ready", flush=True)
+for i in itertools.count(1):
+    rewrite_header(sys.argv[1], i, CacheSettings(i, i, 0.5))
+    write_recommendation(sys.argv[1], i, CacheSettings(i, i, 0.5), dataset="x", num_samples=1, chunk_samples=1)
+"""
+
+
+def test_a_kill_leaves_a_whole_file(converted):
+    images = H5Reader(converted)
+    before = np.empty((COUNT, *images.main.sample_shape), np.uint8)
+    images.read("images", np.arange(COUNT), before)
+    images.close()
+    for delay in (0.05, 0.08, 0.12):
+        with subprocess.Popen([sys.executable, "-c", KILLED, converted], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+        header = header_of(converted)
+        assert header.cache == CacheSettings(header.window_chunks, header.window_chunks, 0.5)
+        window, cache = read_recommendation(converted) or (1, CacheSettings(1, 1, 0.5))
+        assert cache == CacheSettings(window, window, 0.5)
+        after = np.empty_like(before)
+        H5Reader(converted).read("images", np.arange(COUNT), after)
+        assert (after == before).all()
+        with h5py.File(converted, "r+"):
+            pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 0}, {"memory_bytes": 0}, {"min_effective_batch": 1}, {"min_effective_batch": 0}, {"budget_s": 0},
+        {"workers": [-1]}, {"workers": [True]}, {"h5py_cache": (1, 2)}, {"h5py_cache": (0, 2, 0.5)}, {"device": "tpu"},
+        {"h5py_cache": (1, 2, 1.5)},
+    ],
+)  # fmt: skip
+def test_wrong_options(converted, options):
+    with pytest.raises(OptionError):
+        h5chunk.tune(converted, **QUICK | options)
+
+
+def test_files_that_cannot_be_tuned(tmp_path):
+    with pytest.raises(FileError):
+        h5chunk.tune(tmp_path / "missing.h5", **QUICK)
+    with pytest.raises(FieldError, match="no samples"):
+        h5chunk.tune(make_file(tmp_path / "a.h5", images=(np.zeros((0, 3)), {})), **QUICK)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (40, 5), (7, 1000)])
+def test_tiny_files(tmp_path, shape):
+    path = make_file(tmp_path / "a.h5", images=(values(shape, "f4"), {}))
+    assert h5chunk.tune(path, **QUICK).row(TODAY).rate > 0
+
+
+def test_fields_of_any_name_and_strings(tmp_path):
+    path = make_file(
+        tmp_path / "a.h5",
+        train__x=(values((N, 30), "f4"), {"chunks": (8, 30)}),
+        train__y=(np.arange(N) % 3, {}),
+        train__names=(values((N,), "S5"), {}),
+    )
+    found = h5chunk.tune(path, fields={"x": "train/x", "y": "train/y"}, group_by="y", **QUICK)
+    assert found.row(TODAY).effective_batch == 32
+    found = h5chunk.tune(path, fields=["train/x", "train/names"], **QUICK)
+    assert found.way == "dataset" and all(row.way != "loader" for row in found.rows)
+
+
+def test_command_line(converted):
+    arguments = ("tune", converted, "--budget", "0.5s", "--batch-size", 16, "--workers", 0, "--memory", "1GiB")
+    result = run(*arguments, "--apply", "--verify")
+    assert result.exit_code == 0, result.output
+    assert "equal" in result.stdout and f"stored in {converted}" in result.stdout
+    parsed = json.loads(run(*arguments, "--json").stdout)
+    assert parsed["memory_bytes"] <= 1 << 30 and parsed["budget_s"] == 0.5
+    for wrong in (["--budget", "0"], ["--budget", "x"], ["--h5py-cache", "1,a,2"], ["--min-effective-batch", "1"]):
+        assert run("tune", converted, *wrong).exit_code == 2
+    check_error(run("tune", converted, "--h5py-cache", "0,1,0.5"), "h5py_cache")
