@@ -177,6 +177,8 @@ class Readers:
                     parts.append(gather)
                 else:
                     gather(self.descriptor)
+            elif not len(window.samples):  # a last batch that only other ranks have
+                continue
             elif name in self._direct:
                 parts += self._direct[name].parts(window.rows, window.places, out)  # type: ignore[arg-type]
             else:
