@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -11,13 +13,15 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dense import DenseKernel
-from h5chunk.feed.entries import NUM_CODES, Rule, entries_of, scatter, values_of
+from h5chunk.feed.entries import NUM_CODES, MapParts, Rule, entries_of, scatter, values_of
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.spaces import CsrRows
 from h5chunk.store.fields import Field
+from h5chunk.store.fill import available_cores
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 
+DENSE_THREADS = 4  # of batches that are made dense on the host
 DENSE, CSR, L2 = "dense", "csr", "l2"
 
 
@@ -75,6 +79,8 @@ class RowConvert:
             self.sample_bytes = 4 + math.ceil(per_row * (4 + dtype.itemsize))
         self._memory, self._held = BatchMemory(), torch.empty(0, dtype=dtype)
         self._kernel: DenseKernel | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._process = 0
 
     def to(self, device: torch.device, like: CsrRows | None = None) -> None:
         """Compile for rows such as ``like``, which lie on the host."""
@@ -89,7 +95,7 @@ class RowConvert:
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
             if self._kernel is None or not self._kernel(rows, out):
-                scatter(out, entries_of(rows, self.rule, self.num_columns))
+                scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
             return out
         starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)
         if not keep:  # what was stored in the right type is part of the window
@@ -102,6 +108,17 @@ class RowConvert:
         if self._kernel is not None:
             self._kernel.wait()
         self._memory, self._held = BatchMemory(), torch.empty(0, dtype=self.dtype)
+        if self._threads is not None and self._process == os.getpid():
+            self._threads.shutdown()
+        self._threads = None
+
+    def _map_parts(self) -> MapParts:
+        """As many threads as there are cores, but few; a fork leaves them behind."""
+        if self._threads is None or self._process != os.getpid():
+            count = min(DENSE_THREADS, available_cores())
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="h5chunk-dense")
+            self._process = os.getpid()
+        return self._threads.map
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, self.num_columns)
