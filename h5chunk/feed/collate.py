@@ -42,6 +42,8 @@ class Batch(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if not len(self):  # a last batch that only other ranks have: torch asks what its first sample would be
+            return Sample()
         return Sample(field[index] for field in self.fields)
 
     def __iter__(self) -> Iterator[Sample]:
