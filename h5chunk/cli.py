@@ -397,13 +397,16 @@ def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json:
     metavar="NSLOTS,NBYTES,W0",
     help="The cache that you give h5py.File today. [default: the library's]",
 )
+@click.option("--size", type=int, nargs=2, metavar="H W", help="Of images that are not converted yet.")
+@click.option("--plot", type=click.Path(), metavar="PNG", help="Draw rate against effective batch; needs matplotlib.")
 @click.option("--apply", is_flag=True, help="Store window and cache in SRC (of another's file: beside it) for readers.")
 @click.option("--verify", is_flag=True, help="Count what HDF5 really reads against what was predicted.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON, which convert and repack take with --tuned.")
 def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
     """Find the fastest chunks, window, cache and workers for SRC on this machine that still mix well.
 
-    SRC is a file that h5chunk made, or anybody's HDF5 file. The best few settings are measured on its data.
+    SRC is a file that h5chunk made, anybody's HDF5 file, or what convert takes: images or a sparse matrix. The best few
+    settings are measured on its data.
     """
     from h5chunk.tools.tune import tune as run
 

@@ -50,6 +50,8 @@ class Facts:
         The file says that it was shuffled.
     direct : bool
         Byte ranges of it can be read.
+    given_bytes : int
+        Of a sample that has to be made from what is read, such as a sparse row made dense; 0: it is given as it is.
     fixed : bool
         No other chunks are to be tried.
     loads : bool
@@ -63,6 +65,7 @@ class Facts:
     window_chunks: int
     shuffled: bool = False
     direct: bool = True
+    given_bytes: int = 0
     fixed: bool = False
     loads: bool = True
 
@@ -102,7 +105,8 @@ class Setting:
     shuffle: bool = False
 
     def __str__(self) -> str:
-        who = "ChunkLoader" if self.way == LOADER else f"ChunkDataset, {self.num_workers} workers"
+        workers = f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
+        who = "ChunkLoader" if self.way == LOADER else f"ChunkDataset, {workers}"
         anew = (", repacked and shuffled" if self.shuffle else ", repacked") if self.repack else ""
         return f"{who}; {self.window_chunks} x {self.chunk_samples} a window{anew}"
 
@@ -150,14 +154,15 @@ def cache_of(setting: Setting, facts: Facts, num_workers: int | None = None) -> 
 def memory_of(setting: Setting, facts: Facts) -> int:
     """Bytes that feeding takes beside the interpreters: windows or batches under way, and chunk caches."""
     order = order_of(setting, facts)
+    batch = min(facts.batch_size, facts.num_samples) * (facts.given_bytes or facts.sample_bytes)
     if setting.way == DATASET:
-        batch = min(facts.batch_size, facts.num_samples) * facts.sample_bytes
         cache = cache_of(setting, facts).nbytes
         return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
     windows = plan_slots(order, lambda samples: samples * facts.sample_bytes, lambda order: 0)
     through_hdf5 = not (facts.direct or setting.repack)
     cache = cache_of(setting, facts, 1).nbytes if through_hdf5 else 0
-    return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + cache
+    made = (1 + KEPT) * batch if facts.given_bytes else 0
+    return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + made + cache
 
 
 def enumerate_settings(facts: Facts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:

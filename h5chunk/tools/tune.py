@@ -28,10 +28,13 @@ from h5chunk.tools.tuneapply import apply_recommendation
 from h5chunk.tools.tuneclock import Budget, Progress
 from h5chunk.tools.tunemeasure import PlainLoop, measure_cold
 from h5chunk.tools.tunemodel import Model
+from h5chunk.tools.tuneplot import check_plot
+from h5chunk.tools.tuneplot import plot as draw
 from h5chunk.tools.tuneprobe import probe
 from h5chunk.tools.tunereport import Recommendation, TuneRow
 from h5chunk.tools.tunerows import commands_for, plain_row, table, triple
-from h5chunk.tools.tunesearch import Options, Search, measured_as
+from h5chunk.tools.tunesearch import Options, Search
+from h5chunk.tools.tunesource import is_source, look_at_source
 from h5chunk.tools.tunestudy import Study, look_at_file
 from h5chunk.tools.tuneverify import verify_order
 
@@ -53,6 +56,8 @@ def tune(
     min_effective_batch: float = 0.95,
     budget_s: float = 60.0,
     h5py_cache: Sequence[float] | None = None,
+    size: tuple[int, int] | None = None,
+    plot: str | os.PathLike[str] | None = None,
     apply: bool = False,
     verify: bool = False,
     progress: Progress | None = None,
@@ -62,7 +67,7 @@ def tune(
     Parameters
     ----------
     source : path
-        A converted file, or anybody's HDF5 file.
+        A converted file, anybody's HDF5 file, or what `h5chunk.convert` takes.
     batch_size : int
     memory_bytes : int
         The most that feeding may take, beside the interpreters.
@@ -80,6 +85,10 @@ def tune(
         Seconds to take, about.
     h5py_cache : (nslots, nbytes, w0), optional
         The cache that plain h5py is given today; default: the library's.
+    size : (height, width), optional
+        Of images that are not converted yet; default: that of the first one.
+    plot : path, optional
+        A picture to draw: rate against effective batch, with the choice marked. Needs matplotlib.
     apply : bool
         Store window and cache, of the best setting without a new file, where readers take them from: in a file of ours,
         or beside one of others (``NAME.h5chunk.json``).
@@ -90,7 +99,7 @@ def tune(
 
     Raises
     ------
-    FileError, FieldError
+    FileError, FieldError, SourceError
         The source cannot be used.
     OptionError
         An argument cannot be.
@@ -100,16 +109,23 @@ def tune(
     from h5chunk.feed.measure import check_device
 
     check_device(device)
+    if plot is not None:
+        check_plot()
     budget = Budget(budget_s, progress)
     with tempfile.TemporaryDirectory(prefix="h5chunk-tune-") as folder:
-        study = look_at_file(
-            source, field_mapping(fields), batch_size=batch_size, group_by=group_by, folder=Path(folder)
-        )
+        if is_source(source):
+            check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields)
+            study = look_at_source(source, batch_size=batch_size, size=size, folder=Path(folder), budget=budget)
+        else:
+            named = field_mapping(fields)
+            study = look_at_file(source, named, batch_size=batch_size, group_by=group_by, folder=Path(folder))
         worth = min_effective_batch * min(batch_size, study.facts.num_samples)
         options = Options(min(memory_bytes, available_bytes()), _workers(workers), device, worth)
         found = _tune(study, options, budget, _cache(h5py_cache), min_effective_batch)
         if verify:
             found = replace(found, verify=_verify(study, found, budget))
+        if plot is not None:
+            draw(found, plot)
         if apply:
             cache = CacheSettings.of(found.cache_in_place)
             found = replace(found, applied=apply_recommendation(study.reader, found.window_in_place, cache))
@@ -147,7 +163,7 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
         shuffle=setting.shuffle,
         window_in_place=kept.window_chunks,
         cache_in_place=triple(replace(kept, repack=False, shuffle=False), search, 1),
-        path=printable(study.reader.path),
+        path=study.source or printable(study.reader.path),
         converted=study.converted,
         batch_size=study.facts.batch_size,
         device=options.device,
@@ -202,9 +218,8 @@ def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
             and search.study.converted
             and search.candidate(setting).memory_bytes <= (search.options.memory_bytes)
         ):
-            key = measured_as(setting)
             found[setting] = measure_cold(
-                search.study, key, search.options.device, search.budget, 1.5 * search.budget.slice_s
+                search.study, setting, search.options.device, search.budget, 1.5 * search.budget.slice_s
             )
     return found
 
@@ -230,10 +245,10 @@ def _good_chunk(search: Search) -> int:
 
 
 def _described(search: Search, setting: Setting) -> dict[str, object]:
-    each, key = search.candidate(setting), measured_as(setting)
-    rates = search.rates.get(key)
+    each = search.candidate(setting)
+    rates = search.rates.get(setting)
     return asdict(setting) | {
-        "predicted_rate": search.predicted.get(key, search.model.rate(key)),
+        "predicted_rate": search.predicted.get(setting, search.model.rate(setting)),
         "measured_rate": float(np.median(rates)) if rates else None,
         "memory_bytes": each.memory_bytes,
         "effective_batch": each.effective_batch,
@@ -253,6 +268,13 @@ def _cache(given: Sequence[float] | None) -> Triple:
     if found[0] < 1 or found[1] < 0 or not 0 <= found[2] <= 1:
         raise OptionError(f"h5py_cache is {given!r}: give nslots of at least 1, nbytes of at least 0, w0 from 0 to 1")
     return found
+
+
+def check_unconverted(source: str | os.PathLike[str], **asked: object) -> None:
+    """Raise OptionError for what only a file can have."""
+    for name, value in asked.items():
+        if value:
+            raise OptionError(f"{name} is {value!r}, but {printable(source)} is not converted yet: leave it out")
 
 
 def _workers(workers: Sequence[int] | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from h5chunk.plan.cost import Reads, slowest
 from h5chunk.plan.settings import DATASET, LOADER, Setting, cache_of
 from h5chunk.tools.tuneadvice import Triple, repack_command
 from h5chunk.tools.tunereport import CHOSEN, PLAIN, SECOND, TODAY, TuneRow
-from h5chunk.tools.tunesearch import Search, measured_as
+from h5chunk.tools.tunesearch import Search
 
 
 def triple(setting: Setting, search: Search, num_workers: int | None = None) -> Triple:
@@ -24,9 +24,8 @@ def triple(setting: Setting, search: Search, num_workers: int | None = None) -> 
 def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float | None = None) -> TuneRow:
     """A line of the table."""
     setting, model = each.setting, search.model
-    key = measured_as(setting)
     reads = model.reads(setting)
-    rates = search.rates.get(key)
+    rates = search.rates.get(setting)
     return TuneRow(
         name=name,
         setting=str(setting),
@@ -39,7 +38,7 @@ def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float 
         shuffle=setting.shuffle,
         rate=each.rate,
         measured_rate=statistics.median(rates) if rates else None,
-        predicted_rate=search.predicted.get(key, model.rate(key)),
+        predicted_rate=search.predicted.get(setting, model.rate(setting)),
         cold_rate=cold,
         memory_bytes=each.memory_bytes,
         hit_rate=reads.hit_rate,
@@ -89,7 +88,7 @@ def table(search: Search, chosen: Candidate, enough: bool, colds: dict[Setting, 
         "min_effective": search.options.min_effective,
         "memory_bytes": search.options.memory_bytes,
     }
-    known = [search.candidate(each) for each in search.settings if measured_as(each) in search.rates]
+    known = [search.candidate(each) for each in search.settings if each in search.rates]
     today = search.candidate(search.settings[0])
     second = runner_up(known, chosen, **options)
     rows = [
@@ -117,6 +116,8 @@ def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
         return "nothing mixes well enough within this memory: this mixes best"
     if setting.shuffle:
         return "no window mixes the file as it lies well enough and fast; shuffled once on disk, any does"
+    if setting == search.settings[0] and not search.study.converted:
+        return f"what convert chooses by itself is within 4 % of the fastest of {count} measured"
     if setting == search.settings[0]:
         return f"within 4 % of the fastest of {count} measured, and nothing has to change"
     if setting.repack:
@@ -139,14 +140,17 @@ def commands_for(search: Search, setting: Setting) -> list[str]:
     study = search.study
     path, steps = printable(study.reader.path), []
     if not study.converted:
-        steps.append("h5chunk tune SRC --json > tuned.json; h5chunk convert SRC OUT.h5 --tuned tuned.json")
         path = "OUT.h5"
+        source = shlex.quote(study.source)
+        steps.append(f"h5chunk convert {source} {path} --chunk-samples {setting.chunk_samples}")
+        steps[0] += "   # or: h5chunk tune ... --json > tuned.json, and --tuned tuned.json"
     elif setting.repack:
         keep = None if study.matrix else setting.chunk_samples
         command = repack_command(study, keep, shuffle=setting.shuffle)
         steps.append(f"{command} --window {setting.window_chunks}")
         path = shlex.split(command)[3]
-    given = "" if setting.repack or not study.converted else f", window_chunks={setting.window_chunks}"
+    known = (setting.repack and study.converted) or setting.window_chunks == study.facts.window_chunks
+    given = "" if known else f", window_chunks={setting.window_chunks}"
     batch = study.facts.batch_size
     if setting.way == LOADER:
         steps.append(f'h5chunk.ChunkLoader("{path}", {batch}{given})')

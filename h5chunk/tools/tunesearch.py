@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from h5chunk.plan.choose import Candidate, allowed, choose
 from h5chunk.plan.settings import Setting
@@ -51,7 +51,7 @@ class Search:
     settings : list of Setting
         Today's first.
     rates : dict of Setting to list of float
-        Samples/s of each measurement; a setting that shuffles is measured without, as that changes no rate.
+        Samples/s of each measurement.
     predicted : dict of Setting to float
         Before the setting itself was measured.
     """
@@ -82,19 +82,19 @@ class Search:
 
     def measure(self, setting: Setting) -> None:
         """Once, if it fits in memory."""
-        key = measured_as(setting)
-        if self.model.candidate(key).memory_bytes > self.options.memory_bytes:
+        if self.model.candidate(setting).memory_bytes > self.options.memory_bytes:
             return
-        rate = measure(self.study, key, self.options.device, self.budget, self.budget.slice_s)
-        if key not in self.predicted:
-            self.predicted[key] = self.model.rate(key)
-        self.model.learn(key, rate)
-        self.rates.setdefault(key, []).append(rate)
+        rate = measure(self.study, setting, self.options.device, self.budget, self.budget.slice_s)
+        self.predicted.setdefault(setting, self.model.rate(setting))
+        self.model.learn(setting, rate)
+        self.rates.setdefault(setting, []).append(rate)
 
     def _anchors(self) -> Iterable[Setting]:
         """The second best of each kind that is not hopeless, so that the best is predicted from another one."""
         kinds: dict[tuple[str, int, bool], list[Setting]] = {}
-        for each in map(measured_as, self.settings):
+        for each in self.settings:
+            if self.model.candidate(each).memory_bytes > self.options.memory_bytes:
+                continue
             kinds.setdefault((each.way, each.num_workers, each.repack), []).append(each)
         for some in kinds.values():
             some.sort(key=self.model.rate, reverse=True)
@@ -110,10 +110,11 @@ class Search:
 
     def _most_promising(self) -> Setting | None:
         """The allowed setting that was not measured and is predicted to be fastest, if that may be worth it."""
-        best = max(statistics.median(rates) for rates in self.rates.values()) if self.rates else 0.0
-        fresh = [each for each in self.settings if measured_as(each) not in self.rates and self.allows(each)]
-        found = max(fresh, key=lambda each: self.model.rate(measured_as(each)), default=None)
-        if found is None or self.model.rate(measured_as(found)) < WORTH * best:
+        good = [statistics.median(rates) for each, rates in self.rates.items() if self.allows(each)]
+        best = max(good, default=0.0)
+        fresh = [each for each in self.settings if each not in self.rates and self.allows(each)]
+        found = max(fresh, key=self.model.rate, default=None)
+        if found is None or self.model.rate(found) < WORTH * best:
             return None
         return found
 
@@ -123,9 +124,8 @@ class Search:
 
     def candidate(self, setting: Setting) -> Candidate:
         """With its measured rate, else the predicted one."""
-        key = measured_as(setting)
-        rates = self.rates.get(key)
-        rate = statistics.median(rates) if rates else self.model.rate(key)
+        rates = self.rates.get(setting)
+        rate = statistics.median(rates) if rates else self.model.rate(setting)
         return self.model.candidate(setting, self._bounded(setting, rate))
 
     def _bounded(self, setting: Setting, rate: float) -> float:
@@ -137,29 +137,24 @@ class Search:
 
     def finalists(self) -> list[Setting]:
         """The fastest measured ones that are allowed, the fastest without a new file, and today's."""
-        measured = [each for each in self.settings if measured_as(each) in self.rates]
+        measured = [each for each in self.settings if each in self.rates]
         ranked = sorted(measured, key=lambda each: self.candidate(each).rate, reverse=True)
         good = [each for each in ranked if self.allows(each)] or ranked
         found = [*good[:FINALISTS], *[each for each in good if not each.repack][:1], self.settings[0]]
-        return list(dict.fromkeys(map(measured_as, found)))
+        return list(dict.fromkeys(found))
 
     def repack_pays(self, new: Setting, old: Setting) -> bool:
         """Whether a new file is faster in each round: the time of day alone shall not ask for one."""
-        rates = self.rates.get(measured_as(new), []), self.rates.get(measured_as(old), [])
+        rates = self.rates.get(new, []), self.rates.get(old, [])
         turns = min(map(len, rates))
         return not turns or all(a > b for a, b in zip(rates[0][-turns:], rates[1][-turns:], strict=True))
 
     def choose(self, settings: Sequence[Setting] | None = None) -> Candidate | None:
         """The one to take, of those measured; None if none is allowed."""
         some = self.settings if settings is None else settings
-        known = [self.candidate(each) for each in some if measured_as(each) in self.rates]
+        known = [self.candidate(each) for each in some if each in self.rates]
         options = {"min_effective": self.options.min_effective, "memory_bytes": self.options.memory_bytes}
         found = choose(known, **options)  # type: ignore[arg-type]
         if found is None:
             found = choose([self.candidate(each) for each in some], **options)  # type: ignore[arg-type]
         return found
-
-
-def measured_as(setting: Setting) -> Setting:
-    """The setting that is measured in its place: permuting samples changes no rate."""
-    return replace(setting, shuffle=False)

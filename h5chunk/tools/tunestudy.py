@@ -23,6 +23,7 @@ from h5chunk.tools.tuneclock import Budget
 SAMPLE_BYTES = 384 << 20  # that are measured: the same samples as they lie and laid out anew
 SAMPLE_SHARE = 0.12  # of the budget, in which they are read
 PIECE_BYTES = 32 << 20
+DENSE_BYTES = 4  # of a number of a row made dense
 MOST_GROUPS = 1 << 27  # samples whose labels are looked at
 
 
@@ -45,7 +46,7 @@ class Study:
     num_measured : int
         The first samples, which figures are of.
     converted : bool
-        False: the source is to be converted yet.
+        False: the source, whose name is ``source``, is to be converted yet.
     why_not_direct : str
     stored_share : float
         Stored bytes of the largest field over decoded ones.
@@ -61,6 +62,7 @@ class Study:
     converted: bool = True
     why_not_direct: str = ""
     stored_share: float = 1.0
+    source: str = ""
     notes: list[str] = field(default_factory=list)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     made: dict[int, Path] = field(default_factory=dict)
@@ -131,6 +133,7 @@ def look_at_file(
         window_chunks=ChunkDataset(path, fields=fields).window_chunks,
         shuffled=reader.header is not None and reader.header.shuffled,
         direct=not why,
+        given_bytes=0 if reader.matrix is None else reader.matrix.num_columns * DENSE_BYTES,
         fixed=reader.matrix is not None,
         loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
@@ -199,6 +202,7 @@ def read_rows(reader: H5Reader, num_samples: int, budget: Budget) -> dict[str, n
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
     """A file of ours with these samples, again and again until there are enough: uncompressed bytes are read alike."""
+    chunk_samples = min(chunk_samples, num_samples)
     specs = [FieldSpec(f"f{i}", each.shape[1:], each.dtype) for i, each in enumerate(rows.values())]
     numbers = {"num_samples": num_samples, "chunk_samples": chunk_samples, "window_chunks": 1}
     numbers |= {"format_version": FORMAT_VERSION, "rdcc_nslots": 1, "rdcc_nbytes": 0}
