@@ -7,6 +7,7 @@ H5ChunkError
  +-- OutputError   (OSError)        the file to be written: exists, in use, no room
  +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
  |    +-- FieldError (KeyError)     a field that it lacks, or that cannot be a field
+ |         +-- TrustError           data that lie elsewhere, which is not followed unless trusted
  +-- StateError    (ValueError)     a saved state that belongs to another order of samples
  +-- WorkerError   (RuntimeError)   a process of ours that died
 
@@ -47,6 +48,10 @@ class FileError(H5ChunkError, OSError):
 
 class FieldError(FileError, KeyError):
     """The file lacks a field, or has a dataset that cannot be one."""
+
+
+class TrustError(FieldError):
+    """What a file refers to lies elsewhere, or needs code of others: not followed unless the user trusts it."""
 
 
 class StateError(H5ChunkError, ValueError):

@@ -52,7 +52,8 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     Raises
     ------
     FileError
-        A chunk reaches out of the file, or the index of chunks makes no sense.
+        A chunk reaches out of the file, lies over another one or is of another length than it can be, or the index of
+        chunks makes no sense.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if dataset.chunks is None:
@@ -69,7 +70,32 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     length = dataset.file.id.get_filesize()
     if end > length:
         raise FileError(f"{name} has a chunk that ends at byte {end}, but the file has only {length}: it is damaged")
+    _check_apart(table, name)
+    _check_sizes(dataset, table, name)
     return table
+
+
+def _check_apart(table: ChunkTable, name: str) -> None:
+    stored = np.flatnonzero(table.offsets >= 0)
+    order = stored[np.argsort(table.offsets[stored], kind="stable")]
+    over = table.offsets[order[:-1]] + table.sizes[order[:-1]] > table.offsets[order[1:]]
+    if over.any():
+        first = int(over.argmax())
+        raise FileError(f"{name}: its chunks {order[first]} and {order[first + 1]} overlap in the file: it is damaged")
+
+
+def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
+    """HDF5 believes the stored length of a chunk, and writes it into memory of the length that it should have."""
+    if dataset.chunks is None or dataset.id.get_create_plist().get_nfilters():
+        return
+    chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
+    sizes = np.where(table.offsets >= 0, table.sizes, chunk_bytes)
+    wrong = sizes != chunk_bytes
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise FileError(
+            f"{name}: its chunk {first} is stored in {sizes[first]} bytes for {chunk_bytes} of data: it is damaged"
+        )
 
 
 def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:

@@ -107,6 +107,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.guard import check_beside
 
 FORMAT_VERSION = 1
 GROUP = "h5chunk"
@@ -321,6 +322,7 @@ def read_header(file: h5py.File) -> Header | None:
     FileError
         It is of a newer format, or what it says cannot be.
     """
+    check_beside(file, GROUP)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
         return None

@@ -17,10 +17,12 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
+from h5chunk.store.claims import check_chunks
 from h5chunk.store.csrhdf5 import CsrHandle
 from h5chunk.store.csrrows import CsrRoom
 from h5chunk.store.fields import Field, look_at, usual_fields
 from h5chunk.store.format import Header, checksums_of, open_file, read_header
+from h5chunk.store.guard import Guard, Trusted
 from h5chunk.store.matrixfield import MatrixField, read_indptr
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
@@ -36,6 +38,9 @@ class H5Reader:
     fields : mapping of str to str, or None
         Datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or the matrix
         ``X``, and ``labels`` if there are any.
+    trusted : bool, path or sequence of paths
+        Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
+        the file; or in these folders. See `h5chunk.store.guard`.
 
     Attributes
     ----------
@@ -53,10 +58,15 @@ class H5Reader:
         The file cannot be opened.
     FieldError
         A dataset is missing or cannot be a field.
+    TrustError
+        It leads to other files, or needs a filter that is not known.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fields: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], fields: Mapping[str, str] | None = None, *, trusted: Trusted = False
+    ) -> None:
         self.path = Path(path)
+        self.trusted = trusted
         self._stamp = _stamp(self.path)  # before opening it; compared after opening it: no replacement slips between
         with open_file(self.path) as file:
             self.header: Header | None = read_header(file)
@@ -64,8 +74,9 @@ class H5Reader:
                 fields = usual_fields(file, self.path)
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
+            guard = Guard(self.path, trusted)
             self.fields = {
-                name: look_at(file, self.path, name, dataset, self.header) for name, dataset in fields.items()
+                name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
             }
         matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
         if len(matrices) > 1:
@@ -213,6 +224,7 @@ class _Handle:
             access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
         self._file = file  # keeps it open
         self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
+        check_chunks(h5py.Dataset(self._id))
         self._space = self._id.get_space()
         self._kind = h5py.h5t.py_create(field.dtype, logical=True)
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
