@@ -1,10 +1,9 @@
-"""A map-style torch Dataset over any HDF5 file in which samples lie along the first axis."""
+"""A map-style torch Dataset over any HDF5 file, or several, in which samples lie along the first axis."""
 
 from __future__ import annotations
 
 import math
 import operator
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,12 @@ from h5chunk.feed.orders import recommended_window
 from h5chunk.feed.rowconvert import matrix_convert
 from h5chunk.feed.spaces import torch_dtype
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.line import ChunkLine
+from h5chunk.plan.line import ChunkLine, Line, PickLine, Picks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.plan.permute import SPLIT, permutation
 from h5chunk.plan.picks import pick_samples, split_samples
+from h5chunk.store.files import Paths, chunk_starts, open_other, open_reader
+from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import Header
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
@@ -36,7 +37,7 @@ Fields = Mapping[str, str] | Sequence[str]
 
 
 class ChunkDataset(Dataset[Any]):
-    """Samples of an HDF5 file, converted by h5chunk or not, read through HDF5's chunk cache.
+    """Samples of an HDF5 file, or of several, converted by h5chunk or not, read through HDF5's chunk cache.
 
     ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these
     samples, with a first axis of 3. Numbers are tensors of the file's dtype; fixed-length strings are ``str``.
@@ -45,7 +46,10 @@ class ChunkDataset(Dataset[Any]):
 
     Parameters
     ----------
-    path : path
+    path : path or sequence of paths
+        A file; or several as one data set, whose samples are numbered file after file: a folder or a pattern such as
+        ``shards/*.h5``, by name with numbers in it by their value, or a list, in its order. Their fields must agree,
+        and so must the classes that labels stand for; their chunks may differ.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if there are any.
@@ -64,14 +68,14 @@ class ChunkDataset(Dataset[Any]):
     FileError
         The file is missing, not HDF5 or cut short; when it is read: it was replaced since.
     FieldError
-        A dataset is missing, or cannot be a field.
+        A dataset is missing, or cannot be a field; fields of several files differ.
     OptionError
         The cache cannot be, such as ``w0=1.0``.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Paths,
         *,
         fields: Fields | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -81,7 +85,7 @@ class ChunkDataset(Dataset[Any]):
         normalize: str | None = None,
         cache: CacheSettings | Sequence[float] | None = None,
     ) -> None:
-        self._reader = H5Reader(path, field_mapping(fields))
+        self._reader = open_reader(path, field_mapping(fields))
         convert = matrix_convert(self._reader, sparse=sparse, dtype=dtype, binarize=binarize, normalize=normalize)
         if convert is None and (dtype is not None or normalize is not None):
             name = "dtype" if dtype is not None else "normalize"
@@ -166,7 +170,11 @@ class ChunkDataset(Dataset[Any]):
         header = self._reader.header
         size = len(self)
         if stratify is None and header is not None and header.shuffled and self._samples is None:
-            line = ChunkLine(size, self.chunk_samples, seed, 0).at(np.arange(size)) if size else np.empty(0, np.int64)
+            starts = chunk_starts(self._reader)
+            chunks: Line = ChunkLine(size, self.chunk_samples, seed, 0)
+            if starts is not None:
+                chunks = PickLine(Picks(starts), seed, 0)
+            line = chunks.at(np.arange(size)) if size else np.empty(0, np.int64)
         else:
             line = permutation(size, seed, stream=(SPLIT, 0, 0))
         groups = None if stratify is None else self.values(stratify)
@@ -180,7 +188,7 @@ class ChunkDataset(Dataset[Any]):
         FieldError
             The file has no such field, or it has more than a value a sample.
         """
-        reader = self._reader if name in self._reader.fields else H5Reader(self._reader.path, {name: name})
+        reader = self._reader if name in self._reader.fields else open_other(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, MatrixField) or field.sample_shape:
             raise FieldError(f"field {name!r} has samples of shape {field.sample_shape}: name one of a value a sample")
@@ -190,8 +198,14 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def path(self) -> str:
-        """The file."""
+        """The file, or what messages call several: the folder, the pattern, or the first of them."""
         return str(self._reader.path)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files, in the order in which their samples are numbered."""
+        readers = self._reader.readers if isinstance(self._reader, FileSet) else (self._reader,)
+        return tuple(str(reader.path) for reader in readers)
 
     @property
     def fields(self) -> tuple[str, ...]:

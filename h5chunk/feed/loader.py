@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Drawn, Order
 from h5chunk.plan.picks import WeightedPicks
 from h5chunk.plan.slots import largest_window, plan_slots
+from h5chunk.store.files import Paths
 from h5chunk.store.fill import available_cores
 
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
@@ -52,8 +53,9 @@ class ChunkLoader:
 
     Parameters
     ----------
-    path : path or ChunkDataset
-        A data set stands for its file, fields and subset; not for its transform, or how it makes rows.
+    path : path, sequence of paths, or ChunkDataset
+        As for `ChunkDataset`. A data set stands for its files, fields and subset; not for its transform, or how it
+        makes rows.
     batch_size : int
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`; numbers only, and a matrix first.
@@ -121,7 +123,7 @@ class ChunkLoader:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | ChunkDataset,
+        path: Paths | ChunkDataset,
         batch_size: int,
         *,
         fields: Fields | None = None,
@@ -249,9 +251,9 @@ class ChunkLoader:
         return self._order
 
     @property
-    def sampler(self) -> ChunkLoader:
-        """Itself: Lightning's Trainer looks here for what has a ``set_epoch``."""
-        return self
+    def batch_sampler(self) -> Any:
+        """Its ``sampler`` is this loader: there Lightning's Trainer looks for what has a ``set_epoch``."""
+        return SimpleNamespace(sampler=self)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
@@ -381,7 +383,7 @@ class ChunkLoader:
         )
 
 
-def _dataset(path: str | os.PathLike[str] | ChunkDataset, fields: Fields | None, subset: Any) -> ChunkDataset:
+def _dataset(path: Paths | ChunkDataset, fields: Fields | None, subset: Any) -> ChunkDataset:
     """What is to be read, as a data set."""
     if isinstance(path, ChunkDataset):
         if fields is not None:

@@ -17,6 +17,7 @@ from h5chunk.plan.line import Picks
 from h5chunk.plan.order import INTERLEAVE, Drawn, Order, with_full_windows
 from h5chunk.plan.picks import WeightedPicks, balanced_weights, check_weights
 from h5chunk.plan.sparse import bounded_window, fullest_chunks
+from h5chunk.store.files import chunk_starts
 from h5chunk.store.reader import H5Reader
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def make_order(
 def make_picks(
     reader: H5Reader, samples: np.ndarray | None, weights: Any, *, positions: bool, values: Callable[[str], np.ndarray]
 ) -> Drawn | None:
-    """What an epoch visits, if not all samples once.
+    """What an epoch visits, if not all samples of equal chunks once.
 
     Parameters
     ----------
@@ -102,14 +103,14 @@ def make_picks(
     OptionError, FieldError
         The weights cannot be.
     """
+    starts = chunk_starts(reader)
     if samples is None and weights is None:
-        return None
+        return None if starts is None else Picks(starts)
     rows = np.arange(reader.num_samples) if samples is None else samples
     numbers = None if positions else samples
-    chunks = rows // reader.chunk_samples
+    chunks = rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
     if weights is None:
-        starts = Picks.of(rows, reader.chunk_samples).starts
-        return Picks(starts, numbers)
+        return Picks(Picks.of(chunks, 1).starts, numbers)
     if not len(rows):
         raise OptionError("weights are given, but there are no samples to draw")
     given = balanced_weights(values(weights)) if isinstance(weights, str) else check_weights(weights, len(rows))

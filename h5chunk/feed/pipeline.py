@@ -22,13 +22,14 @@ from h5chunk.errors import FileError, printable
 from h5chunk.plan.order import Window
 from h5chunk.store.csrrows import CsrField, CsrRoom
 from h5chunk.store.direct import EncodedField, PlainField
-from h5chunk.store.ranges import Part, open_descriptor
+from h5chunk.store.filesdirect import FilesField, close_descriptors, open_descriptors
+from h5chunk.store.ranges import Part
 from h5chunk.store.reader import H5Reader
 
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size
 QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
-Direct = PlainField | EncodedField | CsrField  # what reads a field by byte ranges
+Direct = PlainField | EncodedField | CsrField | FilesField  # what reads a field by byte ranges
 WAIT_S = 120.0  # after which threads that finish nothing are an error
 
 
@@ -116,13 +117,13 @@ class Load:
 
 
 class Readers:
-    """Threads that read parts of windows. Holds the file open until it is closed.
+    """Threads that read parts of windows. Holds the file, or files, open until it is closed.
 
     Parameters
     ----------
     reader : H5Reader
         For the fields that need HDF5: one thread at a time reads those.
-    direct : dict of str to PlainField, EncodedField or CsrField
+    direct : dict of str to PlainField, EncodedField, CsrField or FilesField
         For the others.
     num_threads : int
     mapped : bool
@@ -143,7 +144,7 @@ class Readers:
         self._progress = Progress()
         self._tasks: SimpleQueue[tuple[Load, Part] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self.descriptor = open_descriptor(reader.path)
+        self.descriptor = open_descriptors(reader)
         try:
             self._forget()
             self.check_unchanged()
@@ -153,7 +154,7 @@ class Readers:
                 if not isinstance(field, CsrField) and is_kept_whole(field)
             }
             for field in direct.values():
-                if mapped and isinstance(field, PlainField):
+                if mapped and isinstance(field, (PlainField, FilesField)):
                     field.map(self.descriptor)
             for _ in range(num_threads):
                 thread = threading.Thread(target=_work, args=(self, self._tasks), name="h5chunk-reader", daemon=True)
@@ -201,7 +202,7 @@ class Readers:
     def close(self) -> None:
         """Stop and join the threads, and close the file. Parts that no thread has begun are dropped."""
         if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
-            os.close(self.descriptor)
+            close_descriptors(self.descriptor)
             return
         if threading.current_thread() in self._threads:  # the garbage collector's call, in the middle of a part
             threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
@@ -212,7 +213,7 @@ class Readers:
         for thread in self._threads:
             thread.join()
         self._threads = []
-        os.close(self.descriptor)
+        close_descriptors(self.descriptor)
         self._reader.close()
         self._forget()
 

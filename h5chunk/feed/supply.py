@@ -19,6 +19,9 @@ from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
 from h5chunk.store.csrrows import CsrField
 from h5chunk.store.direct import NotDirect, direct_field
+from h5chunk.store.files import cache_bytes
+from h5chunk.store.filesdirect import files_fields
+from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import open_file
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
@@ -86,7 +89,7 @@ class Supply:
             for field in self._direct.values()
         )
         if self.why:
-            total += model_cache(self._reader, order.open_chunks, order.cache_w0).nbytes
+            total += cache_bytes(self._reader, model_cache(self._reader, order.open_chunks, order.cache_w0))
         if self._reader.matrix is not None:
             total += self._reader.indptr.nbytes
         return total
@@ -155,17 +158,7 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mappi
     """The fields that can be read by byte ranges, and why the others cannot."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
-    direct: dict[str, Direct] = {}
-    why: dict[str, str] = {}
-    with open_file(reader.path) as file:
-        for name, field in reader.fields.items():
-            try:
-                if isinstance(field, MatrixField):
-                    direct[name] = CsrField(reader.path, file[field.dataset], field, reader.indptr)
-                else:
-                    direct[name] = direct_field(reader.path, file, field)
-            except NotDirect as error:
-                why[name] = str(error)
+    direct, why = _by_ranges(reader)
     if how == "mapped":
         for name, found in direct.items():
             if not found.is_one_run:
@@ -176,4 +169,22 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mappi
         raise OptionError(f"field {name!r} cannot be {verb}: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
         warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=4)
+    return direct, why
+
+
+def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:
+    direct: dict[str, Direct] = {}
+    why: dict[str, str] = {}
+    if isinstance(reader, FileSet):
+        found, why = files_fields(reader)
+        return {**found}, why
+    with open_file(reader.path) as file:
+        for name, field in reader.fields.items():
+            try:
+                if isinstance(field, MatrixField):
+                    direct[name] = CsrField(reader.path, file[field.dataset], field, reader.indptr)
+                else:
+                    direct[name] = direct_field(reader.path, file, field)
+            except NotDirect as error:
+                why[name] = str(error)
     return direct, why

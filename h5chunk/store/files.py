@@ -1,0 +1,106 @@
+"""Which files a path means, and the reader of one of them or of several as one data set."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.fileset import FileSet
+from h5chunk.store.guard import Trusted
+from h5chunk.store.reader import H5Reader
+
+OnePath = str | os.PathLike[str]
+Paths = OnePath | Sequence[OnePath]
+
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # what is read of a folder
+
+
+def open_reader(path: Paths, fields: Mapping[str, str] | None = None, *, trusted: Trusted = False) -> H5Reader:
+    """The reader of a file, or of several as one data set.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        A file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or several of
+        these, in this order.
+    fields : mapping of str to str, optional
+    trusted : bool, path or sequence of paths
+        As for `H5Reader`.
+
+    Raises
+    ------
+    FileError
+        There is none, or one of them cannot be opened.
+    FieldError
+        Fields of the files differ.
+    OptionError
+        A file comes twice.
+    """
+    files = list_files(path)
+    if len(files) == 1:
+        return H5Reader(files[0], fields, trusted=trusted)
+    return FileSet(files, fields, _name(path, files), trusted=trusted)
+
+
+def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
+    """A reader of other fields of the same file or files."""
+    if isinstance(reader, FileSet):
+        return FileSet([each.path for each in reader.readers], fields, reader.path, trusted=reader.trusted)
+    return H5Reader(reader.path, fields, trusted=reader.trusted)
+
+
+def list_files(path: Paths) -> list[Path]:
+    """The files that are meant; see `open_reader`."""
+    if not isinstance(path, (str, os.PathLike)):
+        given = list(path)
+        if not given:
+            raise OptionError("path is an empty list: name at least one file")
+        return [file for each in given for file in list_files(each)]
+    path = Path(path)
+    if path.is_dir():
+        found = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
+        if not found:
+            raise FileError(
+                f"{printable(path)}: a folder without files {', '.join(SUFFIXES)}: name a file or a pattern"
+            )
+        return sorted(found, key=_natural)
+    if path.exists() or not re.search(r"[*?\[]", str(path)):
+        return [path]  # which may not exist: its reader says so
+    plain = next(number for number, part in enumerate(path.parts) if re.search(r"[*?\[]", part))
+    root, pattern = Path(*path.parts[:plain]), str(Path(*path.parts[plain:]))
+    matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]
+    if not matching:
+        raise FileError(f"{printable(path)}: no file matches this pattern")
+    return sorted(matching, key=_natural)
+
+
+def chunk_starts(reader: H5Reader) -> np.ndarray | None:
+    """The number of each chunk's first sample, and that of all samples; None where all chunks are equal."""
+    return reader.chunk_starts if isinstance(reader, FileSet) else None
+
+
+def cache_bytes(reader: H5Reader, main: CacheSettings) -> int:
+    """What the caches of the largest field take in one process."""
+    return reader.cache_bytes(main) if isinstance(reader, FileSet) else main.nbytes
+
+
+def _natural(path: Path) -> list[tuple[int, str] | str]:
+    """By name, but numbers in it by their value; of equal ones (a1, a01) the name decides."""
+    parts = re.split(r"(\d+)", str(path))
+    key: list[tuple[int, str] | str] = [
+        (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
+    ]
+    return [*key, (-1, str(path))]
+
+
+def _name(path: Paths, files: list[Path]) -> Path:
+    """What messages call the set."""
+    if isinstance(path, (str, os.PathLike)):
+        return Path(path)
+    return Path(f"{files[0]} and {len(files) - 1} more")

@@ -1,0 +1,193 @@
+"""Rows of several files by their byte ranges: each part of a request goes to the file that holds its rows."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.store.decoded import NotDirect
+from h5chunk.store.direct import EncodedField, PlainField, direct_field
+from h5chunk.store.fields import Field
+from h5chunk.store.fileset import FileSet
+from h5chunk.store.format import open_file
+from h5chunk.store.ranges import PART_BYTES, Part, open_descriptor
+from h5chunk.store.reader import H5Reader
+
+MIN_KEPT_CHUNKS = 2  # compressed chunks that each file keeps for the next window, where many files share the room
+
+
+class OpenFiles:
+    """Descriptors of a set's files, each opened when it is first asked for; for any number of threads."""
+
+    def __init__(self, reader: FileSet) -> None:
+        self._readers = reader.readers
+        self._open: list[int | None] = [None] * len(reader.readers)
+        self._lock = threading.Lock()
+
+    def of(self, number: int) -> int:
+        """The descriptor of a file.
+
+        Raises
+        ------
+        FileError
+            It cannot be opened, or is not what it was.
+        """
+        found = self._open[number]
+        if found is None:
+            with self._lock:
+                found = self._open[number]
+                if found is None:
+                    found = self._open[number] = self._open_one(number)
+        return found
+
+    def _open_one(self, number: int) -> int:
+        reader = self._readers[number]
+        try:
+            descriptor = open_descriptor(reader.path)
+        except FileError as error:
+            if "open files" not in str(error):
+                raise
+            raise FileError(f"{error}: a set of {len(self._readers)} files: raise ulimit -n, or pack fewer") from None
+        try:
+            reader.check_unchanged(descriptor)
+        except FileError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def check(self, number: int) -> None:
+        """Raise FileError if a file was changed, or replaced under its name."""
+        self._readers[number].check_unchanged()
+
+    def close(self) -> None:
+        """Close them. Not while parts are read."""
+        for descriptor in self._open:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._open = [None] * len(self._readers)
+
+
+def open_descriptors(reader: H5Reader) -> Any:
+    """What the parts of a reader's fields read through: a descriptor of its file, or `OpenFiles` of several."""
+    return OpenFiles(reader) if isinstance(reader, FileSet) else open_descriptor(reader.path)
+
+
+def close_descriptors(opened: Any) -> None:
+    """Close what `open_descriptors` gave."""
+    if isinstance(opened, OpenFiles):
+        opened.close()
+    else:
+        os.close(opened)
+
+
+class FilesField:
+    """Reads rows of a field of several files, as `h5chunk.store.direct` does of one; through `OpenFiles`.
+
+    Parameters
+    ----------
+    reader : FileSet
+    name : str
+    fields : list of PlainField, EncodedField or None
+        Of each file; None for one without samples.
+    """
+
+    def __init__(self, reader: FileSet, name: str, fields: list[PlainField | EncodedField | None]) -> None:
+        self.name = name
+        self._reader, self._fields = reader, fields
+        self._there = [(number, field) for number, field in enumerate(fields) if field is not None]
+        each = [field for _, field in self._there]
+        self.row_bytes = each[0].row_bytes
+        self.num_bytes = sum(field.num_bytes for field in each)
+        self.is_one_run = all(field.is_one_run for field in each)
+        self._encoded = [field._chunks for field in each if isinstance(field, EncodedField)]
+        for chunks in self._encoded:
+            share = -(-chunks._num_kept // len(self._encoded))
+            chunks._num_kept = min(chunks._num_kept, max(MIN_KEPT_CHUNKS, share))
+        self.forget()
+
+    def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+        """As `PlainField.parts`; they take `OpenFiles` for a descriptor."""
+        for number, some in self._reader.by_file(rows):
+            field, its_rows = self._fields[number], rows[some] - self._reader.starts[number]
+            assert field is not None
+            if isinstance(field, PlainField) and field._mapped is not None:
+                parts = _mapped_parts(field._mapped, its_rows, places[some], out)
+            else:
+                parts = field.parts(its_rows, places[some], out)
+            for part in parts:
+                yield _FilePart(part, number)
+
+    def map(self, opened: Any) -> None:
+        """As `PlainField.map`."""
+        for number, field in self._there:
+            if isinstance(field, PlainField):
+                field.map(opened.of(number))
+
+    def read_all(self, opened: Any) -> np.ndarray:
+        """The whole field, for small ones."""
+        found = []
+        for number, field in self._there:
+            found.append(field.read_all(opened.of(number)))
+            opened.check(number)
+        return np.concatenate(found)
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        """Memory beside ``out`` that so many threads take: they decode the chunks of all files in the same."""
+        if not self._encoded:
+            return 0
+        kept = sum(chunks._num_kept * chunks.chunk_bytes for chunks in self._encoded)
+        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self._encoded) + kept
+
+    def forget(self) -> None:
+        """As `PlainField.forget`."""
+        for _, field in self._there:
+            field.forget()
+        for chunks in self._encoded:
+            chunks._local = self._encoded[0]._local  # a thread's memory is its own until its next chunk, of any file
+
+
+def _mapped_parts(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+    """As those of a `PlainField`, but what is filled is a part of ``out``, with gaps."""
+    per_part = max(1, PART_BYTES // mapped.shape[1])
+    for first in range(0, len(rows), per_part):
+        some = slice(first, first + per_part)
+        yield partial(_copy_rows, mapped, rows[some], places[some], out)
+
+
+def _copy_rows(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
+    out[places] = mapped[rows]
+
+
+class _FilePart:
+    """A part of one of the files."""
+
+    def __init__(self, part: Part, number: int) -> None:
+        self._part, self._number = part, number
+
+    def __call__(self, opened: Any) -> None:
+        self._part(opened.of(self._number))
+        opened.check(self._number)
+
+
+def files_fields(reader: FileSet) -> tuple[dict[str, FilesField], dict[str, str]]:
+    """The fields of a set that can be read by byte ranges, and why the others cannot."""
+    found: dict[str, list[PlainField | EncodedField | None]] = {name: [] for name in reader.fields}
+    why: dict[str, str] = {}
+    for each in reader.readers:
+        with open_file(each.path) as file:
+            each.check_unchanged()
+            for name, field in each.fields.items():
+                assert isinstance(field, Field)
+                try:
+                    found[name].append(direct_field(each.path, file, field) if each.num_samples else None)
+                except NotDirect as error:
+                    why.setdefault(name, f"{printable(each.path)}: {error}")
+    if not reader.num_samples:
+        return {}, dict.fromkeys(reader.fields, "it is empty")
+    return {name: FilesField(reader, name, fields) for name, fields in found.items() if name not in why}, why
