@@ -26,12 +26,14 @@ _HOMES = {
     "ConvertReport": "h5chunk.tools.report",
     "H5ChunkError": "h5chunk.errors",
     "Recommendation": "h5chunk.tools.tunereport",
+    "VerifyReport": "h5chunk.tools.verify_report",
     "bench": "h5chunk.tools.bench",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert",
     "info": "h5chunk.tools.info",
     "plan_convert": "h5chunk.tools.convert",
     "tune": "h5chunk.tools.tune",
+    "verify": "h5chunk.tools.verify",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

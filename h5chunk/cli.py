@@ -415,6 +415,30 @@ def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json
     click.echo(result.to_json() if as_json else str(result))
 
 
+@main.command()
+@click.argument("file", type=click.Path())
+@click.option("--quick", is_flag=True, help="Read 32 chunks of each dataset only; the report says which.")
+@click.option(
+    "--repair", type=click.Path(), metavar="SRC", help="Write bad chunks anew from what FILE was converted from."
+)
+@click.option(
+    "--manifest", type=click.Path(), metavar="FILE.csv", help="To repair: the manifest that it was converted with."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def verify(file: str, as_json: bool, **options: Any) -> None:
+    """Check FILE: its structure, and every chunk against its checksum. Exit code 1 if anything is wrong.
+
+    Of a file that h5chunk did not make there are no checksums: its chunks are decoded, and the report says so.
+    """
+    from h5chunk.tools.verify import verify as run
+
+    with _progress(as_json) as progress:
+        result = run(file, progress=progress, **options)
+    click.echo(result.to_json() if as_json else str(result))
+    if not result.ok:
+        sys.exit(1)
+
+
 @contextmanager
 def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int, int | None], None] | None]:
     """A bar for each stage; none with --quiet or where nobody watches."""
@@ -422,8 +446,8 @@ def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int
         yield None
         return
     words = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
-    words |= {"repack": "repacking", "tune": "tuning"}
-    units = {"read": "B", "write": " entries", "repack": "B"}
+    words |= {"repack": "repacking", "tune": "tuning", "verify": "verifying"}
+    units = {"read": "B", "write": " entries", "repack": "B", "verify": "B"}
     bar: tqdm[Any] | None = None
     current = ""
 

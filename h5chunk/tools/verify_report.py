@@ -1,0 +1,138 @@
+"""What `h5chunk.verify` found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from h5chunk.plan.layout import human_bytes
+
+SHOWN = 20  # bad chunks in what people read; JSON has all
+
+
+@dataclass(frozen=True)
+class BadChunk:
+    """A chunk that is not right.
+
+    Attributes
+    ----------
+    field : str
+        Path of its dataset in the file.
+    chunk : int
+        Chunks are counted in the order of their places in the dataset.
+    first_sample, last_sample : int
+        Indices of the samples in it, both included.
+    offset, num_bytes : int
+        Where it lies in the file.
+    what : str
+    expected, found : int or None
+        CRC-32, as the file says it and as it is; None where there is none, or the chunk cannot be read.
+    """
+
+    field: str
+    chunk: int
+    first_sample: int
+    last_sample: int
+    offset: int
+    num_bytes: int
+    what: str
+    expected: int | None = None
+    found: int | None = None
+
+    def __str__(self) -> str:
+        sums = ""
+        if self.expected is not None and self.found is not None and self.expected != self.found:
+            sums = f": expected {self.expected:08x}, found {self.found:08x}"
+        return f"{self.field}, chunk {self.chunk}, samples {self.first_sample} to {self.last_sample}: {self.what}{sums}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How a dataset was checked.
+
+    Attributes
+    ----------
+    field : str
+    num_chunks, num_checked : int
+    by : {"checksum", "decoding", "reading"}
+        Decoding shows damage that a filter notices; reading none but that of the disk.
+    """
+
+    field: str
+    num_chunks: int
+    num_checked: int
+    by: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found.
+
+    Attributes
+    ----------
+    path : str
+    num_bytes : int
+        Of the file.
+    by_h5chunk : bool
+        Whether the file has checksums of ours.
+    quick : bool
+    fields : tuple of Checked
+    bad : tuple of BadChunk
+        In the order of the file; those that were repaired are not among them.
+    problems : tuple of str
+        What else is wrong.
+    notes : tuple of str
+        What was not looked at, and why.
+    repaired : tuple of BadChunk
+        Chunks that were bad, and were written anew.
+    seconds : float
+    read_bytes : int
+    """
+
+    path: str
+    num_bytes: int
+    by_h5chunk: bool
+    quick: bool
+    fields: tuple[Checked, ...]
+    bad: tuple[BadChunk, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    read_bytes: int
+    repaired: tuple[BadChunk, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as was looked."""
+        return not self.bad and not self.problems
+
+    def to_json(self) -> str:
+        """All of it as one JSON object."""
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}"]
+        for each in self.fields:
+            some = f"{each.num_chunks:,}" if each.num_checked == each.num_chunks else self._some(each)
+            chunks = "chunk" if each.num_chunks == 1 else "chunks"
+            lines.append(f"  {each.field}: {some} {chunks}, by {each.by}")
+        lines += [f"  repaired: {each}" for each in self.repaired[:SHOWN]]
+        lines += [f"  bad: {each}" for each in self.bad[:SHOWN]]
+        if len(self.bad) > SHOWN:
+            lines.append(f"  bad: {len(self.bad) - SHOWN} more (--json has all)")
+        lines += [f"  wrong: {each}" for each in self.problems]
+        lines += [f"  note: {each}" for each in self.notes]
+        lines.append(f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+    def _some(self, each: Checked) -> str:
+        return f"{each.num_checked:,} of {each.num_chunks:,}"
+
+    def _verdict(self) -> str:
+        if not self.ok:
+            wrong = f", {len(self.problems)} things wrong" if self.problems else ""
+            return f"DAMAGED: {len(self.bad)} bad chunks{wrong}"
+        looked = "what was looked at is whole" if self.quick else "whole"
+        if not self.by_h5chunk:
+            looked += ", as far as can be seen without checksums"
+        return looked + (f", after {len(self.repaired)} chunks were repaired" if self.repaired else "")
