@@ -250,6 +250,7 @@ def _described(search: Search, setting: Setting) -> dict[str, object]:
     return asdict(setting) | {
         "predicted_rate": search.predicted.get(setting, search.model.rate(setting)),
         "measured_rate": float(np.median(rates)) if rates else None,
+        "num_measured": len(rates or ()),
         "memory_bytes": each.memory_bytes,
         "effective_batch": each.effective_batch,
         "allowed": search.allows(setting),

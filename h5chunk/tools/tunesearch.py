@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from h5chunk.plan.choose import Candidate, allowed, choose
 from h5chunk.plan.settings import Setting
@@ -126,7 +126,8 @@ class Search:
         """With its measured rate, else the predicted one."""
         rates = self.rates.get(setting)
         rate = statistics.median(rates) if rates else self.model.rate(setting)
-        return self.model.candidate(setting, self._bounded(setting, rate))
+        peak = self._bounded(setting, max(rates)) if rates else None
+        return replace(self.model.candidate(setting, self._bounded(setting, rate)), peak=peak)
 
     def _bounded(self, setting: Setting, rate: float) -> float:
         """No more than the disk gives, where the data does not fit in memory."""
@@ -136,11 +137,14 @@ class Search:
         return min(rate, disk / max(1.0, self.model.reads(setting).bytes_read))
 
     def finalists(self) -> list[Setting]:
-        """The fastest measured ones that are allowed, the fastest without a new file, and today's."""
+        """The fastest measured ones that are allowed, without a new file, and of the smallest chunks; and today's."""
         measured = [each for each in self.settings if each in self.rates]
         ranked = sorted(measured, key=lambda each: self.candidate(each).rate, reverse=True)
         good = [each for each in ranked if self.allows(each)] or ranked
-        found = [*good[:FINALISTS], *[each for each in good if not each.repack][:1], self.settings[0]]
+        kept = [each for each in good if not each.repack]
+        near = [each for each in good if self.candidate(each).rate >= WORTH * self.candidate(good[0]).rate]
+        smallest = [min(near, key=lambda each: each.chunk_samples)] if near else []
+        found = [*good[:FINALISTS], *kept[:1], *smallest, self.settings[0]]
         return list(dict.fromkeys(found))
 
     def repack_pays(self, new: Setting, old: Setting) -> bool:
