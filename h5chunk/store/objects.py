@@ -1,6 +1,7 @@
-"""Values that HDF5 does not keep as plain bytes: of variable length, or references. They go through Python objects.
+"""Values that go through HDF5, from a dataset to its copy: of variable length, references, or of types with a name.
 
-They are read chunk by chunk. In a new order they are read once for each part of the new file that fits in memory.
+What is no plain bytes goes through Python objects. Values are read chunk by chunk; in a new order, once for each part
+of the new file that fits in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
-from h5chunk.store.references import Copier
+from h5chunk.store.references import Copier, is_fixed
 from h5chunk.store.rewrite import NewOrder
 
 BAND_ROWS = 1024  # read together where there are no chunks
@@ -66,14 +67,17 @@ def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...],
 
 def _read(dataset: h5py.Dataset, rows: range | None) -> np.ndarray:
     shape, memory, space = _spaces(dataset, rows)
-    values = np.empty(shape, dataset.dtype)
-    dataset.id.read(memory, space, values)
+    kind = dataset.id.get_type()
+    fixed = is_fixed(kind)
+    values = np.empty(shape, f"V{kind.get_size()}" if fixed else dataset.dtype)
+    dataset.id.read(memory, space, values, kind if fixed else None)
     return values
 
 
 def _write(dataset: h5py.Dataset, rows: range | None, values: np.ndarray) -> None:
     _, memory, space = _spaces(dataset, rows)
-    dataset.id.write(memory, space, values)
+    kind = dataset.id.get_type()
+    dataset.id.write(memory, space, values, kind if is_fixed(kind) else None)
 
 
 def _size(values: np.ndarray) -> int:

@@ -28,14 +28,15 @@ class RawChunks:
         Of the same file.
     where : str
         Names the dataset in messages.
-    table : ChunkTable
+    table : ChunkTable, or None
+        None: where the chunks lie is not known, and HDF5 reads them.
 
     Attributes
     ----------
     chunk_bytes : int
         Decoded.
     decodes : bool
-        Whether chunks pass filters: then they can only be read whole.
+        Whether chunks pass filters, or HDF5 reads them: then they can only be read whole.
 
     Raises
     ------
@@ -43,26 +44,24 @@ class RawChunks:
         A stored length cannot be.
     """
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable) -> None:
-        self._dataset, self._descriptor, self.where, self._table = dataset, descriptor, where, table
+    def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable | None) -> None:
+        self._dataset, self._descriptor, self.where = dataset, descriptor, where
         self._kind = dataset.id.get_type()
         self._item_bytes = self._kind.get_size()
         self._grid = [-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)]
         self.chunk_bytes = math.prod(dataset.chunks) * self._item_bytes
         properties = dataset.id.get_create_plist()
-        self.decodes = properties.get_nfilters() > 0
+        self.decodes = properties.get_nfilters() > 0 or table is None
+        self._table = _unknown(math.prod(self._grid)) if table is None else table
+        self._fill = self._read_fill() if (self._table.offsets < 0).any() and table is not None else None
+        self._local = threading.local()
         self._decoder: ChunkDecoder | None = None
-        if self.decodes:
+        if self.decodes and table is not None:
             with suppress(NoDecoder):  # then HDF5 decodes them
                 self._decoder = ChunkDecoder(properties, self.chunk_bytes, self._item_bytes)
-        most = self._decoder.max_stored_bytes if self._decoder is not None else 0
-        sizes = table.sizes[table.offsets >= 0]
-        if (self._decoder is not None and sizes.max(initial=0) > most) or (
-            not self.decodes and (sizes != self.chunk_bytes).any()
-        ):
-            raise FileError(f"{where} has chunks of {self.chunk_bytes} bytes that are stored in other lengths: damaged")
-        self._fill = self._read_fill() if (table.offsets < 0).any() else None
-        self._local = threading.local()
+        most = int(self._table.sizes.max(initial=0))
+        if self._decoder is not None and most > self._decoder.max_stored_bytes:
+            raise FileError(f"{where} has a chunk of {self.chunk_bytes} bytes that is stored in {most}: it is damaged")
 
     def run_ends(self, first: int, last: int) -> list[int]:
         """Where runs of chunks end, from chunk ``first`` to ``last`` (excluded), that lie one behind the other."""
@@ -90,7 +89,7 @@ class RawChunks:
             It is damaged.
         """
         offset, size = int(self._table.offsets[number]), int(self._table.sizes[number])
-        if offset < 0:
+        if offset < 0 and self._fill is not None:
             self._put_fill(out)
         elif self._decoder is None:
             self._decode_by_hdf5(number, out)
@@ -131,6 +130,10 @@ class RawChunks:
 
     def _put_fill(self, out: np.ndarray) -> None:
         out.reshape(-1, self._item_bytes)[:] = self._fill
+
+
+def _unknown(count: int) -> ChunkTable:
+    return ChunkTable(np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32), ())
 
 
 class SpilledChunks:

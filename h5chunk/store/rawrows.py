@@ -18,7 +18,7 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import Packing, plan_packing
-from h5chunk.store.chunktable import ChunkTable, list_chunks
+from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.ranges import read_bytes
 from h5chunk.store.rawchunks import RawChunks, SpilledChunks, scratch
 
@@ -93,10 +93,9 @@ def open_rows(dataset: h5py.Dataset, descriptor: int, *, part_bytes: int, num_th
         raise OptionError(
             f"{where} has {count} chunks, whose table takes {human_bytes(count * TABLE_BYTES)}: allow more memory"
         )
-    table = list_chunks(dataset)
-    _check_table(table, where)
+    table = None if _listed_wrongly(dataset) else list_chunks(dataset)
     filtered = properties.get_nfilters() > 0
-    if not filtered and table.is_one_run and dataset.chunks[1:] == dataset.shape[1:]:
+    if table is not None and not filtered and table.is_one_run and dataset.chunks[1:] == dataset.shape[1:]:
         return _RunRows(dataset, descriptor, where, int(table.offsets[0]))
     chunks = RawChunks(dataset, descriptor, where, table)
     rows = _ChunkRows(dataset, chunks, num_threads)
@@ -108,12 +107,13 @@ def open_rows(dataset: h5py.Dataset, descriptor: int, *, part_bytes: int, num_th
     return rows
 
 
-def _check_table(table: ChunkTable, where: str) -> None:
-    there = table.offsets >= 0
-    order = np.argsort(table.offsets[there], kind="stable")
-    starts, sizes = table.offsets[there][order], table.sizes[there][order]
-    if (starts[:-1] + sizes[:-1] > starts[1:]).any():
-        raise FileError(f"{where} has chunks that overlap: it is damaged")
+def _listed_wrongly(dataset: h5py.Dataset) -> bool:
+    """Whether HDF5 may say wrong places of chunks: where one axis can grow without limit, and it is not the first.
+
+    It keeps these in an extensible array with that axis in front, and lists them as if it had not moved it.
+    Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
+    """
+    return None not in dataset.maxshape[:1] and dataset.maxshape.count(None) == 1
 
 
 class _MemoryRows:

@@ -71,6 +71,11 @@ class Copier:
     source, target : h5py.File
     paths : mapping of int to bytes
         Path of each object of the source by its address.
+
+    Attributes
+    ----------
+    lost : list of str
+        What could not be kept, for people.
     """
 
     def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
@@ -93,13 +98,6 @@ class Copier:
                 attribute = h5a.open(old, name)
                 made = h5a.create(new, name, self.type_of(attribute.get_type()), attribute.get_space())
                 self._value(attribute, made, f"{where}, attribute {printable(name)!r}")
-
-    def references(self, old: Any, new: Any, where: str) -> None:
-        """Set right the attributes that refer to objects, where HDF5 copied the others."""
-        for name in attribute_names(old):
-            attribute = h5a.open(old, name)
-            if refers(attribute.get_type()):
-                self._value(attribute, h5a.open(new, name), f"{where}, attribute {printable(name)!r}")
 
     def _value(self, old: h5a.AttrID, new: h5a.AttrID, where: str) -> None:
         if old.get_space().get_simple_extent_type() == h5s.NULL or 0 in old.shape:
@@ -138,7 +136,7 @@ class Copier:
         except (OSError, RuntimeError, ValueError, KeyError):
             item = None
         if item is None:
-            self.lost.append(f"{where} refers to an object that is not there any more: it refers to none now")
+            self.lost.append(f"{where} refers to an object that is not there any more, so that it refers to none now")
             return type(reference)()
         path = self._paths.get(h5o.get_info(item).addr)
         if path is None:

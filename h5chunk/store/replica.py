@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
-from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 
 from h5chunk.errors import printable
 from h5chunk.store.format import ALIGNMENT, ALIGNMENT_THRESHOLD, Region, region_of
-from h5chunk.store.references import Copier, attribute_names
+from h5chunk.store.references import Copier, attribute_names, refers
 from h5chunk.store.survey import Survey, damages
 
 LIBVER = ("v110", "latest")  # nothing newer than 1.10 unless a type of the source needs it
+COMMENT = 13  # number of the message of an object's header that is a comment
 WriteValues = Callable[[h5py.Dataset, h5py.Dataset, Copier], None]
-MERGE_NAMED_TYPES = 0x40  # H5O_COPY_MERGE_COMMITTED_DTYPE_FLAG, which h5py has no name for
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
     access = h5p.create(h5p.FILE_ACCESS)
     versions = {"v110": h5f.LIBVER_V110, "latest": h5f.LIBVER_LATEST}
     access.set_libver_bounds(*(versions[each] for each in LIBVER))
-    access.set_alignment(ALIGNMENT_THRESHOLD, ALIGNMENT)
+    block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
+    access.set_alignment(ALIGNMENT_THRESHOLD, min(ALIGNMENT, block) if block else ALIGNMENT)
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     access.set_file_locking(False, True)
     return h5f.create(bytes(path), h5f.ACC_TRUNC, fcpl=new, fapl=access)
@@ -155,6 +156,8 @@ class _Maker:
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
         self.new: dict[bytes, h5d.DatasetID] = {}
         self._left_out: set[bytes] = set()
+        self._made = changes.layouts.keys() | changes.values.keys()  # not copied by HDF5
+        self._bare: set[bytes] = set()  # copied without their attributes
 
     def nodes(self) -> None:
         """All objects and links, without attributes but those that HDF5 copies."""
@@ -175,7 +178,7 @@ class _Maker:
                 h5g.create(
                     new, node.name, lcpl=self._links(node.name), gcpl=h5g.open(old, node.name).get_create_plist()
                 )
-            elif node.path in self._changes.layouts or node.path in self._changes.values:
+            elif node.path in self._made:
                 self._dataset(old, new, node.name, node.path)
             else:
                 self._copy(old, new, node.name, node.path)
@@ -191,10 +194,9 @@ class _Maker:
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes, path: bytes) -> None:
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, name)
-        types = [h5a.open(item, each).get_type() for each in attribute_names(item)]
-        types += [item.get_type()] if isinstance(item, h5d.DatasetID) else []
-        if any(kind.committed() for kind in types):
-            options.set_copy_object(MERGE_NAMED_TYPES)
+        if any(_needs_care(h5a.open(item, each).get_type()) for each in attribute_names(item)):
+            options.set_copy_object(h5o.COPY_WITHOUT_ATTR_FLAG)
+            self._bare.add(path)
         h5o.copy(old, name, new, name, options, self._links(name))
         if isinstance(item, h5d.DatasetID):
             self._changes.copied(self._survey.datasets[path].stored_bytes)
@@ -218,14 +220,13 @@ class _Maker:
             if node.kind in ("soft", "again") or node.path in self._left_out:
                 continue
             old, new = h5o.open(self._source, node.path), h5o.open(self._target, node.path)
-            where = repr(printable(node.path))
-            if node.kind == "group" or node.path in self._changes.layouts or node.path in self._changes.values:
-                self._copier.attributes(old, new, where, self._skip(node.path))
-                comment = h5o.get_comment(old, b".")
-                if comment:
-                    h5o.set_comment(new, comment)
-            else:
-                self._copier.references(old, new, where)
+            anew = node.kind == "group" or node.path in self._made
+            if anew or node.path in self._bare:
+                self._copier.attributes(old, new, repr(printable(node.path)), self._skip(node.path))
+            if anew and h5o.get_info(old).hdr.mesg.present >> COMMENT & 1:
+                self._copier.lost.append(
+                    f"the comment on {printable(node.path)!r}, which h5py cannot read, is left out"
+                )
 
     def _skip(self, path: bytes) -> Callable[[bytes], bool]:
         return lambda name: self._changes.attribute_left_out(path, name)
@@ -239,6 +240,11 @@ class _Maker:
                 self._changes.copied(self._survey.datasets[path].stored_bytes)
 
 
+def _needs_care(kind: h5t.TypeID) -> bool:
+    """Whether HDF5 would copy a value, but not what it refers to; nor, safely, the name of its type."""
+    return kind.committed() or refers(kind)
+
+
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
     """Of a dataset laid out anew: all of the old one's that has nothing to do with its layout."""
     new = old.copy()
@@ -250,7 +256,7 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
     else:
         new.set_chunk(layout.chunks)
     for each in layout.filters:
-        new.set_filter(each.code, 0, each.values)
+        new.set_filter(each.code, h5z.FLAG_OPTIONAL, each.values)
     plain = layout.written and not layout.filters
     new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
     new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)

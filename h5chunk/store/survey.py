@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import h5py
 from h5py import h5d, h5g, h5l, h5o, h5s, h5t
 
-from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
+from h5chunk.errors import FileError, H5ChunkError, OutputError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.references import ORDER_TRACKED, is_fixed, refers, refers_to_regions, unknown_reference
 
@@ -48,6 +48,8 @@ class DatasetFacts:
         In the file.
     fixed, refers, regions : bool
         Whether its values are the bytes that they are, or refer to objects, or to parts of them.
+    named : bool
+        Whether its type has a name in the file.
     """
 
     path: bytes
@@ -63,6 +65,7 @@ class DatasetFacts:
     fixed: bool
     refers: bool
     regions: bool
+    named: bool
 
     @property
     def name(self) -> str:
@@ -209,9 +212,9 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
     if layout == h5d.CONTIGUOUS and properties.get_external_count():
-        raise FileError(f"{where}: its values lie in other files, which are not opened: copy them into one (h5repack)")
+        raise TrustError(f"{where}: its values lie in other files, which are not opened: copy them into one (h5repack)")
     if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
-        raise FileError(f"{where} is a virtual dataset, which may lead to other files: copy it into one (h5repack)")
+        raise TrustError(f"{where} is a virtual dataset, which may lead to other files: copy it into one (h5repack)")
     if unknown_reference(kind):
         raise FileError(f"{where} has references of a kind that h5py does not read: leave it out, or write it anew")
     null = space.get_simple_extent_type() == h5s.NULL
@@ -231,6 +234,7 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
         fixed=is_fixed(kind),
         refers=refers(kind),
         regions=refers_to_regions(kind),
+        named=kind.committed(),
     )
 
 

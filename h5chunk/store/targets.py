@@ -52,7 +52,7 @@ class Target(Protocol):
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[None]:
+def written(path: Path) -> Iterator[None]:
     """What the system says of writing becomes an error of ours."""
     try:
         yield
@@ -123,7 +123,7 @@ class PlainTarget:
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Keep bytes there for a while."""
-        with _written(self._part):
+        with written(self._part):
             write_at(self._descriptor, data.data, self._offset + offset)
 
     def read(self, offset: int, out: np.ndarray) -> None:
@@ -175,7 +175,7 @@ class CompressedTarget:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        with _written(self._part):
+        with written(self._part):
             self._file.close()
 
     def put(self, offset: int, data: np.ndarray) -> None:
@@ -205,7 +205,7 @@ class CompressedTarget:
         count = (min(self._chunks[0], self._shape[0] - first), *self._shape[1:])
         values = self._chunk.view(self._item).reshape(self._chunks)[: count[0]]
         self._check_room(2 * len(self._chunk))
-        with _written(self._part):
+        with written(self._part):
             space = self._dataset.get_space()
             space.select_hyperslab((first, *(0,) * (len(count) - 1)), count)
             self._dataset.write(h5py.h5s.create_simple(count), space, values, self._kind)
@@ -215,7 +215,7 @@ class CompressedTarget:
 
     def _store(self, stored: bytes) -> None:
         self._check_room(len(stored))
-        with _written(self._part):
+        with written(self._part):
             place = (self._stored * self._chunks[0], *(0,) * (len(self._shape) - 1))
             self._dataset.write_direct_chunk(place, stored)
         self._stored += 1

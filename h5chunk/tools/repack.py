@@ -10,15 +10,16 @@ from pathlib import Path
 from h5chunk.errors import OutputError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
+from h5chunk.store.child import in_child
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import read_header
 from h5chunk.store.newfile import NewFile, check_output
 from h5chunk.store.rewrite import NewOrder
-from h5chunk.store.survey import damages, survey_file
+from h5chunk.store.survey import Survey, damages, survey_file
 from h5chunk.tools.repack_fields import find_samples
 from h5chunk.tools.repack_header import plan_header
 from h5chunk.tools.repack_options import MEMORY_BYTES, RepackOptions, read_tuned
-from h5chunk.tools.repack_plan import check_shuffle, plan_repack
+from h5chunk.tools.repack_plan import RepackPlan, check_shuffle, plan_repack
 from h5chunk.tools.repack_report import RepackReport
 from h5chunk.tools.repack_run import Progress, Run, Source, telling
 
@@ -112,13 +113,8 @@ def repack(
 
 def _repack(source: Source, path: Path, options: RepackOptions, progress: Progress | None) -> RepackReport:
     started = time.perf_counter()
-    with damages(source.shown):
-        old = read_header(source.file)
-        survey = survey_file(source.file)
-        samples = find_samples(source.file, survey, old, options)
-        warned = check_shuffle(source.file, survey, samples) if options.shuffle else []
-        header = plan_header(old, survey, samples, options, source.shown)
-        plan = plan_repack(source.file, survey, samples, header, options, min(MAX_THREADS, available_cores()))
+    survey, plan = in_child(lambda _: _plan(source, options), lambda _: None, source.shown)
+    samples = plan.samples
     order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
     with NewFile(path, options.overwrite) as new:
         run = Run(source, survey, plan, order, new, telling(plan, survey, progress))
@@ -135,7 +131,7 @@ def _repack(source: Source, path: Path, options: RepackOptions, progress: Progre
         main=samples.main,
         chunk_samples=layout.chunk_samples if layout is not None else None,
         window_chunks=options.window or (layout.window_chunks if layout is not None else None),
-        has_header=header is not None,
+        has_header=plan.header is not None,
         shuffled=options.shuffle,
         seed=options.seed,
         source_bytes=source.num_bytes,
@@ -143,5 +139,17 @@ def _repack(source: Source, path: Path, options: RepackOptions, progress: Progre
         seconds=time.perf_counter() - started,
         fields=after,
         num_copied=len(survey.datasets) - len(plan.moves),
-        notes=[*warned, *plan.notes, *lost],
+        notes=[*plan.notes, *lost],
     )
+
+
+def _plan(source: Source, options: RepackOptions) -> tuple[Survey, RepackPlan]:
+    """Look at the file, and settle what is done."""
+    with damages(source.shown):
+        old = read_header(source.file)
+        survey = survey_file(source.file)
+        samples = find_samples(source.file, survey, old, options)
+        notes = check_shuffle(source.file, survey, samples) if options.shuffle else []
+        header = plan_header(old, survey, samples, options, source.shown)
+        num_threads = min(MAX_THREADS, available_cores())
+        return survey, plan_repack(source.file, survey, samples, header, options, num_threads, notes)

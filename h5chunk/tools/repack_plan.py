@@ -10,6 +10,7 @@ import h5py
 from h5py import h5a, h5o
 
 from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format import GROUP, HEADER_BYTES
 from h5chunk.store.objects import copy_objects, permute_objects
@@ -117,8 +118,9 @@ def plan_repack(
     header: NewHeader | None,
     options: RepackOptions,
     num_threads: int,
+    notes: list[str],
 ) -> RepackPlan:
-    """Settle what is done.
+    """Settle what is done; ``notes`` are added to.
 
     Raises
     ------
@@ -126,7 +128,6 @@ def plan_repack(
         It cannot be done.
     """
     shown = printable(file.filename)
-    notes = []
     moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
@@ -139,9 +140,20 @@ def plan_repack(
             header.add_checksums(checksum_name(move.facts.path, shown), move.num_chunks)
     runs = sum(move.kind == "pointers" for move in moves)
     memory_bytes = check_memory(options.memory_bytes, samples.num_samples * (1 + 2 * runs) if options.shuffle else 0)
-    return RepackPlan(
-        samples, header, moves, Shares(memory_bytes, num_threads), _disk_bytes(survey, moves, samples), notes
-    )
+    shares = Shares(memory_bytes, num_threads)
+    _check_samples(moves, shares, shown)
+    return RepackPlan(samples, header, moves, shares, _disk_bytes(survey, moves, samples), notes)
+
+
+def _check_samples(moves: list[Move], shares: Shares, shown: str) -> None:
+    largest = max(moves, key=lambda move: move.facts.grid.sample_bytes, default=None)
+    if largest is not None and largest.facts.grid.sample_bytes > shares.part_bytes:
+        sample_bytes = largest.facts.grid.sample_bytes
+        least = sample_bytes * (shares.memory_bytes // shares.part_bytes + 1)
+        raise OptionError(
+            f"{shown}: one sample of {largest.facts.name!r} is {human_bytes(sample_bytes)}, of which several are held "
+            f"at a time, but memory is {human_bytes(shares.memory_bytes)}: allow {human_bytes(least)}"
+        )
 
 
 def _disk_bytes(survey: Survey, moves: list[Move], samples: Samples) -> int:
@@ -232,7 +244,7 @@ def _aligned_attributes(file: h5py.File, survey: Survey, samples: Samples, shown
             where = f"attribute {printable(name)!r} of {printable(path) or 'the file'!r}"
             if refers_to_regions(attribute.get_type()):
                 raise OptionError(f"{shown}: {where} refers to regions of datasets, which a shuffle would move")
-            if samples.num_samples > 1 and attribute.shape[:1] == (samples.num_samples,):
+            if samples.num_samples > 1 and (attribute.shape or ())[:1] == (samples.num_samples,):
                 yield f"{where} has {samples.num_samples} values, as many as samples: their order is as it was"
 
 
@@ -243,17 +255,20 @@ def plan_changes(
     copied: Callable[[int], None],
 ) -> Changes:
     """What is made of the other objects of the file."""
+    layouts = {move.facts.path: move.layout for move in plan.moves}
     values: dict[bytes, WriteValues] = {
-        path: copy_objects for path, facts in survey.datasets.items() if facts.refers and not facts.fixed
+        path: copy_objects
+        for path, facts in survey.datasets.items()
+        if (facts.refers or facts.named) and path not in layouts
     }
     if order is not None:
         permute = permute_objects(order, plan.shares.memory_bytes)
         values |= {facts.path: permute for facts in plan.samples.others if facts.num_rows == plan.samples.num_samples}
     header, group = plan.header, GROUP.encode()
     if header is None:
-        return Changes({move.facts.path: move.layout for move in plan.moves}, values, copied=copied)
+        return Changes(layouts, values, copied=copied)
     return Changes(
-        {move.facts.path: move.layout for move in plan.moves},
+        layouts,
         values,
         left_out=lambda path: path == CHECKSUMS.encode(),
         attribute_left_out=lambda path, name: path == group and name.decode("utf-8", "replace") in header.attributes,

@@ -12,14 +12,15 @@ import numpy as np
 from h5py import h5d
 
 from h5chunk.errors import FileError, printable
+from h5chunk.store.child import in_child
 from h5chunk.store.format import Region, open_file
 from h5chunk.store.movedrows import EvenRows, UnevenRows
 from h5chunk.store.newfile import NewFile
-from h5chunk.store.rawrows import open_rows
+from h5chunk.store.rawrows import RawRows, open_rows
 from h5chunk.store.replica import Replica, create_replica, printable_key
 from h5chunk.store.rewrite import NewOrder, copy_rows, shuffle_rows
 from h5chunk.store.survey import Survey, damages, look_at_dataset
-from h5chunk.store.targets import CompressedTarget, PlainTarget, Target
+from h5chunk.store.targets import CompressedTarget, PlainTarget, Target, written
 from h5chunk.tools.repack_header import CHECKSUMS, SOURCE_INDEX, checksum_name
 from h5chunk.tools.repack_plan import Move, RepackPlan, plan_changes
 from h5chunk.tools.repack_report import FieldReport, LaidOut
@@ -92,31 +93,35 @@ class Run:
 
     def create(self) -> list[str]:
         """Write all but what is laid out anew; says what could not be kept."""
-        changes = plan_changes(self._plan, self._survey, self._order, self._told)
-        made: list[Replica] = []
+        lost: list[str] = []
 
         def create(part: Path) -> dict[str, Region]:
-            made.append(create_replica(part, self._source.file, self._survey, changes))
-            return made[0].regions
+            replica = in_child(lambda say: self._create(part, say), self._told, self._source.shown)
+            lost.extend(replica.lost)
+            return replica.regions
 
         self._regions = dict(self._new.make(self._plan.num_bytes, create))
-        return made[0].lost
+        return lost
+
+    def _create(self, part: Path, copied: Callable[[int], None]) -> Replica:
+        changes = plan_changes(self._plan, self._survey, self._order, copied)
+        return create_replica(part, self._source.file, self._survey, changes)
 
     def move_all(self) -> None:
         """Write what is laid out anew, and the tables beside it."""
-        if self._order is not None and SOURCE_INDEX in self._regions and self._moves_no(SOURCE_INDEX):
-            self._new.write(SOURCE_INDEX, self._order.order)
+        tables: dict[str, np.ndarray] = {}
+        if self._order is not None and all(move.facts.path != SOURCE_INDEX.encode() for move in self._plan.moves):
+            tables[SOURCE_INDEX] = self._order.order
         with self._new_descriptor() as descriptor:
             for move in self._plan.moves:
                 if move.layout.written:
                     with damages(self._source.shown):
                         sums = self._move(move, descriptor)
                     if move.checked:
-                        name = checksum_name(move.facts.path, self._source.shown)
-                        self._new.write(f"{CHECKSUMS}/{name}", sums)
-
-    def _moves_no(self, name: str) -> bool:
-        return all(move.facts.path != name.encode() for move in self._plan.moves)
+                        tables[f"{CHECKSUMS}/{checksum_name(move.facts.path, self._source.shown)}"] = sums
+        with written(self._new.part):
+            for name, values in tables.items():
+                self._new.write(name, values)
 
     @contextmanager
     def _new_descriptor(self) -> Iterator[int]:
@@ -139,8 +144,7 @@ class Run:
     def _move_rows(self, move: Move, target: Target) -> None:
         shares, folder = self._plan.shares, self._new.part.parent
         dataset = h5py.Dataset(h5d.open(self._source.file.id, move.facts.path))
-        share = {"part_bytes": shares.part_bytes, "num_threads": shares.num_threads}
-        with closing(open_rows(dataset, self._source.descriptor, folder=folder, **share)) as rows:
+        with closing(self._open(dataset)) as rows:
             if move.kind == "copy" or self._order is None:
                 copy_rows(rows, target, shares, unit_rows=move.unit_rows, told=self._told)
                 return
@@ -166,7 +170,7 @@ class Run:
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
         """Where rows of different lengths begin, and where the last one ends: (num_samples + 1,) int64."""
         name = f"{self._source.shown}: {printable(path)!r}"
-        values = self._source.file[path][()].astype(np.int64)
+        values = self._read_all(path).astype(np.int64)
         if len(values) == self._plan.samples.num_samples:
             values = np.concatenate(([0], values))
         falls = np.flatnonzero(np.diff(values) < 0)
@@ -175,6 +179,24 @@ class Run:
         if num_elements is not None and values[-1] != num_elements:
             raise FileError(f"{name} is damaged: it ends at {values[-1]}, but there are {num_elements} elements")
         return values
+
+    def _read_all(self, path: bytes) -> np.ndarray:
+        """All of a dataset of numbers of one dimension, past HDF5, which believes what chunks inflate to."""
+        dataset = h5py.Dataset(h5d.open(self._source.file.id, path))
+        values = np.empty(dataset.shape, dataset.dtype)
+        with closing(self._open(dataset)) as rows:
+            rows.read(0, len(values), values.view(np.uint8).reshape(len(values), -1))
+        return values
+
+    def _open(self, dataset: h5py.Dataset) -> RawRows:
+        shares = self._plan.shares
+        return open_rows(
+            dataset,
+            self._source.descriptor,
+            part_bytes=shares.part_bytes,
+            num_threads=shares.num_threads,
+            folder=self._new.part.parent,
+        )
 
     def _new_pointers(self, move: Move) -> np.ndarray:
         """What a dataset of pointers holds in the new order, as bytes."""
