@@ -23,11 +23,14 @@ MAY_IMPORT = {
     "store": {"plan", "errors"},
     "feed": {"store", "plan", "errors"},
     "tools": {"sources", "plan", "store", "feed", "errors", "__init__"},
+    "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},
     "__init__": set(),
 }
 ONLY_IN = {
     "torch": {"feed"},
+    "lightning": {"lightning"},
+    "pytorch_lightning": {"lightning"},
     "click": {"cli"},
     "tqdm": {"cli"},
     "h5py": {"sources", "store", "tools"},
@@ -94,6 +97,7 @@ def test_arrows_go_one_way(path):
         ("feed", "from h5chunk.tools.convert import convert"),
         ("tools", "from tqdm import tqdm"),
         ("cli", "from h5chunk.plan.layout import plan_layout"),
+        ("feed", "from lightning.pytorch import Trainer"),
         ("errors", "import numpy"),
         ("__init__", "import numpy"),
         ("feed", "import h5chunk"),

@@ -1,0 +1,167 @@
+"""Lightning: one file in, the loaders of training, validation and test out (``pip install "h5chunk[lightning]"``).
+
+A `h5chunk.ChunkLoader` works in a Trainer by itself: it knows its epoch and, when a checkpoint is loaded, its batch.
+Make it in ``train_dataloader()``, where the number of processes is known; `ChunkDataModule` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.dataset import ChunkDataset, Fields
+from h5chunk.feed.loader import ChunkLoader
+
+
+def _find_base() -> Any:
+    """Lightning's class, of either of the names under which it is published."""
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return import_module(name).LightningDataModule
+        except ImportError:
+            continue
+    raise ImportError('h5chunk.lightning needs Lightning: pip install "h5chunk[lightning]"')
+
+
+LightningDataModule: Any = _find_base()
+
+__all__ = ["ChunkDataModule"]
+
+Data = str | os.PathLike[str] | ChunkDataset
+SPLIT = (0.8, 0.1, 0.1)
+TRAINER_KNOWS = ("rank", "world_size", "shuffle")
+
+
+class ChunkDataModule(LightningDataModule):
+    """The loaders of training, validation and test, from one file or from one each.
+
+    ::
+
+        data = ChunkDataModule("photos.h5", 256, dtype=torch.bfloat16, normalize=(mean, std))
+        Trainer(max_epochs=90).fit(model, data)
+
+    Batches are on the Trainer's GPU already. Training is shuffled, another way in each epoch; validation and test visit
+    each sample once, in the order of the file, and last batches may differ between processes or be empty on some. A
+    checkpoint from the middle of an epoch goes on with the next batch, with any number of processes that divides
+    ``lanes`` as long as ``batch_size`` times that number is the same.
+
+    Parameters
+    ----------
+    path : path or ChunkDataset
+    batch_size : int
+        Of each process.
+    split : sequence of float, optional
+        Shares of training, validation and test, as for `ChunkDataset.split`; two of them leave the test out. Default:
+        0.8, 0.1 and 0.1, or everything for training if ``val`` or ``test`` is given.
+    stratify : str, optional
+        Field by which each part has each class in equal share.
+    split_seed : int
+        Keep it, and the shares, as long as what was seen in training shall not be validated on.
+    val, test : path or ChunkDataset, optional
+        Other files, or data sets, instead of a split.
+    fields : sequence or mapping of str, optional
+        As for `ChunkDataset`, in all files.
+    eval_batch_size : int, optional
+        Of validation and test; default: ``batch_size``.
+    device : str or torch.device, optional
+        Default: the Trainer's, if that is a GPU of CUDA, else the CPU.
+    train_options : dict, optional
+        Arguments of training's `ChunkLoader` alone: ``drop_last`` (True unless ``pad`` is given), ``pad``, ``seed``,
+        ``lanes``, ``weights``, ``echo`` and so on. An echoing loader has no state: with ``echo``, turn checkpoints off.
+    **options
+        Arguments of each `ChunkLoader`, such as ``dtype`` and ``normalize``.
+
+    Raises
+    ------
+    OptionError
+        An argument cannot be.
+    """
+
+    def __init__(
+        self,
+        path: Data,
+        batch_size: int,
+        *,
+        split: Sequence[float] | None = None,
+        stratify: str | None = None,
+        split_seed: int = 0,
+        val: Data | None = None,
+        test: Data | None = None,
+        fields: Fields | None = None,
+        eval_batch_size: int | None = None,
+        device: Any = None,
+        train_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        given = val is not None or test is not None
+        if given and (split is not None or stratify is not None):
+            raise OptionError("split divides the file, but val or test is given: give either, not both")
+        if split is not None and len(split) not in (2, 3):
+            raise OptionError(f"split is {split!r}: give the shares of training, validation and, if wanted, test")
+        for name in {*options, *(train_options or {})} & set(TRAINER_KNOWS):
+            raise OptionError(f"{name} is given, but it is the Trainer that knows: leave it out")
+        self._path, self._val, self._test, self._fields = path, val, test, fields
+        self._split = None if given else tuple(SPLIT if split is None else split)
+        self._stratify, self._split_seed = stratify, split_seed
+        self._batch_size, self._eval_batch_size = batch_size, eval_batch_size or batch_size
+        self._device, self._options = device, options
+        self._train_options = train_options or {}
+        self._parts: list[ChunkDataset | None] = []
+        self._loaders: list[ChunkLoader] = []
+
+    @property
+    def datasets(self) -> tuple[ChunkDataset, ChunkDataset | None, ChunkDataset | None]:
+        """What training, validation and test are of."""
+        if not self._parts:
+            if self._split is None:
+                self._parts = [self._dataset(data) for data in (self._path, self._val, self._test)]
+            else:
+                whole = self._dataset(self._path)
+                assert whole is not None
+                self._parts = [*whole.split(self._split, seed=self._split_seed, stratify=self._stratify), None][:3]
+        train, val, test = self._parts
+        assert train is not None
+        return train, val, test
+
+    def _dataset(self, data: Data | None) -> ChunkDataset | None:
+        if data is None or isinstance(data, ChunkDataset):
+            return data
+        return ChunkDataset(data, fields=self._fields)
+
+    def train_dataloader(self) -> ChunkLoader:
+        """Shuffled; its epoch is the Trainer's."""
+        options = {"drop_last": not self._train_options.get("pad", False), **self._options, **self._train_options}
+        return self._loader(self.datasets[0], self._batch_size, **options)
+
+    def val_dataloader(self) -> ChunkLoader | list[Any]:
+        """Each sample once, in the order of the file; nothing if there is no such part."""
+        return self._evaluation(self.datasets[1])
+
+    def test_dataloader(self) -> ChunkLoader | list[Any]:
+        """Each sample once, in the order of the file; nothing if there is no such part."""
+        return self._evaluation(self.datasets[2])
+
+    def _evaluation(self, dataset: ChunkDataset | None) -> ChunkLoader | list[Any]:
+        if dataset is None:
+            return []
+        return self._loader(dataset, self._eval_batch_size, shuffle=False, **self._options)
+
+    def _loader(self, dataset: ChunkDataset, batch_size: int, **options: Any) -> ChunkLoader:
+        device = self._device
+        if self.trainer is not None:
+            root = self.trainer.strategy.root_device
+            device = device or (root if root.type == "cuda" else None)
+            options |= {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        loader = ChunkLoader(dataset, batch_size, device=device or "cpu", **options)
+        self._loaders.append(loader)
+        return loader
+
+    def teardown(self, stage: str) -> None:
+        """Stop the threads of all loaders, and free their memory."""
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
