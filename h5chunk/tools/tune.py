@@ -14,20 +14,21 @@ import h5py
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OptionError, printable
+from h5chunk.errors import printable
+from h5chunk.plan.advice import Advice
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.choose import Candidate
 from h5chunk.plan.clustering import LEAST_CHANCE
 from h5chunk.plan.cost import slowest
 from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
 from h5chunk.plan.shuffle import window_for
-from h5chunk.store.fill import available_cores
 from h5chunk.tools.limits import available_bytes
 from h5chunk.tools.tuneadvice import Triple, default_cache, find_advice, usable
 from h5chunk.tools.tuneapply import apply_recommendation
 from h5chunk.tools.tuneclock import Budget, Progress
 from h5chunk.tools.tunemeasure import PlainLoop, measure_cold
 from h5chunk.tools.tunemodel import Model
+from h5chunk.tools.tuneoptions import check_numbers, check_unconverted, plain_cache, worker_numbers
 from h5chunk.tools.tuneplot import check_plot
 from h5chunk.tools.tuneplot import plot as draw
 from h5chunk.tools.tuneprobe import probe
@@ -39,7 +40,6 @@ from h5chunk.tools.tunestudy import Study, look_at_file
 from h5chunk.tools.tuneverify import verify_order
 
 MEMORY_BYTES = 4 << 30
-MAX_WORKERS = 4
 COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
 LEAST_VERIFY_S = 1.0
 
@@ -104,7 +104,7 @@ def tune(
     OptionError
         An argument cannot be.
     """
-    _check_numbers(batch_size, memory_bytes, min_effective_batch, budget_s)
+    check_numbers(batch_size, memory_bytes, min_effective_batch, budget_s)
     from h5chunk.feed.dataset import field_mapping
     from h5chunk.feed.measure import check_device
 
@@ -120,8 +120,8 @@ def tune(
             named = field_mapping(fields)
             study = look_at_file(source, named, batch_size=batch_size, group_by=group_by, folder=Path(folder))
         worth = min_effective_batch * min(batch_size, study.facts.num_samples)
-        options = Options(min(memory_bytes, available_bytes()), _workers(workers), device, worth)
-        found = _tune(study, options, budget, _cache(h5py_cache), min_effective_batch)
+        options = Options(min(memory_bytes, available_bytes()), worker_numbers(workers), device, worth)
+        found = _tune(study, options, budget, plain_cache(h5py_cache), min_effective_batch)
         if verify:
             found = replace(found, verify=_verify(study, found, budget))
         if plot is not None:
@@ -138,20 +138,32 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
     model = Model(study, machine)
     search = Search(study, model, options, budget, _settings(study, model, options, min_share))
     search.run()
+    chosen, kept, enough = _choose(search)
+    plain = _plain(search, cache)  # before the file leaves the page cache
+    rows = table(search, chosen, enough, _colds(search, chosen))
+    rows.insert(1, plain)
+    wanted = chosen.setting.chunk_samples if chosen.setting.repack else _good_chunk(search)
+    return _report(search, chosen.setting, kept, rows, find_advice(study, model, machine, cache, wanted))
+
+
+def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
+    """What to recommend, what of that without a new file, and whether it mixes well enough and fits."""
     chosen, enough = search.choose(), True
     if chosen is None:
         enough = False
         candidates = [search.candidate(each) for each in search.settings]
         chosen = max(candidates, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
     in_place = search.choose([each for each in search.settings if not each.repack])
-    kept = chosen.setting if in_place is None else in_place.setting
+    kept = search.settings[0] if in_place is None else in_place.setting
     if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
         chosen = in_place
-    plain = _plain(search, cache)  # before the file leaves the page cache
-    rows = table(search, chosen, enough, _colds(search, chosen))
-    rows.insert(1, plain)
-    wanted = chosen.setting.chunk_samples if chosen.setting.repack else _good_chunk(search)
-    setting, stages = chosen.setting, model.stages(chosen.setting)
+    return chosen, kept, enough
+
+
+def _report(
+    search: Search, setting: Setting, kept: Setting, rows: list[TuneRow], advice: list[Advice]
+) -> Recommendation:
+    study, options, budget, stages = search.study, search.options, search.budget, search.model.stages(setting)
     return Recommendation(
         chunk_samples=setting.chunk_samples,
         window_chunks=setting.window_chunks,
@@ -162,7 +174,7 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
         repack=setting.repack,
         shuffle=setting.shuffle,
         window_in_place=kept.window_chunks,
-        cache_in_place=triple(replace(kept, repack=False, shuffle=False), search, 1),
+        cache_in_place=triple(kept, search, 1),
         path=study.source or printable(study.reader.path),
         converted=study.converted,
         batch_size=study.facts.batch_size,
@@ -171,7 +183,7 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
         num_measured=study.num_measured,
         sample_bytes=study.facts.sample_bytes,
         rows=rows,
-        advice=find_advice(study, model, machine, cache, wanted),
+        advice=advice,
         stages={name: 1 / seconds for name, seconds in stages.items() if seconds > 0},
         slowest=slowest(stages),
         commands=commands_for(search, setting),
@@ -182,7 +194,7 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
         budget_s=budget.seconds,
         versions=_versions(),
         candidates=[_described(search, each) for each in search.settings],
-        machine=asdict(machine),
+        machine=asdict(search.model.machine),
     )
 
 
@@ -216,7 +228,7 @@ def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
         if (
             search.budget.has(COLD_SHARE)
             and search.study.converted
-            and search.candidate(setting).memory_bytes <= (search.options.memory_bytes)
+            and search.candidate(setting).memory_bytes <= search.options.memory_bytes
         ):
             found[setting] = measure_cold(
                 search.study, setting, search.options.device, search.budget, 1.5 * search.budget.slice_s
@@ -255,47 +267,6 @@ def _described(search: Search, setting: Setting) -> dict[str, object]:
         "effective_batch": each.effective_batch,
         "allowed": search.allows(setting),
     }
-
-
-def _cache(given: Sequence[float] | None) -> Triple:
-    """The cache of plain h5py, w0 = 1 included: it is there to be advised against."""
-    if given is None:
-        return default_cache()
-    try:
-        nslots, nbytes, w0 = given
-        found = int(nslots), int(nbytes), float(w0)
-    except (TypeError, ValueError):
-        raise OptionError(f"h5py_cache is {given!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
-    if found[0] < 1 or found[1] < 0 or not 0 <= found[2] <= 1:
-        raise OptionError(f"h5py_cache is {given!r}: give nslots of at least 1, nbytes of at least 0, w0 from 0 to 1")
-    return found
-
-
-def check_unconverted(source: str | os.PathLike[str], **asked: object) -> None:
-    """Raise OptionError for what only a file can have."""
-    for name, value in asked.items():
-        if value:
-            raise OptionError(f"{name} is {value!r}, but {printable(source)} is not converted yet: leave it out")
-
-
-def _workers(workers: Sequence[int] | None) -> tuple[int, ...]:
-    if workers is None:
-        cores = available_cores()
-        return tuple(number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, cores))
-    for number in workers:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise OptionError(f"workers has {number!r}: give whole numbers, at least 0")
-    return tuple(sorted(set(workers)))
-
-
-def _check_numbers(batch_size: int, memory_bytes: int, share: float, budget_s: float) -> None:
-    for name, value in (("batch_size", batch_size), ("memory_bytes", memory_bytes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} is {value!r}: give a whole number, at least 1")
-    if not 0 < share < 1:
-        raise OptionError(f"min_effective_batch is {share!r}: give a share of the batch above 0 and below 1")
-    if not 0 < budget_s < float("inf"):
-        raise OptionError(f"budget_s is {budget_s!r}: give a number of seconds above 0")
 
 
 def _versions() -> dict[str, str]:

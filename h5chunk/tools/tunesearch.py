@@ -14,6 +14,7 @@ from h5chunk.tools.tunemodel import Model
 from h5chunk.tools.tunestudy import Study
 
 SEARCH_SHARE, FINAL_SHARE = 0.55, 0.8  # of the budget, when a phase ends
+FIRST_SHARE = 0.3  # of the budget: settings whose first window takes more are not measured
 FINALISTS, ROUNDS, MOST_MEASURED = 3, 3, 16
 HOPELESS, WORTH = 0.4, 0.85  # of the best rate: what is predicted to give less is not measured, in each phase
 
@@ -54,6 +55,8 @@ class Search:
         Samples/s of each measurement.
     predicted : dict of Setting to float
         Before the setting itself was measured.
+    left_out : set of Setting
+        Not measured, as they take too much memory or time.
     """
 
     study: Study
@@ -63,6 +66,7 @@ class Search:
     settings: list[Setting]
     rates: dict[Setting, list[float]] = field(default_factory=dict)
     predicted: dict[Setting, float] = field(default_factory=dict)
+    left_out: set[Setting] = field(default_factory=set)
 
     def run(self) -> None:
         """Measure one of each kind, then the most promising ones, then the best in turns."""
@@ -81,8 +85,14 @@ class Search:
                     self.measure(setting)
 
     def measure(self, setting: Setting) -> None:
-        """Once, if it fits in memory."""
-        if self.model.candidate(setting).memory_bytes > self.options.memory_bytes:
+        """Once, if it fits in memory, and its first window comes in time."""
+        window_samples = self.model.window_bytes(setting) / self.study.facts.sample_bytes
+        first_s = min(window_samples, self.study.sample_count) / self.model.rate(setting)
+        if (
+            self.model.candidate(setting).memory_bytes > self.options.memory_bytes
+            or first_s > FIRST_SHARE * self.budget.seconds
+        ):
+            self.left_out.add(setting)
             return
         rate = measure(self.study, setting, self.options.device, self.budget, self.budget.slice_s)
         self.predicted.setdefault(setting, self.model.rate(setting))
@@ -112,7 +122,9 @@ class Search:
         """The allowed setting that was not measured and is predicted to be fastest, if that may be worth it."""
         good = [statistics.median(rates) for each, rates in self.rates.items() if self.allows(each)]
         best = max(good, default=0.0)
-        fresh = [each for each in self.settings if each not in self.rates and self.allows(each)]
+        fresh = [
+            each for each in self.settings if each not in self.rates and each not in self.left_out and self.allows(each)
+        ]
         found = max(fresh, key=self.model.rate, default=None)
         if found is None or self.model.rate(found) < WORTH * best:
             return None
