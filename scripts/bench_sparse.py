@@ -17,8 +17,10 @@ timed ones the last row of each batch is compared, when the clock stands.
 
 Prints a table for CSR and one for dense batches: rows/s (median of the rounds, and the range); the ratio to the limit
 (median of the rounds' own ratios), which is the fastest way of `peers/sparse/limits.py` that takes shuffled rows from
-memory: for dense batches into memory used again for what does so, else into fresh memory; and how much faster
-ChunkLoader is, without and with ``reuse=True``. ``--json FILE`` writes all rounds with settings, versions, machine and
+memory: for dense batches into memory used again for what does so, else into fresh memory; rows per second of processor
+time, all threads together, without DataLoader workers; and how much faster ChunkLoader is, without and with
+``reuse=True``. Above each table, the load average before and after: where it is much more than one a core, others took
+part in it, and only what is far apart differs. ``--json FILE`` writes all rounds with settings, versions, machine and
 seed.
 
 The peers: ``pip install "annbatch[zarrs,numba]"`` (Python 3.12) and ``pip install scDataset anndata``. The files take
@@ -31,6 +33,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +94,11 @@ class Contender(bench_loader.Contender):
         return [each["rows"] / each["seconds"] for each in self.rounds]
 
     @property
+    def per_cpu(self) -> float:
+        """Rows per second of processor time, median of the rounds."""
+        return statistics.median(each["rows"] / max(each["cpu_seconds"], 1e-9) for each in self.rounds)
+
+    @property
     def note(self) -> str:
         """Rows that its epochs lack or have twice."""
         return ", ".join(f"{name} {self.first[name]} rows" for name in ("dropped", "repeated") if self.first.get(name))
@@ -128,7 +136,7 @@ def print_table(contenders: list[Contender], form: str) -> None:
     limits = limits_of(contenders, form)
     ours = {each.name: each for each in contenders if each.name in OURS[form] and each.median}
     heads = ["ours /", "reuse /"][: len(OURS[form])]
-    print(f"\n{form:38s} {'rows/s':>10s}  {'min .. max':>23s}  memory  of limit  {'  '.join(heads)}")
+    print(f"{form:38s} {'rows/s':>10s}  {'min .. max':>23s}  memory  of limit  rows/CPU s  {'  '.join(heads)}")
     for each in contenders:
         if not each.median:
             print(f"{each.label:38s} {each.trouble[:90]}")
@@ -136,6 +144,7 @@ def print_table(contenders: list[Contender], form: str) -> None:
         cells = [f"{each.label:38s} {each.median:>10,.0f}  {min(each.rates):>10,.0f} .. {max(each.rates):<9,.0f}"]
         cells.append("reused" if each.reused else "fresh ")
         cells.append(f"{bench_loader.ratio(each, limits[each.reused]):8.2f}" if each.reused in limits else " " * 8)
+        cells.append(f"{each.per_cpu:>10,.0f}" if not each.settings.get("workers") else " " * 10)
         for head, name in zip(heads, OURS[form], strict=True):
             shown = name in ours and each.module not in ("ours", "ours_workers")
             cells.append(f"{bench_loader.ratio(ours[name], each):{len(head)}.2f}" if shown else " " * len(head))
@@ -151,6 +160,7 @@ def report(contenders: list[Contender]) -> dict[str, Any]:
             "trouble": each.trouble,
             "rows_per_s": each.median,
             "rates": each.rates,
+            "rounds": each.rounds,
             "dropped": each.first.get("dropped", 0),
             "repeated": each.first.get("repeated", 0),
         }
@@ -185,13 +195,16 @@ def run_form(form: str, source: Source, args: argparse.Namespace) -> dict[str, A
     contenders = [
         Contender(name, row, pythons[row.module], source, args.batch_size) for name, row in chosen(args, form).items()
     ]
+    loads = [os.getloadavg()[0]]
     try:
         run_rounds(contenders, args.rounds)
     finally:
         for contender in contenders:
             contender.close()
+    loads.append(os.getloadavg()[0])
+    print(f"\nload average {loads[0]:.1f} before, {loads[1]:.1f} after, of {os.cpu_count()} cores")
     print_table(contenders, form)
-    return report(contenders)
+    return report(contenders) | {"load_average": loads}
 
 
 def ask(python: str, code: str) -> Any:

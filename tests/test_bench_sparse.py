@@ -127,7 +127,8 @@ def serving(source, module: str, form: str, **settings):
 def test_dense_batches_of_ours_are_complete(source, module, settings):
     server = serving(source, module, "dense", **settings)
     assert server.first() == {"dropped": 0, "repeated": 0}
-    assert server.epoch(1)["rows"] == source.num_rows
+    timed = server.epoch(1)
+    assert timed["rows"] == source.num_rows and timed["cpu_seconds"] > 0
     assert server.check(3) == {"dropped": 0, "repeated": 0}
 
 
@@ -138,6 +139,7 @@ def test_the_table_of_csr_batches(tmp_path, capsys):
     out = capsys.readouterr().out
     content = json.loads((tmp_path / "out.json").read_text())
     results = content["results"]["csr"]
+    assert len(results.pop("load_average")) == 2
     assert {"ours-csr", "ours-csr-resident", "ours-csr-workers", "rows-csr"} < set(results)
     for name, result in results.items():
         if not name.startswith("annbatch"):
