@@ -68,8 +68,13 @@ def choose(
     fitting = [each for each in candidates if allowed(each, min_effective, memory_bytes)]
     if not fitting:
         return None
-    best = max(each.rate for each in fitting)
-    return min((each for each in fitting if max(each.rate, each.peak or 0.0) >= STAY * best), key=_effort)
+    best = max(map(_reached, fitting))
+    return min((each for each in fitting if _reached(each) >= STAY * best), key=_effort)
+
+
+def _reached(each: Candidate) -> float:
+    """Its best measurement."""
+    return max(each.rate, each.peak or 0.0)
 
 
 def _effort(each: Candidate) -> tuple[bool, bool, bool, int, int, int, float]:

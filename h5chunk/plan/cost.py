@@ -4,10 +4,10 @@ Stages of one sample, in seconds, each over the threads or processes that share 
 sum times a factor, which settings of the same way that were measured on this machine correct: nearby ones count most.
 
 >>> machine = Machine(num_cores=2, read_rate=4e9, copy_rate=8e9, call_s=20e-6, decode_rate=400e6, hop_rate=2e9)
->>> reads = Reads(bytes_read=150_000, decoded=0, calls=1.0, amplification=1.0, hit_rate=None)
+>>> reads = Reads(bytes_read=150_000, decoded=0, calls=1 / 8, amplification=1.0, hit_rate=None)
 >>> stages = stage_times(Setting("loader", 8, 9), Batch(150_000, 256, 256), reads, machine)
 >>> {name: round(1e6 * seconds, 1) for name, seconds in stages.items()}  # microseconds a sample
-{'read': 37.5, 'decode': 0.0, 'windows': 0.9, 'batches': 0.2, 'copy to device': 0.0}
+{'read': 37.5, 'decode': 0.0, 'windows': 1.0, 'batches': 0.2, 'copy to device': 0.0}
 >>> slowest(stages)
 'read'
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from h5chunk.plan.settings import LOADER, Setting
 
 WINDOW_S, BATCH_S = 220e-6, 50e-6  # of Python, a window of the loader and a batch; scripts/LOG.md
+READ_S = 3e-6  # of a processor, each chunk that is read by its byte range
 SAMPLE_S = 0.3e-6  # of drawing orders, and of tables of addresses
 ROUND_S = 400e-6  # of a batch that a worker hands over
 NEAR = 1.0  # settings that differ by a factor of two count half as much as the same one
@@ -70,7 +71,7 @@ class Reads:
     decoded : float
         Bytes that filters gave.
     calls : float
-        Of HDF5.
+        Of HDF5, or chunks read by their byte ranges.
     amplification : float
         Decoded bytes read over bytes used.
     hit_rate : float or None
@@ -86,11 +87,12 @@ class Reads:
 
 @dataclass(frozen=True)
 class Batch:
-    """Bytes of a sample, samples of a batch and of a window."""
+    """Bytes of a sample, samples of a batch and of a window; bytes that a sample is made into, if it is dense then."""
 
     sample_bytes: float
     batch_samples: int
     window_samples: int
+    given_bytes: float = 0.0
 
 
 def stage_times(
@@ -116,10 +118,13 @@ def stage_times(
     if hdf5:
         stages["HDF5"] = (reads.calls * machine.call_s + batch.sample_bytes / machine.copy_rate) / workers
     if setting.way == LOADER:
-        stages["windows"] = WINDOW_S / batch.window_samples
+        ranges = 0.0 if hdf5 else reads.calls * READ_S / machine.num_cores
+        stages["windows"] = WINDOW_S / batch.window_samples + ranges
     elif setting.num_workers:
         stages["workers"] = ROUND_S / batch.batch_samples + batch.sample_bytes / machine.hop_rate
     stages["batches"] = BATCH_S / batch.batch_samples + (SAMPLE_S if batch.window_samples > batch.batch_samples else 0)
+    if batch.given_bytes:
+        stages["make dense"] = batch.given_bytes / machine.copy_rate
     stages["copy to device"] = batch.sample_bytes / machine.device_rate
     return stages
 
@@ -146,13 +151,24 @@ class Correction:
         place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
         self.known.append((_kind(setting), *place, math.log(measured / modelled)))
 
-    def factor(self, setting: Setting, window_bytes: float) -> float:
-        """What to multiply the model's rate by; 1 where nothing of this way was measured."""
-        same = [each for each in self.known if each[0] == _kind(setting)]
-        same = same or [each for each in self.known if each[0][:2] == _kind(setting)[:2]]
+    def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False) -> float:
+        """What to multiply the model's rate by; 1 where nothing of this way was measured.
+
+        Parameters
+        ----------
+        setting : Setting
+        window_bytes : float
+        alone : bool
+            Leave out what was measured of this very setting: the model is judged by what others say.
+        """
+        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
+        kind = _kind(setting)
+        known = [each for each in self.known if not (alone and each[:3] == (kind, *place))]
+        same: list[tuple[tuple[str, int, bool], float, float, float]] = []
+        for parts in (3, 2, 1):  # of the way, then of the number of workers, then of the layout
+            same = same or [each for each in known if each[0][:parts] == kind[:parts]]
         if not same:
             return 1.0
-        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
         away = [abs(each[1] - place[0]) + abs(each[2] - place[1]) for each in same]
         if min(away) == 0:  # the setting itself, perhaps several times
             same = [each for each, distance in zip(same, away, strict=True) if distance == 0]

@@ -7,7 +7,7 @@ reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in workers of a DataLoade
 >>> facts = Facts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
 >>> settings = enumerate_settings(facts, workers=(0, 2))
 >>> len(settings), settings[0]
-(24, Setting(way='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
+(30, Setting(way='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
 >>> order_of(settings[0], facts).window_batches
 1
 """
@@ -24,7 +24,7 @@ from h5chunk.plan.order import Order, with_full_windows
 from h5chunk.plan.slots import plan_slots
 
 LOADER, DATASET = "loader", "dataset"
-CHUNK_BYTES = (128 << 10, 512 << 10, 2 << 20, 8 << 20)  # chunks that a repacked file may have
+CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20)  # chunks that a repacked file may have
 FEWEST_CHUNKS = 16  # of a repacked file
 MAX_SLOTS = 1 << 20
 PREFETCH = 2  # batches that a DataLoader's worker prepares

@@ -260,7 +260,7 @@ def _described(search: Search, setting: Setting) -> dict[str, object]:
     each = search.candidate(setting)
     rates = search.rates.get(setting)
     return asdict(setting) | {
-        "predicted_rate": search.predicted.get(setting, search.model.rate(setting)),
+        "predicted_rate": search.model.rate_by_others(setting),
         "measured_rate": float(np.median(rates)) if rates else None,
         "num_measured": len(rates or ()),
         "memory_bytes": each.memory_bytes,

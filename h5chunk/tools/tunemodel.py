@@ -57,7 +57,7 @@ class Model:
             amplification = 1.0 if study.matrix or not grid.filtered else _window_amplification(order)
             main = grid.sample_bytes * amplification
             decoded = main if grid.filtered else 0.0
-            return Reads(main * stored + rest, decoded, 1.0, amplification, None)
+            return Reads(main * stored + rest, decoded, 1 / setting.chunk_samples, amplification, None)
         workers = max(1, setting.num_workers)
         cache = cache_of(setting, study.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
@@ -97,7 +97,7 @@ class Model:
         """Seconds of each stage, a sample."""
         order, facts = order_of(setting, self.study.facts), self.study.facts
         window = min(order.window_batches * order.batch_size, facts.num_samples)
-        batch = Batch(facts.sample_bytes, min(facts.batch_size, facts.num_samples), window)
+        batch = Batch(facts.sample_bytes, min(facts.batch_size, facts.num_samples), window, facts.given_bytes)
         return stage_times(setting, batch, self.reads(setting), self.machine, hdf5=self.uses_hdf5(setting))
 
     def modelled_rate(self, setting: Setting) -> float:
@@ -107,6 +107,11 @@ class Model:
     def rate(self, setting: Setting) -> float:
         """Samples/s, corrected by what was measured."""
         return self.modelled_rate(setting) * self.correction.factor(setting, self.window_bytes(setting))
+
+    def rate_by_others(self, setting: Setting) -> float:
+        """Samples/s as the model has it, corrected by the other settings that were measured."""
+        factor = self.correction.factor(setting, self.window_bytes(setting), alone=True)
+        return self.modelled_rate(setting) * factor
 
     def learn(self, setting: Setting, measured: float) -> None:
         """A setting was measured."""

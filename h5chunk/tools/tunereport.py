@@ -32,7 +32,7 @@ class TuneRow:
     measured_rate : float or None
         None: it was not measured.
     predicted_rate : float
-        Before this setting was measured.
+        By the cost model, corrected by what was measured of other settings, not of this one.
     cold_rate : float or None
         From the disk, with the opening of the file.
     memory_bytes : int

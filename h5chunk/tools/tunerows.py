@@ -38,7 +38,7 @@ def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float 
         shuffle=setting.shuffle,
         rate=each.rate,
         measured_rate=statistics.median(rates) if rates else None,
-        predicted_rate=search.predicted.get(setting, model.rate(setting)),
+        predicted_rate=model.rate_by_others(setting),
         cold_rate=cold,
         memory_bytes=each.memory_bytes,
         hit_rate=reads.hit_rate,

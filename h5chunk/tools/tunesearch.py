@@ -53,8 +53,6 @@ class Search:
         Today's first.
     rates : dict of Setting to list of float
         Samples/s of each measurement.
-    predicted : dict of Setting to float
-        Before the setting itself was measured.
     left_out : set of Setting
         Not measured, as they take too much memory or time.
     """
@@ -65,7 +63,6 @@ class Search:
     budget: Budget
     settings: list[Setting]
     rates: dict[Setting, list[float]] = field(default_factory=dict)
-    predicted: dict[Setting, float] = field(default_factory=dict)
     left_out: set[Setting] = field(default_factory=set)
 
     def run(self) -> None:
@@ -95,7 +92,6 @@ class Search:
             self.left_out.add(setting)
             return
         rate = measure(self.study, setting, self.options.device, self.budget, self.budget.slice_s)
-        self.predicted.setdefault(setting, self.model.rate(setting))
         self.model.learn(setting, rate)
         self.rates.setdefault(setting, []).append(rate)
 
