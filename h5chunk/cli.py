@@ -201,6 +201,12 @@ class _Names(click.ParamType):
     help="Sparse: about the most memory to take, such as 512M; the rest waits on disk. [default: 1GiB]",
 )
 @click.option(
+    "--shards", type=click.IntRange(1), metavar="N", help="Images: make OUTPUT a folder of N files that read as one."
+)
+@click.option(
+    "--shard-bytes", type=_Bytes(), help="Images: the same, in files of at most so much, about, such as 1GiB."
+)
+@click.option(
     "--tuned",
     type=click.Path(),
     metavar="FILE.json",
@@ -220,7 +226,7 @@ def convert(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Pack the images, or the sparse matrix, of SOURCE into the HDF5 file OUTPUT.
+    """Pack the images, or the sparse matrix, of SOURCE into the HDF5 file OUTPUT, or images into a folder of several.
 
     SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix:
     ratings.csv and other (row, column[, value]) lines, .npz, .mtx, libsvm, .h5ad, 10x .h5, .npy.

@@ -213,7 +213,7 @@ def test_manifest_columns_become_fields(class_folder: Make, tmp_path: Path) -> N
 
 
 def test_names_are_written_in_batches(class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.tools.convert.NAMES_AT_A_TIME", 3)
+    monkeypatch.setattr("h5chunk.tools.convert_images.NAMES_AT_A_TIME", 3)
     convert(class_folder(), tmp_path / "x.h5", workers=0)
     check_file(tmp_path / "x.h5", *expectation())
 

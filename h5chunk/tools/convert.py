@@ -1,99 +1,28 @@
-"""Pack a folder, an archive or a manifest of images, or a sparse matrix, into one HDF5 file."""
+"""Pack a folder, an archive or a manifest of images, or a sparse matrix, into one HDF5 file or a folder of shards."""
 
 from __future__ import annotations
 
 import csv
 import inspect
-import json
 import os
 import shutil
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-import h5chunk
-from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
-from h5chunk.plan.layout import Layout, plan_layout
-from h5chunk.plan.permute import permutation
-from h5chunk.sources.decode import MAX_PIXELS, ImageOptions
-from h5chunk.sources.images import ImageSource, ShapeError
-from h5chunk.sources.listing import Listing, list_images
-from h5chunk.sources.manifest import list_manifest
-from h5chunk.store.csr import field_checksums
-from h5chunk.store.fill import Filled, FillJob, available_cores, fill
-from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
+from h5chunk.errors import OutputError, printable
+from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.newfile import NewFile, check_output, check_room
+from h5chunk.store.newfolder import check_folder
+from h5chunk.tools.convert_images import Conversion, Progress, count_written, estimate_s, prepare, write_images
+from h5chunk.tools.convert_shards import check_shards, describe, folder_bytes, split_conversion, write_shards
 from h5chunk.tools.convert_sparse import MEMORY_BYTES, convert_sparse, plan_sparse
 from h5chunk.tools.report import ConvertPlan, ConvertReport
 from h5chunk.tools.report_sparse import SparsePlan, SparseReport
 from h5chunk.tools.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
-
-IMAGES = "images"
-NAMES_AT_A_TIME = 65_536
-PROBES = 24  # images decoded to estimate the time
-
-Progress = Callable[[str, int, "int | None"], None]
-"""Told (stage, done, total): stage "list" without a total, then "convert" with one."""
-
-
-@dataclass(frozen=True)
-class _Conversion:
-    """All that is settled before the first sample is written."""
-
-    source: ImageSource
-    path: Path
-    layout: Layout
-    sample_shape: tuple[int, ...]
-    order: np.ndarray
-    options: dict[str, Any]
-    num_workers: int
-    skip: bool
-
-    @property
-    def listing(self) -> Listing:
-        return self.source.listing
-
-    def spec(self) -> FileSpec:
-        """The file to write."""
-        listing, layout, order = self.listing, self.layout, self.order
-        images = FieldSpec(IMAGES, self.sample_shape, np.dtype(np.uint8))
-        columns = [FieldSpec(name, (), values.dtype) for name, values in listing.columns.items()]
-        ends = listing.names.offsets
-        tables: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-            "source_index": ((len(order),), np.dtype(np.int64)),
-            "source_name_ends": ((len(order),), np.dtype(np.int64)),
-            "source_names": ((int((ends[order + 1] - ends[order]).sum()),), np.dtype(np.uint8)),
-        }
-        if listing.class_names:
-            tables["class_names"] = ((len(listing.class_names),), _class_table(listing.class_names).dtype)
-        for each in (images, *columns):
-            tables[f"checksums/{each.name}"] = ((layout.num_chunks,), np.dtype(np.uint32))
-        cache = layout.cache
-        return FileSpec(
-            num_samples=len(order),
-            chunk_samples=layout.chunk_samples,
-            fields=(images, *columns),
-            tables=tables,
-            attributes={
-                "format_version": np.int64(FORMAT_VERSION),
-                "h5chunk_version": h5chunk.__version__,
-                "num_samples": np.int64(len(order)),
-                "chunk_samples": np.int64(layout.chunk_samples),
-                "window_chunks": np.int64(layout.window_chunks),
-                "rdcc_nslots": np.int64(cache.nslots),
-                "rdcc_nbytes": np.int64(cache.nbytes),
-                "rdcc_w0": np.float64(cache.w0),
-                "seed": np.uint64(self.options["seed"]),
-                "shuffled": np.uint8(self.options["shuffle"]),
-                "options": json.dumps(self.options, sort_keys=True),
-            },
-            field_attributes={IMAGES: {"axes": self.source.options.layout.upper()}},
-        )
 
 
 def convert(
@@ -123,13 +52,15 @@ def convert(
     dense: bool = False,
     filter: str = "gzip",
     memory_bytes: int = MEMORY_BYTES,
+    shards: int | None = None,
+    shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport | SparseReport:
-    """Pack images, or a sparse matrix, into one HDF5 file.
+    """Pack images, or a sparse matrix, into one HDF5 file, or images into a folder of several.
 
-    The file appears under its name only when it is complete and on disk. Equal source and options give equal bytes,
-    with any number of workers.
+    The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
+    equal bytes, with any number of workers.
 
     Parameters
     ----------
@@ -138,7 +69,7 @@ def convert(
         (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
         10x .h5, or a dense .npy.
     path : path
-        The file to make.
+        The file to make; with ``shards`` or ``shard_bytes``, the folder.
     manifest : path, optional
         A .csv with a path column, relative to ``source``, and columns that become fields.
     size : (height, width), optional
@@ -187,8 +118,13 @@ def convert(
     memory_bytes : int
         About the most memory to take; what does not fit waits on disk, beside ``path``. The output does not depend on
         it.
+    shards : int, optional
+        Of images: make so many files ``PATH/NAME-00000-of-00012.h5``, each complete by itself, with samples that were
+        shuffled over all of them. `h5chunk.ChunkDataset` reads the folder as one.
+    shard_bytes : int, optional
+        The same, in as few files as there can be of at most so many bytes, about.
     overwrite : bool
-        Whether to replace a file at ``path``.
+        Whether to replace a file at ``path``, or a folder in which there are shards alone.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
 
@@ -208,26 +144,30 @@ def convert(
     given = dict(locals())
     if is_sparse(source, given, convert):
         return convert_sparse(source, path, **sparse_arguments(given), progress=progress)
-    return _convert_images(**{name: value for name, value in given.items() if name not in SPARSE_ONLY})
+    return _convert_images(**_of_images(given))
+
+
+def _of_images(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in SPARSE_ONLY}
 
 
 def _convert_images(*, overwrite: bool, progress: Progress | None, **options: Any) -> ConvertReport:
     started = time.perf_counter()
-    job = _prepare(overwrite=overwrite, progress=progress, **options)
-    with NewFile(job.path, overwrite) as new:
-        regions = new.allocate(job.spec())
-        filled = _fill(new, job, regions[IMAGES].offset, progress)
-        skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
-        if filled.failures:
-            job = _close_gaps(new, job, filled)
-        _write_tables(new, job, filled.checksums)
-        new.commit()
+    job, shards = _prepare(overwrite=overwrite, progress=progress, **options)
+    if shards:
+        files, filled = write_shards(job, shards, overwrite, progress)
+    else:
+        with NewFile(job.path, overwrite) as new:
+            left, filled = write_images(new, job, count_written(len(job.order), progress))
+            new.commit()
+        files = [left]
+    skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
     return ConvertReport(
         path=printable(job.path),
-        num_samples=len(job.order),
-        num_bytes=job.path.stat().st_size,
+        num_samples=sum(len(each.order) for each in files),
+        num_bytes=folder_bytes(job.path) if shards else job.path.stat().st_size,
         sample_shape=job.sample_shape,
-        chunk_samples=job.layout.chunk_samples,
+        chunk_samples=files[0].layout.chunk_samples,
         seconds=time.perf_counter() - started,
         modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
         applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
@@ -239,6 +179,18 @@ def _convert_images(*, overwrite: bool, progress: Progress | None, **options: An
 
 
 _APPLIED = ("rotated", "resized", "first frame")
+
+
+def _prepare(
+    *, shards: int | None, shard_bytes: int | None, overwrite: bool, **options: Any
+) -> tuple[Conversion, list[Conversion]]:
+    """The conversion, and those of its shards if it is to have any."""
+    check_shards(shards, shard_bytes)
+    is_sharded = shards is not None or shard_bytes is not None
+    job = prepare(check=partial(check_folder if is_sharded else check_output, overwrite=overwrite), **options)
+    if not is_sharded:
+        return job, []
+    return job, split_conversion(job, shards, shard_bytes, chosen=options["chunk_samples"] is None)
 
 
 def plan_convert(
@@ -255,153 +207,26 @@ def plan_convert(
     given = call.arguments
     if is_sparse(source, given, convert):
         return plan_sparse(source, path, **sparse_arguments(given))
-    job = _prepare(**{name: value for name, value in given.items() if name not in SPARSE_ONLY})
-    spec = job.spec()
-    check_room(job.path, spec.num_bytes)
+    job, shards = _prepare(**_of_images(given))
+    specs = [each.spec() for each in shards or [job]]
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    check_room(job.path, num_bytes)
+    layout = job.layout
+    if shards:
+        first = shards[0].layout
+        layout = replace(first, num_samples=len(job.order), reasons=(*first.reasons, describe(shards)))
     return ConvertPlan(
         num_samples=len(job.source),
         sample_shape=job.sample_shape,
-        layout=job.layout,
-        fields={each.name: str(each.dtype) for each in spec.fields},
-        num_bytes=spec.num_bytes,
+        layout=layout,
+        fields={each.name: str(each.dtype) for each in specs[0].fields},
+        num_bytes=num_bytes,
         free_bytes=shutil.disk_usage(job.path.parent).free,
-        estimated_s=_estimate_s(job),
+        estimated_s=estimate_s(job),
         num_workers=job.num_workers,
         class_names=job.listing.class_names,
         ignored=job.listing.ignored,
     )
-
-
-def _prepare(
-    *,
-    source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    manifest: str | os.PathLike[str] | None,
-    chunk_samples: int | None,
-    seed: int,
-    shuffle: bool,
-    workers: int | None,
-    on_error: str,
-    overwrite: bool,
-    progress: Progress | None,
-    **image_options: Any,
-) -> _Conversion:
-    """Check the arguments of `convert`, list the source, and settle layout and order."""
-    options = ImageOptions(**image_options)
-    path = Path(path)
-    if not 0 <= seed < 1 << 64:
-        raise OptionError(f"seed is {seed}: give a number from 0 to {(1 << 64) - 1}")
-    if on_error not in ("fail", "skip"):
-        raise OptionError(f"on_error is {on_error!r}: give fail or skip")
-    if workers is not None and workers < 0:
-        raise OptionError(f"workers is {workers}: give 0 (none but this process) or more")
-    for read in (source, manifest):
-        if read is not None and os.path.exists(path) and os.path.exists(read) and path.samefile(read):
-            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
-    check_output(path, overwrite)
-
-    def found(count: int) -> None:
-        if progress:
-            progress("list", count, None)
-
-    listing = list_images(source, found) if manifest is None else list_manifest(manifest, source, found)
-    images = ImageSource(listing, options)
-    _, shape = images.first_shape(skip=on_error == "skip")
-    layout = plan_layout(len(images), int(np.prod(shape)), chunk_samples)
-    order = permutation(len(images), seed) if shuffle else np.arange(len(images), dtype=np.int64)
-    asked = {
-        "size": options.size,
-        "fit": options.fit,
-        "color": options.color,
-        "layout": options.layout,
-        "animated": options.animated,
-        "seed": seed,
-        "shuffle": shuffle,
-    }
-    num_workers = available_cores() if workers is None else workers
-    return _Conversion(images, path, layout, shape, order, asked, num_workers, on_error == "skip")
-
-
-def _fill(new: NewFile, job: _Conversion, offset: int, progress: Progress | None) -> Filled:
-    """Have the workers write all images; raise what a failure means."""
-    total, done = len(job.order), 0
-
-    def written(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress:
-            progress("convert", done, total)
-
-    written(0)
-    fill_job = FillJob(new.part, offset, job.sample_shape, job.layout.chunk_samples, job.source, job.order)
-    with new.flusher():
-        filled = fill(fill_job, job.num_workers, not job.skip, written)
-    if any(failure.kind == ShapeError.__name__ for failure in filled.failures):
-        raise SourceError(job.source.disagreement(job.sample_shape))
-    if filled.failures and not job.skip:
-        first = filled.failures[0]
-        raise SampleError(
-            f"{job.source.name(int(job.order[first.row]))}: {first.reason} (to leave such images out: --on-error skip)"
-        )
-    if len(filled.failures) == total:
-        first = filled.failures[0]
-        name = job.source.name(int(job.order[first.row]))
-        raise SourceError(f"none of the {total} images can be used, such as {name}: {first.reason}")
-    return filled
-
-
-def _close_gaps(new: NewFile, job: _Conversion, filled: Filled) -> _Conversion:
-    """Leave failed rows out: the last good rows take their places, and the file becomes one of fewer samples.
-
-    Returns
-    -------
-    _Conversion
-        With the order and the layout that are left.
-    """
-    order = job.order.copy()
-    failed = [failure.row for failure in filled.failures]
-    num_samples = len(order) - len(failed)
-    gaps = [row for row in failed if row < num_samples]
-    behind = set(failed)
-    movers = [row for row in range(num_samples, len(order)) if row not in behind]
-    sample_bytes = job.layout.sample_bytes
-    for gap, mover in zip(gaps, movers, strict=True):
-        new.write_bytes(IMAGES, gap * sample_bytes, new.read(IMAGES, mover * sample_bytes, sample_bytes))
-        order[gap] = order[mover]
-    size = min(job.layout.chunk_samples, num_samples)
-    num_chunks = -(-num_samples // size)
-    window_chunks = min(job.layout.window_chunks, num_chunks)
-    layout = replace(job.layout, num_samples=num_samples, chunk_samples=size, window_chunks=window_chunks)
-    job = replace(job, layout=layout, order=order[:num_samples])
-    new.replace_header(job.spec())
-    rest = num_chunks * size - num_samples
-    new.write_bytes(IMAGES, num_samples * sample_bytes, bytes(rest * sample_bytes))
-    filled.checksums = filled.checksums[:num_chunks]
-    for chunk in {*(gap // size for gap in gaps), num_chunks - 1}:
-        chunk_bytes = size * sample_bytes
-        filled.checksums[chunk] = zlib.crc32(new.read(IMAGES, chunk * chunk_bytes, chunk_bytes))
-    return job
-
-
-def _write_tables(new: NewFile, job: _Conversion, image_checksums: np.ndarray) -> None:
-    listing, order, size = job.listing, job.order, job.layout.chunk_samples
-    new.write(f"{GROUP}/checksums/{IMAGES}", image_checksums)
-    for name, values in listing.columns.items():
-        rows = values[order]
-        new.write(name, rows)
-        new.write(f"{GROUP}/checksums/{name}", field_checksums(rows, size))
-    new.write(f"{GROUP}/source_index", order)
-    ends = np.cumsum(listing.names.offsets[order + 1] - listing.names.offsets[order])
-    new.write(f"{GROUP}/source_name_ends", ends)
-    for start in range(0, len(order), NAMES_AT_A_TIME):
-        names = b"".join(listing.names[i] for i in order[start : start + NAMES_AT_A_TIME])
-        new.write_bytes(f"{GROUP}/source_names", int(ends[start - 1]) if start else 0, names)
-    if listing.class_names:
-        new.write(f"{GROUP}/class_names", _class_table(listing.class_names))
-
-
-def _class_table(class_names: list[str]) -> np.ndarray:
-    return np.array([name.encode() for name in class_names], dtype="S")
 
 
 def _write_skipped(path: Path, skipped: list[tuple[str, str]], overwrite: bool) -> str | None:
@@ -422,21 +247,3 @@ def _write_skipped(path: Path, skipped: list[tuple[str, str]], overwrite: bool) 
             f"{printable(path)} itself is complete"
         ) from None
     return printable(target)
-
-
-def _estimate_s(job: _Conversion) -> float:
-    """Seconds that the conversion will take, from decoding a few images spread over the source."""
-    source = job.source
-    probes = np.unique(np.linspace(0, len(source) - 1, PROBES).astype(np.int64))
-    out = np.empty(job.sample_shape, np.uint8)
-    started = time.perf_counter()
-    with source.session():
-        for index in probes:
-            try:
-                source.read_into(int(index), out)
-            except ShapeError:
-                raise SourceError(source.disagreement(job.sample_shape)) from None
-            except SampleError as error:
-                if not job.skip:
-                    raise SampleError(f"{source.name(int(index))}: {error}") from None
-    return (time.perf_counter() - started) / len(probes) * len(source) / max(1, min(job.num_workers, available_cores()))
