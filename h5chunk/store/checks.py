@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -21,9 +20,9 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.store.chunktable import list_chunks
-from h5chunk.store.claims import is_variable
+from h5chunk.store.chunktable import is_variable, list_chunks
 from h5chunk.store.codecs import ChunkDecoder, DecodeError, NoDecoder
+from h5chunk.store.crc import crc32
 from h5chunk.store.ranges import PART_BYTES, read_bytes
 from h5chunk.store.rawchunks import RawChunks, scratch
 
@@ -94,7 +93,7 @@ class CheckedDataset:
         self._where = f"{printable(path)}: {self.name!r}"
         self._dataset, self._expected, self._look = dataset, expected, look
         self._local = threading.local()
-        self._item_bytes = dataset.id.get_type().get_size()
+        self._item_bytes = _item_bytes(dataset)
         self._decoder: ChunkDecoder | None = None
         self._by_hdf5 = False
         properties = dataset.id.get_create_plist()
@@ -183,7 +182,7 @@ class CheckedDataset:
         return Parted(at, tuple(damage for damage in damages if damage is not None))
 
     def _check_stored(self, chunk: int, stored: np.ndarray, descriptor: int) -> Damage | None:
-        found = zlib.crc32(stored.data)
+        found = crc32(stored)
         damage = self._compare(chunk, found)
         if damage is not None:
             return damage
@@ -213,7 +212,7 @@ class CheckedDataset:
                 read_bytes(descriptor, offset + start, piece.data, lambda _: f"{self._where}, chunk {chunk}")
             except FileError as error:
                 return (Damage(chunk, _reason(error)),)
-            found = zlib.crc32(piece.data, found)
+            found = crc32(piece, found)
             if self._look is not None:
                 self._look(first + start // self._item_bytes, piece)
         damage = self._compare(chunk, found)
@@ -227,6 +226,14 @@ class CheckedDataset:
 
     def _expects(self, chunk: int) -> int | None:
         return None if self._expected is None else int(self._expected[chunk])
+
+
+def _item_bytes(dataset: h5py.Dataset) -> int:
+    """Of one element in the file. Of variable length, that is where it lies: HDF5 says what it takes in memory."""
+    kind = dataset.id.get_type()
+    if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
+        return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])
+    return int(kind.get_size())
 
 
 def _reason(error: Exception) -> str:

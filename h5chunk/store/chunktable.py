@@ -75,6 +75,13 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     return table
 
 
+def is_variable(kind: h5py.h5t.TypeID) -> bool:
+    """Whether values of a type lie elsewhere in the file, where HDF5 would look for them unchecked."""
+    if isinstance(kind, h5py.h5t.TypeStringID):
+        return bool(kind.is_variable_str())
+    return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
+
+
 def _check_apart(table: ChunkTable, name: str) -> None:
     stored = np.flatnonzero(table.offsets >= 0)
     order = stored[np.argsort(table.offsets[stored], kind="stable")]
@@ -87,6 +94,8 @@ def _check_apart(table: ChunkTable, name: str) -> None:
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     """HDF5 believes the stored length of a chunk, and writes it into memory of the length that it should have."""
     if dataset.chunks is None or dataset.id.get_create_plist().get_nfilters():
+        return
+    if is_variable(dataset.id.get_type()):  # HDF5 does not say what these take in the file
         return
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
     sizes = np.where(table.offsets >= 0, table.sizes, chunk_bytes)

@@ -9,7 +9,7 @@ import h5py
 
 from h5chunk.errors import FieldError, FileError, TrustError, printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.store.chunktable import list_chunks
+from h5chunk.store.chunktable import is_variable, list_chunks
 
 MAX_RATIO = 1032  # bytes that gzip can make of one
 SLACK_BYTES = 64 << 20  # that may be claimed without being stored: a dataset of the fill value alone
@@ -130,10 +130,3 @@ def check_chunks(dataset: h5py.Dataset) -> None:
             f"{printable(dataset.file.filename)}: {dataset.name!r}: its chunk {first} takes {table.sizes[first]} bytes "
             f"for {chunk_bytes} of data, which no filter does: it is damaged"
         )
-
-
-def is_variable(kind: h5py.h5t.TypeID) -> bool:
-    """Whether values of a type lie elsewhere in the file, where HDF5 would look for them unchecked."""
-    if isinstance(kind, h5py.h5t.TypeStringID):
-        return bool(kind.is_variable_str())
-    return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))

@@ -25,7 +25,8 @@ from typing import Any
 import h5py
 
 from h5chunk.errors import FieldError, FileError, TrustError, printable
-from h5chunk.store.claims import check_attributes, check_claims, check_filters, is_variable, small_attribute
+from h5chunk.store.chunktable import is_variable
+from h5chunk.store.claims import check_attributes, check_claims, check_filters, small_attribute
 from h5chunk.store.trust import Trust
 
 Trusted = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -130,15 +131,13 @@ class Guard:
             raise FieldError(f"{where} is damaged: {error}") from None
 
     def _check_field(self, dataset: h5py.Dataset, where: str, depth: int) -> None:
-        if dataset.id.get_space().get_simple_extent_type() == h5py.h5s.NULL:
-            return
         properties = dataset.id.get_create_plist()
         layout = properties.get_layout()
         if layout == h5py.h5d.VIRTUAL:
             self._check_virtual(dataset, properties, where, depth)
         elif layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
             self._check_external(properties, where)
-        else:
+        elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # not before: it opens what a view shows
             check_filters(properties, where, trusted=self._trust is not None)
             check_claims(dataset, properties, where)
 

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import h5py
 
-from h5chunk.errors import printable
+from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
+from h5chunk.store.claims import KNOWN_FILTERS
 from h5chunk.store.csr import MATRIX
 from h5chunk.store.format import GROUP, Header, open_file, read_header
+from h5chunk.store.guard import Guard, Refusal, Trusted
 from h5chunk.tools.info_matrix import MatrixInfo, info_matrix
 
-_FILTERS = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32015: "zstd",
-    32026: "blosc2",
-}  # numbers as registered with The HDF Group
 _LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -98,6 +86,8 @@ class FileInfo:
         All but what h5chunk keeps beside the data.
     matrix : MatrixInfo or None
         The sparse matrix in a file of ours.
+    refused : list of str
+        What was not looked at, and why: links, views of other files, claims that cannot be.
     """
 
     path: str
@@ -106,6 +96,7 @@ class FileInfo:
     default_cache: CacheSettings
     datasets: list[DatasetInfo]
     matrix: MatrixInfo | None = None
+    refused: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
@@ -122,7 +113,8 @@ class FileInfo:
             filters = f", {'+'.join(each.filters)}" if each.filters else ""
             lines.append(f"  {each.name}  {each.dtype} {_shape(each.shape)}  {layout}{filters}")
             lines.append(f"      {each.verdict}")
-        if not self.datasets:
+        lines += [f"  not looked at: {each}" for each in self.refused]
+        if not self.datasets and not self.refused:
             lines.append("  no datasets")
         return "\n".join(lines)
 
@@ -135,8 +127,14 @@ class FileInfo:
         return f"h5chunk format {header.format_version}, {header.num_samples:,} samples{classes}, {order}"
 
 
-def info(path: str | os.PathLike[str]) -> FileInfo:
+def info(path: str | os.PathLike[str], *, trusted: Trusted = False) -> FileInfo:
     """Look at all datasets of a file; reads no data, but of a sparse matrix of ours the lengths of rows, and values.
+
+    Parameters
+    ----------
+    path : path
+    trusted : bool, path or sequence of paths
+        Whether links and views of other files are followed: not; in the folder of the file; or in these folders.
 
     Raises
     ------
@@ -145,14 +143,11 @@ def info(path: str | os.PathLike[str]) -> FileInfo:
     """
     with open_file(path) as file:
         header = read_header(file)
+        guard = Guard(path, trusted)
+        if header and isinstance(guard.find(file, MATRIX), h5py.Group):
+            guard.check_matrix(file, MATRIX)
         matrix = info_matrix(file) if header else None
-        found: list[h5py.Dataset] = []
-
-        def visit(name: str, item: h5py.HLObject) -> None:
-            if isinstance(item, h5py.Dataset) and not (header and name.startswith(f"{GROUP}/")):
-                found.append(item)
-
-        file.visititems(visit)
+        found, refused = _look(file, guard, ours=header is not None)
         nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
         cache = CacheSettings(int(nslots), int(nbytes), float(w0))
         return FileInfo(
@@ -162,7 +157,26 @@ def info(path: str | os.PathLike[str]) -> FileInfo:
             default_cache=cache,
             datasets=[_describe(dataset, cache, matrix) for dataset in found],
             matrix=matrix,
+            refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
         )
+
+
+def _look(file: h5py.File, guard: Guard, ours: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
+    """Datasets by name, but for what h5chunk keeps beside the data; and what the guard refuses."""
+    found, refused = [], []
+    for name, item in sorted(guard.walk(file), key=lambda each: each[0]):
+        if ours and name.startswith(f"{GROUP}/"):
+            continue
+        try:
+            if isinstance(item, Refusal):
+                raise item.error
+            pattern = name == f"{MATRIX}/data" and ours
+            if not pattern:  # which claims ones that are stored nowhere
+                guard.check_field(item, name)
+            found.append(item)
+        except FileError as error:
+            refused.append(error)
+    return found, refused
 
 
 def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrix: MatrixInfo | None) -> DatasetInfo:
@@ -178,7 +192,7 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrix: MatrixInfo | 
         dtype=str(dataset.dtype),
         layout=_LAYOUTS.get(properties.get_layout(), "unknown"),
         chunks=grid.chunks,
-        filters=[_FILTERS.get(number, f"filter {number}") for number in numbers],
+        filters=[KNOWN_FILTERS.get(number, f"filter {number}") for number in numbers],
         stored_bytes=dataset.id.get_storage_size(),
         num_chunks=grid.num_chunks if usable else 0,
         chunk_bytes=grid.chunk_bytes,

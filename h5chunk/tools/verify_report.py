@@ -113,9 +113,8 @@ class VerifyReport:
     def __str__(self) -> str:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}"]
         for each in self.fields:
-            some = f"{each.num_chunks:,}" if each.num_checked == each.num_chunks else self._some(each)
-            chunks = "chunk" if each.num_chunks == 1 else "chunks"
-            lines.append(f"  {each.field}: {some} {chunks}, by {each.by}")
+            some = "" if each.num_checked == each.num_chunks else f"{each.num_checked:,} of "
+            lines.append(f"  {each.field}: {some}{_count(each.num_chunks, 'chunk') or 'nothing stored'}, by {each.by}")
         lines += [f"  repaired: {each}" for each in self.repaired[:SHOWN]]
         lines += [f"  bad: {each}" for each in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
@@ -125,14 +124,20 @@ class VerifyReport:
         lines.append(f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s")
         return "\n".join(lines)
 
-    def _some(self, each: Checked) -> str:
-        return f"{each.num_checked:,} of {each.num_chunks:,}"
-
     def _verdict(self) -> str:
         if not self.ok:
-            wrong = f", {len(self.problems)} things wrong" if self.problems else ""
-            return f"DAMAGED: {len(self.bad)} bad chunks{wrong}"
+            found = [_count(len(self.bad), "bad chunk"), _count(len(self.problems), "other fault")]
+            return "DAMAGED: " + ", ".join(each for each in found if each)
         looked = "what was looked at is whole" if self.quick else "whole"
         if not self.by_h5chunk:
             looked += ", as far as can be seen without checksums"
-        return looked + (f", after {len(self.repaired)} chunks were repaired" if self.repaired else "")
+        return looked + (f", after repairing {_count(len(self.repaired), 'chunk')}" if self.repaired else "")
+
+
+def _count(count: int, what: str) -> str:
+    """A number of things; nothing for none.
+
+    >>> _count(2, "chunk")
+    '2 chunks'
+    """
+    return f"{count:,} {what}{'s' if count > 1 else ''}" if count else ""
