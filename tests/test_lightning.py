@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -179,6 +182,41 @@ def test_one_file_in_three_loaders_out(path, tmp_path):
 
 def test_resumed_over_epochs_with_validation_in_the_middle(path, tmp_path):
     check_resume(tmp_path, lambda: make_module(path), val_check_interval=4)
+
+
+TWO_PROCESSES = """
+import json, sys
+from pathlib import Path
+from test_lightning import ChunkDataModule, ModelCheckpoint, Noting, lightning
+folder = Path(sys.argv[1])
+options = {"lanes": 4, "window_chunks": 5, "drop_last": False}
+data = ChunkDataModule(folder / "a.h5", 12, split=(0.75, 0.25), train_options=options)
+every = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[every], **quiet)
+trainer.fit(model := Noting(), datamodule=data)
+(folder / f"{trainer.global_rank}.json").write_text(json.dumps([model.seen, model.evaluated]))
+"""
+
+
+def test_two_processes_and_then_one(path, tmp_path):
+    """The Trainer says who reads what; its checkpoint is of both, and one process goes on with the same steps."""
+    (tmp_path / "train.py").write_text(TWO_PROCESSES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-W", "ignore", tmp_path / "train.py", tmp_path]
+    subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    steps = [
+        (epoch, number, sorted([*labels, *others]))
+        for (epoch, number, labels), (_, _, others) in zip(ranks[0][0], ranks[1][0], strict=True)
+    ]
+    options = {"lanes": 4, "window_chunks": 5, "drop_last": False}
+    data = ChunkDataModule(path, 24, split=(0.75, 0.25), train_options=options)
+    resumed = fit(tmp_path, data, checkpoint=tmp_path / "step=3.ckpt", max_epochs=2)
+    assert [(epoch, number, sorted(labels)) for epoch, number, labels in resumed.seen] == steps[3:]
+    parts = [dataset.samples.tolist() for dataset in data.datasets[:2]]
+    assert sorted(label for epoch, _, labels in steps for label in labels if epoch == 1) == parts[0]
+    assert sorted(ranks[0][1] + ranks[1][1]) == sorted(2 * parts[1])  # each once in each of two epochs
 
 
 def test_two_parts_and_no_test(path):
