@@ -162,6 +162,7 @@ def _fixed(file: h5py.File, rng: np.random.Generator, n: int) -> None:
     file.create_dataset("other/scalar", data=5.0)
     file.create_dataset("other/nothing", data=h5py.Empty("f4"))
     file.create_dataset("other/zero", (0, 3), "i4", maxshape=(None, 3))
+    file.create_dataset("other/named", (n + 1,), file["kind"], chunks=(8,), compression="gzip")[3:9] = pairs[3:9]
     file.create_dataset("other/table", data=rng.random((n + 1, 2)), compression="gzip")
 
 

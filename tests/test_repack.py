@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from repack_files import check_checksums, check_same, make_everything
 from sparse_files import write_h5ad
 
 import h5chunk
+import h5chunk.store.objects
 from h5chunk.errors import FieldError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
@@ -97,8 +99,22 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
         if shuffle:
             np.testing.assert_array_equal(file["h5chunk/source_index"], order)
     if shuffle:
-        assert check_checksums(out) == {each.name for each in report.fields} - {"train/unwritten"}
+        objects = {f"train/{name}" for name in ("names", "ragged", "mixed", "refs")}
+        assert check_checksums(out) == {each.name for each in report.fields} - {"train/unwritten"} - objects
+        assert {each.name for each in report.fields if each.shuffled} == {each.name for each in report.fields}
     assert report.notes == ["can no longer be resized: images: chunks in one run are of a fixed number"]
+
+
+def test_values_of_variable_length_are_permuted_in_parts(
+    everything: Path, tmp_path: Path, tiny_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+    write = h5chunk.store.objects._write
+    monkeypatch.setattr("h5chunk.tools.repack_run.in_child", lambda work, heard, shown: work(heard))
+    monkeypatch.setattr("h5chunk.store.objects._write", lambda *each: parts.append(each[1]) or write(*each))
+    repack(everything, tmp_path / "out.h5", shuffle=True, memory_bytes=20_000, compression="gzip")
+    check_same(everything, tmp_path / "out.h5", permutation(100, 0))
+    assert sum(rows is not None and len(rows) < 50 for rows in parts) > 4
 
 
 def test_the_report_says_what_was_changed(tmp_path: Path) -> None:
@@ -191,6 +207,11 @@ def test_bytes_do_not_depend_on_memory(
         outputs.add(out.read_bytes())
     assert len(outputs) == 1
     assert max(buckets) > 50  # it was a shuffle in two passes
+    assert check_checksums(out) == {"images", "labels"}
+    with h5py.File(out) as file:
+        stored = file["images"].id.read_direct_chunk((496, 0, 0, 0))[1]
+        last = np.frombuffer(zlib.decompress(stored) if compression else stored, np.uint8)
+    assert len(last) == 8 * 144 and not last[4 * 144 :].any()
     check_same(tmp_path / "a.h5", out, permutation(500, 0))
 
 

@@ -356,6 +356,13 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ damaged data
 
 
+def test_claims_are_not_believed(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        images = file.create_dataset("images", (1 << 40, 1 << 10), "u1", chunks=(1 << 10, 1 << 10))
+        images[0] = 1
+    check_refused(tmp_path / "a.h5", FileError, "'images' has 1073741824 chunks of which only 1 were ever written")
+
+
 @pytest.mark.parametrize("chunks", [(10, 20, 10), (10, 7, 10)], ids=str)
 def test_a_damaged_chunk_is_named(tmp_path: Path, chunks: tuple[int, ...]) -> None:
     source = make_file(tmp_path / "a.h5", chunks=chunks, compression="gzip", fletcher32=True)

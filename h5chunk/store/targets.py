@@ -229,8 +229,7 @@ class CompressedTarget:
             check_room(self._part, num_bytes + 2 * ROOM_BYTES)
 
     def finish(self) -> np.ndarray:
-        if self._filled:
-            self._chunk[self._filled :] = 0
+        if self._filled:  # the rest of it is zero
             self._begin()
         while self._waiting:
             self._store(self._waiting.popleft().result())

@@ -138,7 +138,7 @@ def _repack(source: Source, path: Path, options: RepackOptions, progress: Progre
         num_bytes=path.stat().st_size,
         seconds=time.perf_counter() - started,
         fields=after,
-        num_copied=len(survey.datasets) - len(plan.moves),
+        num_copied=len(survey.datasets) - len(plan.moves) - (len(samples.others) if options.shuffle else 0),
         notes=[*plan.notes, *lost],
     )
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import h5py
-from h5py import h5a, h5o
+from h5py import h5a, h5d, h5o
 
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import Shares, check_memory
+from h5chunk.store.claims import check_claims, check_filters
 from h5chunk.store.format import GROUP, HEADER_BYTES
 from h5chunk.store.objects import copy_objects, permute_objects
 from h5chunk.store.references import attribute_names, refers_to_regions
@@ -136,6 +137,7 @@ def plan_repack(
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
         notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: chunks in one run are of a fixed number")
     for move in moves:
+        _check_claims(file, move, shown)
         if header is not None and move.checked:
             header.add_checksums(checksum_name(move.facts.path, shown), move.num_chunks)
     runs = sum(move.kind == "pointers" for move in moves)
@@ -143,6 +145,15 @@ def plan_repack(
     shares = Shares(memory_bytes, num_threads)
     _check_samples(moves, shares, shown)
     return RepackPlan(samples, header, moves, shares, _disk_bytes(survey, moves, samples), notes)
+
+
+def _check_claims(file: h5py.File, move: Move, shown: str) -> None:
+    """Refuse what no reader of ours would read: filters that are not known, more bytes than can be."""
+    if move.layout.written:
+        dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
+        where, properties = f"{shown}: {move.facts.name!r}", dataset.id.get_create_plist()
+        check_filters(properties, where, trusted=False)
+        check_claims(dataset, properties, where)
 
 
 def _check_samples(moves: list[Move], shares: Shares, shown: str) -> None:

@@ -208,21 +208,15 @@ class Run:
 
     def look(self) -> list[FieldReport]:
         """What became of the fields, as the new file says."""
+        moved = [(move.facts, move.row_elements, move.kind != "copy") for move in self._plan.moves if move.is_field]
+        if self._order is not None:
+            moved += [(facts, 1.0, True) for facts in self._plan.samples.others]
         reports = []
         with h5py.File(self._new.part, "r", locking=False) as file:
-            for move in self._plan.moves:
-                if not move.is_field:
-                    continue
-                now = look_at_dataset(h5d.open(file.id, move.facts.path), move.facts.path, self._source.shown)
+            for facts, row_elements, shuffled in moved:
+                now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, self._source.shown)
+                before, after = LaidOut.of(facts, row_elements), LaidOut.of(now, row_elements)
                 reports.append(
-                    FieldReport(
-                        name=move.facts.name,
-                        dtype=move.facts.dtype,
-                        shape=move.facts.shape or (),
-                        num_bytes=move.facts.num_bytes,
-                        before=LaidOut.of(move.facts, move.row_elements),
-                        after=LaidOut.of(now, move.row_elements),
-                        shuffled=move.kind != "copy",
-                    )
+                    FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, shuffled)
                 )
         return reports
