@@ -16,6 +16,7 @@ from loader_files import IMAGES
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
@@ -71,9 +72,23 @@ def together(size: int) -> int:
     return int(count)
 
 
+def refused(path: Path) -> list[str]:
+    """What is said to those that were made before the process group: all ranks would read the same."""
+    early = [ChunkLoader(path, 16, rank=0, world_size=1), ChunkSampler(ChunkDataset(path), 16, rank=0, world_size=1)]
+    assert all(len(list(each)) == 13 for each in early)  # as said
+    said = []
+    for each in early:
+        each._given_rank = None
+        try:
+            next(iter(each))
+        except OptionError as error:
+            said.append(str(error))
+    return said
+
+
 def read_epoch(rank: int, path: Path, batch_size: int) -> dict[str, Any]:
     """Epochs of a loader and of a sampler that know of ranks by torch.distributed alone."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"early": refused(path)}
     for tail, options in TAILS.items():
         with ChunkLoader(path, batch_size, **ORDER, **options) as loader:
             assert (loader.order.rank, loader.order.world_size) == (rank, distributed.get_world_size())

@@ -20,7 +20,7 @@ from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.device import find_device, free_bytes
 from h5chunk.feed.memory import KEPT
 from h5chunk.feed.orders import data_identity, make_order, make_picks
-from h5chunk.feed.ranks import find_ranks
+from h5chunk.feed.ranks import check_ranks, find_ranks
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.state import State, load_state, save_state
 from h5chunk.feed.stream import EpochReport, WindowStream
@@ -201,6 +201,7 @@ class ChunkLoader:
             )
             self._order = self._plan.order
         self.report = EpochReport()
+        self._given_rank = rank
         self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
         self._start_batch = 0  # of the epoch that comes next
@@ -298,6 +299,7 @@ class ChunkLoader:
         if self._feed is not None and self._feed_is_at is None:
             raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
         order, start = self._order, self._start_batch
+        check_ranks(order, self._given_rank)
         report = EpochReport(started=time.perf_counter())
         if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.resident):
             self.close()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from h5chunk.errors import OptionError
+from h5chunk.plan.order import Order
 
 
 class Ranks(NamedTuple):
@@ -35,3 +36,16 @@ def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> R
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return Ranks(world_size if lanes is None else lanes, rank, world_size)
+
+
+def check_ranks(order: Order, rank: int | None) -> None:
+    """Raise OptionError if torch.distributed was initialised after it was asked: all ranks would read the same.
+
+    ``rank`` is what was given by hand; then nothing is looked at.
+    """
+    now = find_ranks(None, None, None)
+    if rank is None and (order.rank, order.world_size) != (now.rank, now.world_size) and now.world_size > 1:
+        raise OptionError(
+            f"made as rank {order.rank} of {order.world_size}, but torch.distributed says rank {now.rank} of "
+            f"{now.world_size} now: make it after init_process_group, or give rank= and world_size="
+        )

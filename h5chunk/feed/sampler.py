@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.orders import data_identity, make_order, make_picks
-from h5chunk.feed.ranks import find_ranks
+from h5chunk.feed.ranks import check_ranks, find_ranks
 from h5chunk.feed.state import State, load_state, save_state
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
@@ -95,6 +95,7 @@ class ChunkSampler(Sampler[list[int]]):
             picks=make_picks(reader, samples, weights, positions=True, values=dataset.values),
         )
         self._identity = data_identity(dataset, weights)
+        self._given_rank = rank
         self._start = 0  # batch of the epoch that comes next
         self._running: Order | None = None
         self._given: int | None = None  # batches of the running epoch; None: it is over, or there was none
@@ -141,6 +142,7 @@ class ChunkSampler(Sampler[list[int]]):
         return self._batches()
 
     def _batches(self) -> Iterator[list[int]]:
+        check_ranks(self._order, self._given_rank)
         order, start = self._order, self._start  # at the first batch: torch may call iter() twice
         self._order, self._start = replace(order, epoch=order.epoch + 1), 0
         for number, batch in enumerate(order.batches(start), start + 1):
