@@ -57,11 +57,12 @@ def left_beside(path: Path) -> list[str]:
 
 @pytest.fixture
 def tiny_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any memory will do, and reads and buckets are of few bytes."""
+    """Any memory will do, reads and buckets are of few bytes, and chunks of any size are compressed."""
     monkeypatch.setattr("h5chunk.plan.repack.MIN_MEMORY_BYTES", -(1 << 40))
     monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 1000)
     monkeypatch.setattr("h5chunk.plan.repack.LEAST_WRITE_BYTES", 100)
     monkeypatch.setattr("h5chunk.store.rawrows.TABLE_BYTES", 0)
+    monkeypatch.setattr("h5chunk.tools.repack_plan.LEAST_FILTERED_BYTES", 0)
 
 
 @pytest.fixture
