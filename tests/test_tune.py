@@ -210,6 +210,7 @@ LAYOUTS = {
     "spans": ((100, 9, 9), {"chunks": (7, 4, 5)}),
     "spans, gzip": ((100, 9, 9), {"chunks": (7, 4, 5), "compression": "gzip", "shuffle": True}),
     "large rows": ((60, 40_000), {"chunks": (4, 40_000)}),
+    "large rows, gzip": ((60, 40_000), {"chunks": (6, 40_000), "compression": "gzip"}),
     "one chunk": ((100, 7), {"chunks": (100, 7)}),
     "larger than data": ((30, 7), {"chunks": (100, 7), "maxshape": (None, 7)}),
     "one a chunk": ((50, 7), {"chunks": (1, 7)}),
@@ -547,3 +548,21 @@ def test_a_sparse_file(ratings, tmp_path):
     assert found.row(TODAY).measured_rate and not found.repack and codes(found) == set()
     assert found.verify["predicted_misses"] == found.verify["measured_misses"] and "sparse" in found.verify["note"]
     assert header_of(path).window_chunks == found.window_in_place or found.applied == str(sidecar_of(path))
+
+
+def test_a_sidecar_appears_at_once(tmp_path, monkeypatch):
+    """Until it takes its place, complete, what stood there is as it was."""
+    path = tmp_path / "a.h5"
+    about = {"dataset": "x", "num_samples": 9, "chunk_samples": 2}
+    write_recommendation(path, 3, CacheSettings(5, 6), **about)
+
+    def fail(self, target):
+        assert read_recommendation(path) == (3, CacheSettings(5, 6))
+        assert json.loads(self.read_text())["window_chunks"] == 4
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(h5chunk.H5ChunkError, match="No space left"):
+        write_recommendation(path, 4, CacheSettings(5, 6), **about)
+    assert read_recommendation(path) == (3, CacheSettings(5, 6))
+    assert [each.name for each in tmp_path.iterdir()] == ["a.h5.h5chunk.json"]
