@@ -146,12 +146,14 @@ class Correction:
 
     known: list[tuple[tuple[str, int, bool], float, float, float]] = field(default_factory=list)
 
-    def learn(self, setting: Setting, window_bytes: float, *, modelled: float, measured: float) -> None:
-        """A setting was measured."""
+    def learn(
+        self, setting: Setting, window_bytes: float, *, modelled: float, measured: float, hdf5: bool = False
+    ) -> None:
+        """A setting was measured; ``hdf5``: `ChunkLoader` had to read it through HDF5."""
         place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
-        self.known.append((_kind(setting), *place, math.log(measured / modelled)))
+        self.known.append((_kind(setting, hdf5), *place, math.log(measured / modelled)))
 
-    def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False) -> float:
+    def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False, hdf5: bool = False) -> float:
         """What to multiply the model's rate by; 1 where nothing of this way was measured.
 
         Parameters
@@ -160,9 +162,11 @@ class Correction:
         window_bytes : float
         alone : bool
             Leave out what was measured of this very setting: the model is judged by what others say.
+        hdf5 : bool
+            As for `learn`: what byte ranges gave says nothing of it.
         """
         place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
-        kind = _kind(setting)
+        kind = _kind(setting, hdf5)
         known = [each for each in self.known if not (alone and each[:3] == (kind, *place))]
         same: list[tuple[tuple[str, int, bool], float, float, float]] = []
         for parts in (3, 2, 1):  # of the way, then of the number of workers, then of the layout
@@ -178,5 +182,6 @@ class Correction:
         return math.exp(mean)
 
 
-def _kind(setting: Setting) -> tuple[str, int, bool]:
-    return setting.way, setting.num_workers, setting.repack
+def _kind(setting: Setting, hdf5: bool) -> tuple[str, int, bool]:
+    way = f"{setting.way} through HDF5" if hdf5 and setting.way == LOADER else setting.way
+    return way, setting.num_workers, setting.repack

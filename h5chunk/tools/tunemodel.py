@@ -106,17 +106,25 @@ class Model:
 
     def rate(self, setting: Setting) -> float:
         """Samples/s, corrected by what was measured."""
-        return self.modelled_rate(setting) * self.correction.factor(setting, self.window_bytes(setting))
+        return self.modelled_rate(setting) * self.correction.factor(
+            setting, self.window_bytes(setting), hdf5=self.uses_hdf5(setting)
+        )
 
     def rate_by_others(self, setting: Setting) -> float:
         """Samples/s as the model has it, corrected by the other settings that were measured."""
-        factor = self.correction.factor(setting, self.window_bytes(setting), alone=True)
+        factor = self.correction.factor(setting, self.window_bytes(setting), alone=True, hdf5=self.uses_hdf5(setting))
         return self.modelled_rate(setting) * factor
 
     def learn(self, setting: Setting, measured: float) -> None:
         """A setting was measured."""
         modelled = self.modelled_rate(setting)
-        self.correction.learn(setting, self.window_bytes(setting), modelled=modelled, measured=measured)
+        self.correction.learn(
+            setting,
+            self.window_bytes(setting),
+            modelled=modelled,
+            measured=measured,
+            hdf5=self.uses_hdf5(setting),
+        )
 
     def candidate(self, setting: Setting, rate: float | None = None) -> Candidate:
         """A setting with what it gives, as predicted unless a rate is given."""
