@@ -174,6 +174,10 @@ def header_table(name: str, value: object) -> Callable[[Path], None]:
     return edit(change)
 
 
+def huge_table(file: h5py.File) -> None:
+    file.create_dataset("h5chunk/source_index", (10**12,), "i8")
+
+
 def large_attribute(path: Path) -> None:
     with h5py.File(path, "r+", libver="latest") as file:
         group = file.create_group("h5chunk")
@@ -273,6 +277,11 @@ ATTACKS: dict[str, Attack] = {
     ),
     "table is a link": Attack(
         header_table("class_names", h5py.ExternalLink("other.h5", "images")), "class_names is a link", "follows it"
+    ),
+    "table claims too much": Attack(
+        edit(lambda f, _: f.create_group("h5chunk").attrs.update(format_version=1) or huge_table(f)),
+        "'h5chunk/source_index' claims .* of which nothing was ever written",
+        "takes 8 TB on [:]",
     ),
     "newer format": Attack(header(format_version=99), "format version 99 but this h5chunk reads up to 1", "reads it"),
     "header makes no sense": Attack(
