@@ -16,7 +16,7 @@ from h5chunk.errors import FieldError, FileError
 from h5chunk.store import ranges
 from h5chunk.store.csr import write_csr
 from h5chunk.store.csrrows import CsrField, CsrRoom
-from h5chunk.store.matrixfield import look_at_matrix, read_indptr
+from h5chunk.store.matrixfield import read_indptr
 from h5chunk.store.reader import H5Reader
 
 
@@ -29,9 +29,10 @@ def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> sc
 
 def open_field(path: Path, wanted: scipy.sparse.csr_matrix, *, pattern: bool = False) -> CsrField:
     with h5py.File(path) as file:
-        field = look_at_matrix(file["X"], path, "X", None)
+        field = H5Reader(path).matrix
+        assert field is not None
         assert (field.num_rows, field.num_columns) == wanted.shape and (field.value_dtype is None) == pattern
-        return CsrField(path, file["X"], field, read_indptr(file["X"], path, field))
+        return CsrField(path, file, field, read_indptr(file["X"], path, field))
 
 
 def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
@@ -129,7 +130,7 @@ def test_damaged(tmp_path, indptr, num_indices, num_values, message):
         ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "it says 'csc_matrix'"),
         ({"encoding-type": "csr_matrix"}, "damaged: it has no shape of two numbers"),
         ({"encoding-type": "csr_matrix", "shape": [2, 0]}, "its shape is 2 x 0"),
-        ({"encoding-type": "csr_matrix", "shape": [2, 9], "scale": 0.0}, "its scale is 0"),
+        ({"encoding-type": "csr_matrix", "shape": [2.5, 9.0]}, "no shape of two numbers"),
     ],
 )
 def test_what_it_says_cannot_be(tmp_path, attributes, message):
@@ -159,3 +160,14 @@ def test_cut_short(tmp_path):
         with pytest.raises(FileError, match=r"a\.h5: 'X/(indices|data)', entry \d+: the file ends"):
             for part in field.parts(np.arange(90), np.arange(90), room):
                 part(file.fileno())
+
+
+@pytest.mark.parametrize("value", ["a", 0.0, -1.0, [1.0, 2.0], np.inf])
+def test_a_scale_that_cannot_be(tmp_path, value):
+    """Of a file of ours; in others the name means nothing."""
+    wanted = matrix(20, 30, 0.2)
+    write_csr(tmp_path / "a.h5", wanted.indptr.astype(np.int64), wanted.indices.astype(np.uint64), wanted.data, 30)
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["X"].attrs["scale"] = value
+    with pytest.raises(FileError, match="its scale"):
+        H5Reader(tmp_path / "a.h5")

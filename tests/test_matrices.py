@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -263,7 +265,7 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
         ({"normalize": (0.5, 0.5)}, "but 'X' is a matrix: give 'l2'"),
         ({"normalize": "l2", "dtype": torch.int32, "binarize": 1}, "normalize='l2' gives fractions"),
         ({"channels_last": True}, "channels_last is for images"),
-        ({"fields": ("labels", "X")}, "field 'X' is a sparse matrix: name it first"),
+        ({"fields": ("labels", "X")}, "field 'X' is a matrix: name it first"),
         ({"reader": "mapped"}, "field 'X' cannot be mapped"),
     ],
 )
@@ -340,3 +342,82 @@ def test_the_kernel_gives_what_torch_does(tmp_path):
         plain = [batch for (batch,) in loader]
         loader._convert._kernel = kernel
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, plain, strict=True))
+
+
+def test_negative_columns_are_an_error(tmp_path):
+    """Of types that hold no number as large as the width."""
+    matrix = random_matrix(50, 40_000, 8)
+    matrix.indices = matrix.indices.astype(np.int16)
+    matrix.indices[5] = -3
+    for options in ({}, {"sparse": "csr"}, {"reader": "h5py"}):
+        with pytest.raises(FileError, match=r"an entry in column -\d+ of 40000"):
+            list(ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
+
+
+@pytest.mark.parametrize("part", ["data", "indices"])
+def test_big_endian_numbers_are_read_through_hdf5(tmp_path, part):
+    matrix = random_matrix(90, 300, 8)
+    wanted = matrix.toarray()
+    numbers = getattr(matrix, part)
+    setattr(matrix, part, numbers.astype(">f4" if part == "data" else ">i4"))
+    path = write_anndata(tmp_path / "a.h5", matrix)
+    with pytest.warns(UserWarning, match="is not stored as this machine has it"):
+        loader = ChunkLoader(path, 90, shuffle=False)
+    assert np.array_equal(next(iter(loader))[0].numpy(), wanted)
+    assert np.array_equal(ChunkDataset(path)[np.arange(90)][0].numpy(), wanted)
+
+
+def test_entries_behind_a_link_are_not_taken_from_this_file(tmp_path):
+    matrix = random_matrix(90, 300, 8)
+    write_anndata(tmp_path / "a.h5", matrix)
+    path = write_anndata(tmp_path / "b.h5", matrix)
+    with h5py.File(path, "r+") as file:
+        del file["X/data"]
+        file["X/data"] = h5py.ExternalLink("a.h5", "/X/data")
+    with pytest.raises(FileError, match="X/data"):
+        ChunkLoader(path, 90, shuffle=False)
+
+
+def test_changing_a_csr_batch_changes_no_echo(tmp_path):
+    matrix = random_matrix(400, 40, 8)
+    matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
+    for (batch,) in ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 50, sparse="csr", echo=2):
+        assert (batch.values() > 0).all()
+        batch.values().fill_(-1)
+        batch.col_indices().fill_(0)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+def test_windows_of_lanes_and_of_padding_fit(tmp_path, reuse, sparse):
+    """Of skewed rows, where every lane cuts chunks, and of fewer rows than a batch."""
+    counts = np.ones(4096, np.int64)
+    counts[::64] = 2000
+    indices = np.concatenate([np.arange(count) for count in counts])
+    matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
+    path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
+    loader = ChunkLoader(path, 64, lanes=16, shuffle=False, reuse=reuse, sparse=sparse)
+    assert sum(batch.shape[0] for (batch,) in loader) == 4096
+    small = write(tmp_path / "b.h5", matrix[:50])
+    (batch,) = next(iter(ChunkLoader(small, 256, pad=True, reuse=reuse, sparse=sparse, shuffle=False)))
+    assert np.array_equal(dense(batch).numpy(), matrix[np.arange(256) % 50].toarray())
+
+
+def test_threads_may_share_a_dataset(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["images"] = np.arange(600)[:, None] * np.ones((1, 300), np.int64)
+    dataset = ChunkDataset(tmp_path / "a.h5")
+    rng = np.random.default_rng(0)
+
+    def check(rows: np.ndarray) -> bool:
+        return bool((dataset[rows][0].numpy() == rows[:, None]).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(check, [rng.permutation(600)[:50] for _ in range(200)]))
+
+
+def test_samplers_can_be_pickled(tmp_path):
+    dataset = ChunkDataset(write(tmp_path / "a.h5", random_matrix(50, 30, 5)))
+    sampler = ChunkSampler(dataset, 8, weights=np.ones(50))
+    again = pickle.loads(pickle.dumps(sampler))
+    assert list(again) == list(sampler) and again.state_dict() == sampler.state_dict()

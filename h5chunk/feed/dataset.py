@@ -19,7 +19,7 @@ from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.matrixrows import Loaded, MatrixRows
 from h5chunk.feed.memory import BatchMemory, SharedMemory
-from h5chunk.feed.orders import recommended_window
+from h5chunk.feed.orders import recommendation, recommended_window
 from h5chunk.feed.rowconvert import matrix_convert
 from h5chunk.feed.spaces import torch_dtype
 from h5chunk.plan.cache import CacheSettings
@@ -252,8 +252,9 @@ class ChunkDataset(Dataset[Any]):
         if self._order is not None:
             self._warn_if_shared(self._order, num_workers)
             return model_cache(self._reader, self._order.open_chunks_of(num_workers), self._order.cache_w0)
-        if self._reader.header is not None:
-            whole = self._reader.header.cache
+        found = recommendation(self._reader)
+        if found is not None:
+            whole = found[1]
             return CacheSettings(whole.nslots, -(-whole.nbytes // num_workers), whole.w0)
         return model_cache(self._reader, -(-INTERLEAVE * self.window_chunks // num_workers))
 

@@ -19,7 +19,7 @@ from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Normalize, Tensors, make
 from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.device import find_device, free_bytes
 from h5chunk.feed.memory import KEPT
-from h5chunk.feed.orders import data_identity, make_order, make_picks
+from h5chunk.feed.orders import DataIdentity, make_order, make_picks
 from h5chunk.feed.ranks import check_ranks, find_ranks
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.state import State, load_state, save_state
@@ -27,7 +27,7 @@ from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.order import Drawn, Order
+from h5chunk.plan.order import Order
 from h5chunk.plan.picks import WeightedPicks
 from h5chunk.plan.slots import largest_window, plan_slots
 from h5chunk.store.files import Paths
@@ -158,19 +158,6 @@ class ChunkLoader:
         self._reader = dataset.new_reader()
         samples = None if dataset.is_whole else dataset.samples
         picks = make_picks(self._reader, samples, weights, positions=False, values=dataset.values)
-        counts = None if picks is None else _counts(self._reader.num_samples, samples, picks)
-        threads = num_threads or min(MAX_THREADS, available_cores())
-        self._supply = Supply(self._reader, reader, self._device, threads, counts)
-        self._convert = make_convert(
-            self._reader,
-            normalize=normalize,
-            dtype=dtype,
-            channels_last=channels_last,
-            sparse=sparse,
-            binarize=binarize,
-            reuse=reuse,
-        )
-        self._transform, self._reuse, self._echo = transform, reuse, echo
         order = make_order(
             self._reader,
             batch_size,
@@ -183,7 +170,22 @@ class ChunkLoader:
             pad=pad,
             picks=picks,
         )
-        self._identity = data_identity(dataset, weights)
+        threads = num_threads or min(MAX_THREADS, available_cores())
+        counts = _counts(order, self._reader.num_samples, samples)
+        self._supply = Supply(
+            self._reader, reader, self._device, threads, counts=counts, lanes=order.lanes // order.world_size
+        )
+        self._convert = make_convert(
+            self._reader,
+            normalize=normalize,
+            dtype=dtype,
+            channels_last=channels_last,
+            sparse=sparse,
+            binarize=binarize,
+            reuse=reuse,
+        )
+        self._transform, self._reuse, self._echo = transform, reuse, echo
+        self._identity = DataIdentity(dataset, weights)
         least_chunks = None
         if window_chunks is None:  # echoes of a single batch would be the same batch again
             least_chunks = 1 if echo == 1 else math.ceil(2 * batch_size / order.chunk_samples)
@@ -396,11 +398,15 @@ def _dataset(path: Paths | ChunkDataset, fields: Fields | None, subset: Any) -> 
     return dataset if subset is None else dataset.subset(subset)
 
 
-def _counts(num_samples: int, samples: np.ndarray | None, picks: Drawn) -> np.ndarray:
-    """How often each sample of the file may come in an epoch: (num_samples,) int64."""
-    most = picks.most if isinstance(picks, WeightedPicks) else 1
+def _counts(order: Order, num_samples: int, samples: np.ndarray | None) -> np.ndarray | None:
+    """How often each sample of the file may come in an epoch: (num_samples,) int64; None: all of them once."""
+    if order.picks is None and not order.pad:
+        return None
+    most = order.picks.most if isinstance(order.picks, WeightedPicks) else 1
     counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if samples is None else samples] = most
+    if order.pad:  # a short lane begins again, and perhaps again
+        counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
     return counts
 
 

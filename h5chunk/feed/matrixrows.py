@@ -120,7 +120,7 @@ class _OpenFile:
         self.space = matrix_space(reader, matrix)
         self.direct: CsrField | None = None
         with open_file(reader.path) as file, suppress(NotDirect):
-            field = CsrField(reader.path, file[matrix.dataset], matrix, reader.indptr)
+            field = CsrField(reader.path, file, matrix, reader.indptr)
             self.direct = field if field.is_plain else None
         self.descriptor = open_descriptor(reader.path)
         weakref.finalize(self, os.close, self.descriptor)

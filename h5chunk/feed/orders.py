@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.ranks import ALONE, Ranks
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_interleave, choose_window_chunks
 from h5chunk.plan.line import Picks
 from h5chunk.plan.order import INTERLEAVE, Drawn, Order, with_full_windows
@@ -19,9 +20,29 @@ from h5chunk.plan.picks import WeightedPicks, balanced_weights, check_weights
 from h5chunk.plan.sparse import bounded_window, fullest_chunks
 from h5chunk.store.files import chunk_starts
 from h5chunk.store.reader import H5Reader
+from h5chunk.store.sidecar import read_recommendation
 
 if TYPE_CHECKING:
     from h5chunk.feed.dataset import ChunkDataset
+
+
+def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
+    """Window in chunks, and cache of one process: what a tuner left beside the file, or what the file says.
+
+    Raises
+    ------
+    FileError
+        What lies beside the file is damaged.
+    """
+    beside = read_recommendation(
+        reader.path,
+        dataset=reader.main.dataset,
+        num_samples=reader.num_samples,
+        chunk_samples=reader.chunk_samples,
+    )
+    if beside is not None or reader.header is None:
+        return beside
+    return reader.header.window_chunks, reader.header.cache
 
 
 def recommended_window(reader: H5Reader) -> int:
@@ -29,8 +50,9 @@ def recommended_window(reader: H5Reader) -> int:
 
     Fewer where some chunks of a matrix hold far more than others, as windows are bounded by bytes.
     """
-    if reader.header is not None:
-        window_chunks = reader.header.window_chunks
+    found = recommendation(reader)
+    if found is not None:
+        window_chunks = found[0]
     else:
         window_chunks = choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
     if reader.matrix is None:
@@ -117,14 +139,16 @@ def make_picks(
     return WeightedPicks.of(given, chunks, numbers, len(rows))
 
 
-def data_identity(dataset: ChunkDataset, weights: Any) -> Callable[[], int]:
-    """What gives a number for the samples that are visited, and how often: of a saved state, to know them again."""
+@dataclass(frozen=True)
+class DataIdentity:
+    """Gives a number for the samples that are visited, and how often: of a saved state, to know them again."""
 
-    def identity() -> int:
-        found = dataset.fingerprint
-        if weights is not None:
-            given = weights.encode() if isinstance(weights, str) else np.asarray(weights, np.float64).tobytes()
-            found = zlib.crc32(given, found)
-        return found
+    dataset: ChunkDataset
+    weights: Any
 
-    return identity
+    def __call__(self) -> int:
+        found = self.dataset.fingerprint
+        if self.weights is None:
+            return found
+        given = self.weights.encode() if isinstance(self.weights, str) else np.asarray(self.weights, float).tobytes()
+        return zlib.crc32(given, found)

@@ -28,8 +28,8 @@ DENSE, CSR, L2 = "dense", "csr", "l2"
 class RowConvert:
     """Rows of a matrix to batches.
 
-    What is stored is a code, and a value is the code over the file's scale. Values stay what they are in any
-    floating dtype; an integer dtype is refused where it could not hold them.
+    What is stored is a code, and a value is the code over the file's scale. Floating dtypes hold values as they can
+    (float16 ends at 65,504); an integer dtype is refused where it could not hold them.
 
     Parameters
     ----------
@@ -155,8 +155,9 @@ def matrix_convert(
         The options do not fit each other, or the field.
     """
     first, *others = reader.fields.values()
-    if reader.matrix is not None and reader.matrix in others:
-        raise OptionError(f"field {reader.matrix.name!r} is a sparse matrix: name it first")
+    for other in others:
+        if other.scale is not None:
+            raise OptionError(f"field {other.name!r} is a matrix: name it first")
     if first.scale is None:
         for name, given in (("sparse", sparse), ("binarize", binarize)):
             if given is not None:
@@ -172,8 +173,8 @@ def matrix_convert(
 
 
 def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are of the same memory."""
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    """Whether a tensor lies in the memory of another, contiguous one."""
+    return 0 <= tensor.data_ptr() - other.data_ptr() < max(1, other.nbytes)
 
 
 def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -210,10 +211,8 @@ def _check(field: MatrixField | Field, sparse: str, dtype: torch.dtype, binarize
         raise OptionError(f"sparse is 'csr' but field {field.name!r} holds dense rows: give sparse='dense'")
     if not isinstance(dtype, torch.dtype) or dtype.is_complex or dtype == torch.bool or dtype not in _known():
         raise OptionError(f"dtype is {dtype!r}: give a torch.dtype of numbers, such as torch.float32")
-    if binarize is not None and (
-        isinstance(binarize, bool) or not isinstance(binarize, (int, float)) or not math.isfinite(binarize)
-    ):
-        raise OptionError(f"binarize is {binarize!r}: give the least value that counts as 1")
+    if binarize is not None and not _is_threshold(binarize):
+        raise OptionError(f"binarize is {binarize!r}: give the least value that counts as 1, a number above 0")
     if l2 and not dtype.is_floating_point:
         raise OptionError(f"normalize='l2' gives fractions but dtype is {dtype}: give a floating dtype")
     if binarize is None and not dtype.is_floating_point:
@@ -223,6 +222,11 @@ def _check(field: MatrixField | Field, sparse: str, dtype: torch.dtype, binarize
                 f"dtype is {dtype}, which may not hold the values of field {field.name!r} ({field.dtype}"
                 f"{'' if (field.scale or 1.0) == 1 else f' over {field.scale:g}'}): give a floating dtype, or binarize"
             )
+
+
+def _is_threshold(value: object) -> bool:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]
 
 
 def _known() -> tuple[torch.dtype, ...]:

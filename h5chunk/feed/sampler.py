@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.orders import data_identity, make_order, make_picks
+from h5chunk.feed.orders import DataIdentity, make_order, make_picks
 from h5chunk.feed.ranks import check_ranks, find_ranks
 from h5chunk.feed.state import State, load_state, save_state
 from h5chunk.plan.layout import human_bytes
@@ -94,7 +94,7 @@ class ChunkSampler(Sampler[list[int]]):
             pad=pad,
             picks=make_picks(reader, samples, weights, positions=True, values=dataset.values),
         )
-        self._identity = data_identity(dataset, weights)
+        self._identity = DataIdentity(dataset, weights)
         self._given_rank = rank
         self._start = 0  # batch of the epoch that comes next
         self._running: Order | None = None

@@ -171,9 +171,10 @@ class CsrWindow:
     def check(self) -> None:
         """Raise FileError unless each entry has a column of the matrix: batches are written there unchecked."""
         indices, columns = self._room.indices, self._space.num_columns
-        if not len(indices) or np.iinfo(indices.dtype).max < columns:
+        signed = indices.dtype.kind == "i"
+        if not len(indices) or (not signed and np.iinfo(indices.dtype).max < columns):
             return
-        most, least = int(indices.max()), int(indices.min()) if indices.dtype.kind == "i" else 0
+        most, least = int(indices.max()), int(indices.min()) if signed else 0
         if most >= columns or least < 0:
             wrong = most if most >= columns else least
             raise FileError(f"{self._space.where} is damaged: it has an entry in column {wrong} of {columns}")
@@ -256,7 +257,7 @@ class MatrixSpace:
             there.values[place].copy_(samples.values)
 
 
-def matrix_space(reader: H5Reader, field: MatrixField, counts: np.ndarray | None = None) -> MatrixSpace:
+def matrix_space(reader: H5Reader, field: MatrixField, counts: np.ndarray | None = None, lanes: int = 1) -> MatrixSpace:
     """That of a file's matrix.
 
     Parameters
@@ -265,6 +266,8 @@ def matrix_space(reader: H5Reader, field: MatrixField, counts: np.ndarray | None
     field : MatrixField
     counts : (num_rows,) int64, optional
         How often each row may come in an epoch; None: all of them once, chunk by chunk.
+    lanes : int
+        Of this rank.
 
     Raises
     ------
@@ -278,7 +281,7 @@ def matrix_space(reader: H5Reader, field: MatrixField, counts: np.ndarray | None
     assert columns is not None
     where = f"{printable(reader.path)}: {field.name!r}"
     if counts is None:
-        most = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples)
+        most = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples, lanes)
     else:
         most = entries_of_rows(np.diff(reader.indptr), counts)
     return MatrixSpace(reader.indptr, field.num_columns, columns, values, where, most)

@@ -38,6 +38,8 @@ class Supply:
     num_threads : int
     counts : (num_samples,) int64, optional
         How often each sample may come in an epoch; None: all of them once.
+    lanes : int
+        Of this rank.
 
     Attributes
     ----------
@@ -60,8 +62,9 @@ class Supply:
         device: torch.device,
         num_threads: int,
         counts: np.ndarray | None = None,
+        lanes: int = 1,
     ) -> None:
-        self.spaces = {name: _space(reader, name, counts) for name in reader.fields}
+        self.spaces = {name: _space(reader, name, counts, lanes) for name in reader.fields}
         self.num_threads = num_threads
         self._reader, self._device = reader, device
         self._direct, self.why = _direct_fields(reader, how)
@@ -144,14 +147,14 @@ class Supply:
             raise
 
 
-def _space(reader: H5Reader, name: str, counts: np.ndarray | None) -> Space:
+def _space(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Space:
     field = reader.fields[name]
     dtype = torch_dtype(field.dtype, name)
     if dtype is None:
         raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
     if not isinstance(field, MatrixField):
         return FieldSpace(field.sample_shape, dtype)
-    return matrix_space(reader, field, counts)
+    return matrix_space(reader, field, counts, lanes)
 
 
 def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mapping[str, str]]:
@@ -182,7 +185,7 @@ def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:
         for name, field in reader.fields.items():
             try:
                 if isinstance(field, MatrixField):
-                    direct[name] = CsrField(reader.path, file[field.dataset], field, reader.indptr)
+                    direct[name] = CsrField(reader.path, file, field, reader.indptr)
                 else:
                     direct[name] = direct_field(reader.path, file, field)
             except NotDirect as error:

@@ -315,8 +315,9 @@ class Order:
         keys = random_bits(count, self.seed, (WINDOW, self.epoch, first), lane.number)
         places = np.empty(count, np.int64)
         full = count // size * size
-        turns = sorted_order(keys[:full].reshape(-1, size))
-        np.put_along_axis(places[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
+        if full:
+            turns = sorted_order(keys[:full].reshape(-1, size))
+            np.put_along_axis(places[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
         places[full:][sorted_order(keys[full:])] = np.arange(count - full, dtype=np.int64)
         return rows, places
 

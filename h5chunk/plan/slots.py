@@ -110,4 +110,5 @@ def largest_window(order: Order) -> int:
         batches = max(batches, each.window_batches)
         if batches == order.window_batches:
             break
-    return max(1, min(batches * order.batch_size, order.num_samples))
+    samples = batches * order.batch_size
+    return max(1, samples if order.pad else min(samples, order.num_samples))

@@ -131,14 +131,16 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(counts)))
 
 
-def entries_of_chunks(fullest: np.ndarray, chunk_samples: int) -> Callable[[int], int]:
+def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -> Callable[[int], int]:
     """The most entries of a window of so many rows, by the fullest chunks.
 
-    A window's borders cut two chunks, and a third one may fill the gap of the short one.
+    In each of the rank's lanes its borders cut two chunks, and a lane may have the pieces of two more that are left at
+    the end of the line; another one may fill the gap of the short one.
     """
 
     def most(num_rows: int) -> int:
-        return int(fullest[min(-(-num_rows // chunk_samples) + 3, len(fullest) - 1)])
+        num_chunks = -(-num_rows // chunk_samples) + 4 * lanes + 1
+        return int(fullest[min(num_chunks, len(fullest) - 1)])
 
     return most
 

@@ -42,6 +42,8 @@ class CsrHandle:
 
         Rows that lie near each other are read with one call, and what lies between them with them.
         """
+        if not len(rows):
+            return
         order = np.argsort(rows, kind="stable")
         firsts, ends = self._indptr[rows[order]], self._indptr[rows[order] + 1]
         counts, places = ends - firsts, out.starts[:-1][order]

@@ -17,7 +17,7 @@ import numpy as np
 
 from h5chunk.errors import printable
 from h5chunk.store.chunktable import list_chunks
-from h5chunk.store.decoded import DecodedChunks
+from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.direct import check_bytes
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, vector_parts
@@ -48,7 +48,7 @@ class CsrField:
     Parameters
     ----------
     path : path
-    group : h5py.Group
+    file : h5py.File
         Used now and not kept.
     field : MatrixField
     indptr : (num_rows + 1,) int64
@@ -66,7 +66,10 @@ class CsrField:
 
     is_one_run = False
 
-    def __init__(self, path: Path, group: h5py.Group, field: MatrixField, indptr: np.ndarray) -> None:
+    def __init__(self, path: Path, file: h5py.File, field: MatrixField, indptr: np.ndarray) -> None:
+        group, here = file[field.dataset], h5py.h5o.get_info(file.id).fileno
+        if any(h5py.h5o.get_info(group[part].id).fileno != here for part in ("indices", "data")):
+            raise NotDirect("a link leads to it in another file")
         self.name, self.indptr = field.name, indptr
         self._indices = _entries(path, f"{field.name}/indices", group["indices"])
         self._values = None if field.value_dtype is None else _entries(path, f"{field.name}/data", group["data"])
@@ -113,7 +116,7 @@ class CsrField:
 def _entries(path: Path, name: str, dataset: h5py.Dataset) -> _PlainEntries | _EncodedEntries:
     if not len(dataset):
         return _PlainEntries(path, name, 0, dataset.dtype.itemsize)
-    check_bytes(dataset)
+    check_bytes(dataset, dataset.dtype.newbyteorder("="))
     if not dataset.id.get_create_plist().get_nfilters():
         table = list_chunks(dataset)
         if table.is_one_run:

@@ -113,6 +113,7 @@ class FilesField:
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
         """As `PlainField.parts`; they take `OpenFiles` for a descriptor."""
+        together, num_bytes = _FileParts(), 0  # small parts of several files are one task, as those of one would be
         for number, some in self._reader.by_file(rows):
             field, its_rows = self._fields[number], rows[some] - self._reader.starts[number]
             assert field is not None
@@ -121,7 +122,13 @@ class FilesField:
             else:
                 parts = field.parts(its_rows, places[some], out)
             for part in parts:
-                yield _FilePart(part, number)
+                together.add(part, number)
+                num_bytes += PART_BYTES if isinstance(field, EncodedField) else len(some) * self.row_bytes
+                if num_bytes >= PART_BYTES:
+                    yield together
+                    together, num_bytes = _FileParts(), 0
+        if num_bytes:
+            yield together
 
     def map(self, opened: Any) -> None:
         """As `PlainField.map`."""
@@ -164,15 +171,20 @@ def _copy_rows(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np
     out[places] = mapped[rows]
 
 
-class _FilePart:
-    """A part of one of the files."""
+class _FileParts:
+    """Parts of some of the files, which a thread does one after the other."""
 
-    def __init__(self, part: Part, number: int) -> None:
-        self._part, self._number = part, number
+    def __init__(self) -> None:
+        self._parts: list[tuple[Part, int]] = []
+
+    def add(self, part: Part, number: int) -> None:
+        """One more, of file ``number``."""
+        self._parts.append((part, number))
 
     def __call__(self, opened: Any) -> None:
-        self._part(opened.of(self._number))
-        opened.check(self._number)
+        for part, number in self._parts:
+            part(opened.of(number))
+            opened.check(number)
 
 
 def files_fields(reader: FileSet) -> tuple[dict[str, FilesField], dict[str, str]]:

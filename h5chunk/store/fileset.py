@@ -11,6 +11,7 @@ import resource
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -148,8 +149,9 @@ class FileSet(H5Reader):
             return
         files = np.searchsorted(self.starts, rows, "right") - 1
         order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
-        borders = np.flatnonzero(np.diff(files[order])) + 1
-        for some in np.split(order, borders):
+        borders = [0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]
+        for start, stop in pairwise(borders):
+            some = order[start:stop]
             yield int(files[some[0]]), some
 
     def check_unchanged(self, descriptor: object = None) -> None:

@@ -6,6 +6,7 @@ A file of ours, or AnnData's: `h5chunk.store.format` has the specification of bo
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.sparse import plan_csr
+from h5chunk.store.claims import small_attribute
 
 MAX_RATIO = 1032  # of gzip, the most that a stored byte can stand for
 SLACK_BYTES = 1 << 20
@@ -110,9 +112,9 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
     if group["indices"].dtype.kind not in "iu" or group["indptr"].dtype.kind not in "iu":
         raise FieldError(f"{where} is no CSR matrix: its indptr or indices are not whole numbers")
-    pattern, scale = bool(group.attrs.get("pattern", False)), float(group.attrs.get("scale", 1.0))
-    if not 0 < scale < math.inf:
-        raise FileError(f"{where} is damaged: its scale is {scale}")
+    pattern, scale = False, 1.0
+    if chunk_samples is not None:
+        pattern, scale = _codes(group, where)
     values = None if pattern else group["data"].dtype.newbyteorder("=")
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
     index_dtype = group["indices"].dtype.newbyteorder("=")
@@ -123,17 +125,33 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
     )
 
 
+def _codes(group: h5py.Group, where: str) -> tuple[bool, float]:
+    """Whether a matrix of ours is a pattern, and its scale."""
+    try:
+        pattern, scale = bool(int(small_attribute(group, "pattern"))), float(small_attribute(group, "scale"))
+    except (TypeError, ValueError, OverflowError):
+        raise FileError(f"{where} is damaged: it does not say its scale, or whether it is a pattern") from None
+    if not 0 < scale < math.inf:
+        raise FileError(f"{where} is damaged: its scale is {scale}")
+    if group["data"].dtype != np.uint8:
+        raise FileError(f"{where} is damaged: its codes are {group['data'].dtype}, not uint8")
+    return pattern, scale
+
+
 def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
     """Rows and columns; that they are rows which are compressed has to be said, as a CSC matrix looks the same."""
-    kind = _text(group.attrs.get("encoding-type", group.attrs.get("h5sparse_format", b"")))
+    try:
+        kind = _text(group.attrs.get("encoding-type", group.attrs.get("h5sparse_format", b"")))
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        raise FileError(f"{where} is damaged: what it says of itself cannot be read: {error}") from None
     if kind not in ("csr_matrix", "csr"):
         said = f"it says {kind!r}" if kind else "it does not say so"
         raise FieldError(f"{where} is no matrix of compressed rows ({said}): pack it with h5chunk convert")
     try:
-        rows, columns = (int(size) for size in group.attrs.get("shape", group.attrs.get("h5sparse_shape")))
+        rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))
     except (TypeError, ValueError, OverflowError):
         raise FileError(f"{where} is damaged: it has no shape of two numbers") from None
-    if rows < 0 or columns < 1:
+    if not (0 <= rows < 1 << 62 and 1 <= columns < 1 << 62):
         raise FileError(f"{where} is damaged: its shape is {rows} x {columns}")
     return rows, columns
 

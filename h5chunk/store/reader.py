@@ -7,6 +7,7 @@ request are read chunk by chunk, so that a request needs each chunk once, whatev
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,18 @@ from h5chunk.store.matrixfield import MatrixField, read_indptr
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
 CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
+
+
+_reading = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a fork: the thread that held it may not be there."""
+    global _reading
+    _reading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class H5Reader:
@@ -179,7 +192,8 @@ class H5Reader:
         """
         handle = self._handles()[name]
         try:
-            handle.read(rows, out)  # type: ignore[arg-type]
+            with _reading:  # a handle keeps what it selects, and memory to read through
+                handle.read(rows, out)  # type: ignore[arg-type]
         except OSError as error:  # HDF5 names neither file nor field
             self.check_unchanged()
             remedy = ""

@@ -22,7 +22,7 @@ from h5chunk.store.references import ORDER_TRACKED, is_fixed, refers, refers_to_
 
 NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
 _FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))
-_DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+_DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -258,8 +258,3 @@ def _type_kind(dataset: h5d.DatasetID, kind: h5t.TypeID) -> str:
         return str(dataset.dtype.kind)
     except TypeError:
         return "V"
-
-
-def real_path(path: str | os.PathLike[str]) -> bytes:
-    """A path in a file as people write it, as it is kept here."""
-    return os.fsencode(path).strip(b"/")

@@ -10,6 +10,7 @@ from pathlib import Path
 from h5chunk.errors import OutputError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
+from h5chunk.plan.repack import Shares
 from h5chunk.store.child import in_child
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import read_header
@@ -148,8 +149,9 @@ def _plan(source: Source, options: RepackOptions) -> tuple[Survey, RepackPlan]:
     with damages(source.shown):
         old = read_header(source.file)
         survey = survey_file(source.file)
-        samples = find_samples(source.file, survey, old, options)
+        num_threads = min(MAX_THREADS, available_cores())
+        part_bytes = Shares(options.memory_bytes, num_threads).part_bytes
+        samples = find_samples(source.file, survey, old, options, part_bytes)
         notes = check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
-        num_threads = min(MAX_THREADS, available_cores())
         return survey, plan_repack(source.file, survey, samples, header, options, num_threads, notes)

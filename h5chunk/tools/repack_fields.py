@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
-from h5chunk.plan.layout import Layout, plan_layout
+from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
 from h5chunk.plan.sparse import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
 from h5chunk.store.format import GROUP, Header
 from h5chunk.store.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
@@ -32,8 +32,10 @@ class SparseGroup:
     Attributes
     ----------
     path : bytes
-    kind : {"csr", "csc"}
+    kind : {"csr", "csc", ""}
+        Empty: nothing says which.
     shape : (int, int)
+        Zeros if nothing says it.
     data, indices, indptr : DatasetFacts
     """
 
@@ -77,6 +79,8 @@ class Samples:
     sparse : list of SparseGroup
     anndata : bool
         Whether the file is one of AnnData's.
+    too_large : list of str
+        Datasets of which no two rows fit in memory; they are no fields.
     """
 
     num_samples: int
@@ -86,6 +90,7 @@ class Samples:
     others: list[DatasetFacts] = field(default_factory=list)
     sparse: list[SparseGroup] = field(default_factory=list)
     anndata: bool = False
+    too_large: list[str] = field(default_factory=list)
 
     @property
     def layout(self) -> Layout | CsrLayout | None:
@@ -93,8 +98,21 @@ class Samples:
         return self.layouts.get(self.num_samples)
 
 
-def find_samples(file: h5py.File, survey: Survey, header: Header | None, options: RepackOptions) -> Samples:
+def find_samples(
+    file: h5py.File, survey: Survey, header: Header | None, options: RepackOptions, part_bytes: int
+) -> Samples:
     """Find the fields, and plan their chunks.
+
+    Parameters
+    ----------
+    file : h5py.File
+    survey : Survey
+        Of the file.
+    header : Header or None
+        What it says of itself.
+    options : RepackOptions
+    part_bytes : int
+        The most that a sample may have.
 
     Raises
     ------
@@ -113,6 +131,9 @@ def find_samples(file: h5py.File, survey: Survey, header: Header | None, options
     parts = {facts.path for group in sparse for facts in group.parts}
     anndata = _is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
+    large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
+    if not options.shuffle and not options.fields:  # else they are refused in time
+        candidates = [facts for facts in candidates if facts not in large]
     mains = _mains(candidates, datasets, sparse, header, options, anndata, shown)
     lengths = dict(mains)
     members = [facts for facts in candidates if facts.num_rows in lengths]
@@ -120,7 +141,7 @@ def find_samples(file: h5py.File, survey: Survey, header: Header | None, options
     layouts = {rows: _plan(rows, fields, sparse, options.chunk_samples) for rows in lengths}
     num_samples, main = mains[0] if mains else (0, "")
     others = [facts for facts in members if not facts.fixed]
-    return Samples(num_samples, main, layouts, fields, others, sparse, anndata)
+    return Samples(num_samples, main, layouts, fields, others, sparse, anndata, [facts.name for facts in large])
 
 
 def _mains(
@@ -196,13 +217,16 @@ def _sparse_groups(file: h5py.File, survey: Survey, shown: str) -> Iterator[Spar
         if any(facts is None or len(facts.shape or ()) != 1 or not facts.fixed for facts in parts):
             continue
         group = file[node.path]
-        kind = SPARSE.get(_word(group, "encoding-type") or _word(group, "h5sparse_format"))
-        if kind is not None:
+        word = _word(group, "encoding-type") or _word(group, "h5sparse_format")
+        kind = SPARSE.get(word, "")
+        if kind or not word:
             yield _sparse_group(group, node.path, kind, [facts for facts in parts if facts is not None], shown)
 
 
 def _sparse_group(group: h5py.Group, path: bytes, kind: str, parts: list[DatasetFacts], shown: str) -> SparseGroup:
     where = f"{shown}: {printable(path)!r}"
+    if not kind:  # as in files of Cell Ranger
+        return SparseGroup(path, "", (0, 0), *parts)
     shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
     if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
         raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")

@@ -132,6 +132,12 @@ def plan_repack(
     moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
+    moved = {move.facts.name for move in moves}
+    notes += [
+        f"copied as it is: {name}, of which rows do not fit in memory"
+        for name in samples.too_large
+        if name not in moved
+    ]
     fixed = [move.facts.name for move in moves if move.facts.maxshape != move.facts.shape]
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
@@ -235,6 +241,11 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str
             "shuffle it with h5chunk convert, which makes a training file of it, or repack it without shuffle"
         )
     for group in samples.sparse:
+        if not group.kind:
+            raise OptionError(
+                f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but nothing says whether of rows or of "
+                "columns: shuffle it with h5chunk convert, or repack it without shuffle"
+            )
         if group.kind == "csc" and group.shape[0] == samples.num_samples:
             raise OptionError(
                 f"{shown}: {printable(group.path)!r} is a matrix in compressed columns, whose rows cannot be permuted: "
