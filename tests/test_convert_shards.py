@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,8 @@ def test_a_mixture_of_shards_is_not_shuffled(class_folder: Make, tmp_path: Path)
     assert h5chunk.ChunkDataset(a[1:]).header.shuffled  # one is missing
     assert not h5chunk.ChunkDataset([*a, *b]).header.shuffled
     assert not h5chunk.ChunkDataset([a[0], b[1]]).header.shuffled
+    again = shutil.copy(a[0], tmp_path / "again.h5")
+    assert not h5chunk.ChunkDataset([*a, again]).header.shuffled
 
 
 def test_bytes_do_not_depend_on_workers(class_folder: Make, tmp_path: Path) -> None:

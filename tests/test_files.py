@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from foreign import make_file, values
+from foreign import chunk_table, counted, make_file, read_epochs, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_matrices import random_matrix, write
@@ -30,7 +30,7 @@ from h5chunk.store.files import list_files, open_reader
 from h5chunk.store.filesdirect import files_fields
 from h5chunk.store.fileset import FileSet
 
-__all__ = ["nothing_is_left"]
+__all__ = ["counted", "nothing_is_left"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # fewer cores than workers
@@ -232,17 +232,38 @@ def test_contiguous_files(tmp_path: Path) -> None:
         assert sorted(flat(epoch_of(loader))) == list(range(90))
 
 
-def test_a_batch_is_read_chunk_by_chunk_with_one_cache_for_all(tmp_path: Path) -> None:
-    paths = make_set(tmp_path / "set", EVEN, compression="gzip")
-    (one,) = make_set(tmp_path / "one", [(total(EVEN), 8)], compression="gzip")
+def test_caches_of_all_files_hold_what_one_would(tmp_path: Path) -> None:
+    sizes = [(96, 1)] * 4
+    make_set(tmp_path / "set", sizes, compression="gzip")
+    (one,) = make_set(tmp_path / "one", [(384, 1)], compression="gzip")
     caches = []
-    for path in (one, paths):
+    for path in (one, tmp_path / "set"):
         dataset = ChunkDataset(path)
-        ChunkSampler(dataset, 16, window_chunks=2, interleave=2)
-        caches.append(dataset.caches_in_force()["images"].nbytes)
+        ChunkSampler(dataset, 4, window_chunks=8, interleave=4)
+        caches.append(dataset.caches_in_force()["images"].nbytes // IMAGES[0].nbytes)
         dataset.close()
-    chunk_bytes = 8 * IMAGES[0].nbytes
-    assert caches[0] <= caches[1] <= min(4 * caches[0] + 2 * len(paths) * chunk_bytes, total(EVEN) * 2 * chunk_bytes)
+    assert caches[0] < 40 and caches[0] <= caches[1] <= 80  # of 384 chunks
+
+
+@pytest.mark.parametrize("sizes", [[(96, 4)] * 4, [(99, 4), (120, 2), (80, 8), (85, 5)]], ids=["even", "uneven"])
+def test_each_chunk_is_decoded_about_once(tmp_path: Path, counted: list[Any], sizes: Sizes) -> None:
+    paths = make_set(tmp_path / "set", sizes, compression="gzip")
+    offsets = [set(chunk_table(path)) for path in paths]
+    dataset = ChunkDataset(paths, fields=["images"])
+    sampler = ChunkSampler(dataset, 8, window_chunks=4, interleave=2)
+    del counted[:]
+    read_epochs(dataset, sampler)
+    assert len(counted) == len(paths)
+    by_size = {frozenset(some): some for some in offsets}
+    reads = sum(offset in some for file in counted for offset, _ in file.reads for some in [_of(file, by_size)])
+    num_chunks = sum(map(len, offsets))
+    assert num_chunks <= reads <= 1.1 * num_chunks
+
+
+def _of(file: Any, tables: dict[frozenset[int], set[int]]) -> set[int]:
+    """The chunks of the file that was read: of all tables, the one of which most offsets were read."""
+    seen = {offset for offset, _ in file.reads}
+    return max(tables.values(), key=lambda table: len(table & seen) / len(table))
 
 
 def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
