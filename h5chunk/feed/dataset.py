@@ -30,6 +30,7 @@ from h5chunk.plan.picks import pick_samples, split_samples
 from h5chunk.store.files import Paths, chunk_starts, open_other, open_reader
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import Header
+from h5chunk.store.guard import Trusted
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
 
@@ -62,6 +63,9 @@ class ChunkDataset(Dataset[Any]):
         Chunk cache of the largest field in each process; others get room for the same samples. Default: the file's
         recommendation, or what the model in `h5chunk.plan` says the sampler's windows need; a DataLoader's workers
         share it out.
+    trusted : bool, path or sequence of paths
+        Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
+        the file; or in these folders.
 
     Raises
     ------
@@ -84,8 +88,9 @@ class ChunkDataset(Dataset[Any]):
         binarize: float | None = None,
         normalize: str | None = None,
         cache: CacheSettings | Sequence[float] | None = None,
+        trusted: Trusted = False,
     ) -> None:
-        self._reader = open_reader(path, field_mapping(fields))
+        self._reader = open_reader(path, field_mapping(fields), trusted=trusted)
         convert = matrix_convert(self._reader, sparse=sparse, dtype=dtype, binarize=binarize, normalize=normalize)
         if convert is None and (dtype is not None or normalize is not None):
             name = "dtype" if dtype is not None else "normalize"

@@ -32,6 +32,7 @@ from h5chunk.plan.picks import WeightedPicks
 from h5chunk.plan.slots import largest_window, plan_slots
 from h5chunk.store.files import Paths
 from h5chunk.store.fill import available_cores
+from h5chunk.store.guard import Trusted
 
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 LOADING_BYTES, LOADING_SLOTS = 8 << 20, 4  # in what pieces resident data is read, and how many at a time
@@ -105,6 +106,8 @@ class ChunkLoader:
         How bytes are read: by byte ranges, through HDF5, or by ranges where the file allows it. ``"mapped"`` copies
         them out of mapped memory, which is faster where few cores are the limit; but a file that is cut short meanwhile
         ends the process without a message, where the others raise an error.
+    trusted : bool, path or sequence of paths
+        As for `ChunkDataset`.
 
     Attributes
     ----------
@@ -150,11 +153,12 @@ class ChunkLoader:
         resident: bool | str = "auto",
         reuse: bool = False,
         reader: str = "auto",
+        trusted: Trusted = False,
     ) -> None:
         _check_options(reader, resident, num_threads, memory_bytes)
         check_echo(echo)
         self._device = find_device(device)
-        dataset = _dataset(path, fields, subset)
+        dataset = _dataset(path, fields, subset, trusted)
         self._reader = dataset.new_reader()
         samples = None if dataset.is_whole else dataset.samples
         picks = make_picks(self._reader, samples, weights, positions=False, values=dataset.values)
@@ -387,14 +391,14 @@ class ChunkLoader:
         )
 
 
-def _dataset(path: Paths | ChunkDataset, fields: Fields | None, subset: Any) -> ChunkDataset:
+def _dataset(path: Paths | ChunkDataset, fields: Fields | None, subset: Any, trusted: Trusted) -> ChunkDataset:
     """What is to be read, as a data set."""
     if isinstance(path, ChunkDataset):
         if fields is not None:
             raise OptionError("fields is given, but the data set has its own: give a path, or leave fields out")
         dataset = path
     else:
-        dataset = ChunkDataset(path, fields=fields)
+        dataset = ChunkDataset(path, fields=fields, trusted=trusted)
     return dataset if subset is None else dataset.subset(subset)
 
 
