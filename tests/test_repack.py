@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from repack_files import check_checksums, check_same, make_everything
-from sparse_files import write_h5ad
+from sparse_files import write_10x, write_h5ad
 
 import h5chunk
 import h5chunk.store.objects
@@ -31,6 +31,7 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
 from h5chunk.store.format import read_header
+from h5chunk.store.rawchunks import SpilledChunks
 from h5chunk.tools.repack import repack
 from h5chunk.tools.repack_options import COMPRESSIONS, Tuned, read_tuned
 from h5chunk.tools.repack_report import LaidOut
@@ -228,11 +229,17 @@ def test_a_file_sorted_by_class_becomes_mixed(tmp_path: Path) -> None:
     assert header is not None and header.shuffled and header.seed == 2
 
 
-def test_bands_of_chunks_that_do_not_fit_wait_on_disk(tmp_path: Path, tiny_memory: None) -> None:
-    make_images(tmp_path / "a.h5", 400, chunks=(400, 8, 6, 1), compression="gzip")
+def test_bands_of_chunks_that_do_not_fit_wait_on_disk(
+    tmp_path: Path, tiny_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spilled = []
+    spill = SpilledChunks.read_part
+    monkeypatch.setattr(SpilledChunks, "read_part", lambda self, *each: spilled.append(each) or spill(self, *each))
+    make_images(tmp_path / "a.h5", 350, chunks=(100, 8, 6, 1), compression="gzip")
     for shuffle in (False, True):
         repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=80_000, shuffle=shuffle, overwrite=True)
-        check_same(tmp_path / "a.h5", tmp_path / "b.h5", permutation(400, 0) if shuffle else None)
+        check_same(tmp_path / "a.h5", tmp_path / "b.h5", permutation(350, 0) if shuffle else None)
+    assert {number for number, _, _ in spilled} == set(range(12))
 
 
 MEASURE = """
@@ -286,11 +293,16 @@ def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], message
     assert os.listdir(tmp_path) == ["a.h5"]
 
 
-def test_a_sample_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
+def test_a_sample_that_does_not_fit_in_memory(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["images"] = np.zeros((2, 5 << 20), np.uint8)
-    with pytest.raises(OptionError, match=r"one sample of 'images' is 5.0 MiB, .* memory is 8.0 MiB: allow"):
-        repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20)
+        file["images"], file["labels"] = np.zeros((2, 5 << 20), np.uint8), np.arange(2)
+    for options in ({"shuffle": True}, {"fields": ["images"]}):
+        with pytest.raises(OptionError, match=r"one sample of 'images' is 5.0 MiB, .* memory is .* MiB: allow"):
+            repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20, **options)
+    report = repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20)
+    check_same(tmp_path / "a.h5", tmp_path / "b.h5")
+    assert report.main == "labels"
+    assert report.notes == ["copied as it is: images, of which rows do not fit in memory"]
 
 
 def test_compression_without_hdf5plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +409,17 @@ def test_a_matrix_in_a_file_of_others_is_permuted_with_its_labels(tmp_path: Path
         np.testing.assert_array_equal(file["train/y"], order)
         assert file["train/x/indptr"].dtype == np.int32
     assert report.main == "train/x" and 1 < report_of(report, "train/x/data").after.chunks_per_sample < 1.1
+
+
+def test_a_matrix_that_says_not_what_it_is_keeps_its_order(tmp_path: Path) -> None:
+    write_10x(tmp_path / "a.h5", scipy.sparse.random(30, 20, 0.3, "csr", random_state=0))
+    report = repack(tmp_path / "a.h5", tmp_path / "b.h5")
+    check_same(tmp_path / "a.h5", tmp_path / "b.h5")
+    assert report_of(report, "matrix/data").after.filters == ()
+    with pytest.raises(
+        OptionError, match="'matrix' looks like a sparse matrix, but nothing says whether of rows or of"
+    ):
+        repack(tmp_path / "a.h5", tmp_path / "c.h5", shuffle=True)
 
 
 def test_dense_rows_are_decompressed(tmp_path: Path) -> None:

@@ -127,7 +127,11 @@ def find_samples(
     beside = f"{GROUP}/".encode() if header is not None else b"\0"
     datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}
     kept = {_named(datasets, name, shown).path for name in options.keep}
-    sparse = [group for group in _sparse_groups(file, survey, shown) if not kept & {part.path for part in group.parts}]
+    sparse = [
+        group
+        for group in _sparse_groups(file, survey, datasets, shown)
+        if not kept & {part.path for part in group.parts}
+    ]
     parts = {facts.path for group in sparse for facts in group.parts}
     anndata = _is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
@@ -208,12 +212,14 @@ def _is_anndata(file: h5py.File) -> bool:
     return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
 
 
-def _sparse_groups(file: h5py.File, survey: Survey, shown: str) -> Iterator[SparseGroup]:
+def _sparse_groups(
+    file: h5py.File, survey: Survey, datasets: dict[bytes, DatasetFacts], shown: str
+) -> Iterator[SparseGroup]:
     for node in survey.nodes:
         if node.kind != "group":
             continue
         prefix = node.path + b"/"
-        parts = [survey.datasets.get(prefix + part.encode()) for part in PARTS]
+        parts = [datasets.get(prefix + part.encode()) for part in PARTS]
         if any(facts is None or len(facts.shape or ()) != 1 or not facts.fixed for facts in parts):
             continue
         group = file[node.path]

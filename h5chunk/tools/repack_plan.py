@@ -243,8 +243,8 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str
     for group in samples.sparse:
         if not group.kind:
             raise OptionError(
-                f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but nothing says whether of rows or of "
-                "columns: shuffle it with h5chunk convert, or repack it without shuffle"
+                f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but nothing says whether of rows or "
+                "of columns: shuffle it with h5chunk convert, or repack it without shuffle"
             )
         if group.kind == "csc" and group.shape[0] == samples.num_samples:
             raise OptionError(
