@@ -59,9 +59,7 @@ def usual_fields(file: h5py.File, path: Path) -> dict[str, str]:
 
 
 def _missing(file: h5py.File, path: Path, wanted: str) -> str:
-    datasets = [
-        name for name, item in Guard(path).walk(file) if isinstance(item, h5py.Dataset) and _has_samples(item)
-    ]
+    datasets = [name for name, item in Guard(path).walk(file) if isinstance(item, h5py.Dataset) and _has_samples(item)]
     datasets = sorted(name for name in datasets if not name.startswith(f"{GROUP}/"))
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name those to read with fields={'name': 'dataset'}"
