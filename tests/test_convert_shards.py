@@ -144,6 +144,10 @@ def test_skipped_images(class_folder: Make, tmp_path: Path) -> None:
     assert report.skipped_list == str(tmp_path / "out.skipped.csv")
     with h5chunk.ChunkLoader(tmp_path / "out", 8) as loader:
         assert sum(len(images) for images, _ in loader) == 37
+    dataset = h5chunk.ChunkDataset(tmp_path / "out")
+    starts = dataset._reader.chunk_starts
+    one, two = (set(np.searchsorted(starts, part.samples, "right")) for part in dataset.split((0.5, 0.5)))
+    assert len(one & two) <= 1  # parts are of whole chunks, uneven as they are
 
 
 def test_manifest(class_folder: Make, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -330,14 +332,26 @@ def test_more_files_than_may_be_open(paths: list[Path], monkeypatch: pytest.Monk
     assert len(ChunkDataset(paths))
 
 
-def test_no_descriptor_left_for_a_file(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> int:
-        raise FileError(f"{path}: cannot be opened: {os.strerror(24)}")
-
-    loader = ChunkLoader(paths, 16)
-    monkeypatch.setattr("h5chunk.store.filesdirect.open_descriptor", refuse)
-    with pytest.raises(FileError, match=r"s\d.h5: cannot be opened: Too many open files.*ulimit -n"):
-        next(iter(loader))
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_no_descriptor_left_for_a_file(paths: list[Path], reader: str) -> None:
+    loader = ChunkLoader(paths, 16, reader=reader)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[Any] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 256), limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(Path("/dev/null").open())
+        for _ in range(3):
+            held.pop().close()
+        with pytest.raises(FileError, match=r"s\d.h5: cannot be opened: .*Too many open files.*: raise ulimit -n"):
+            for _ in loader:
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in held:
+            file.close()
+        loader.close()
 
 
 # ---- files that do not agree

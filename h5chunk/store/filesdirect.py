@@ -14,7 +14,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.store.decoded import NotDirect
 from h5chunk.store.direct import EncodedField, PlainField, direct_field
 from h5chunk.store.fields import Field
-from h5chunk.store.fileset import FileSet
+from h5chunk.store.fileset import FileSet, with_remedy
 from h5chunk.store.format import open_file
 from h5chunk.store.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.reader import H5Reader
@@ -51,9 +51,7 @@ class OpenFiles:
         try:
             descriptor = open_descriptor(reader.path)
         except FileError as error:
-            if "open files" not in str(error):
-                raise
-            raise FileError(f"{error}: a set of {len(self._readers)} files: raise ulimit -n, or pack fewer") from None
+            raise with_remedy(error, len(self._readers)) from error.__cause__
         try:
             reader.check_unchanged(descriptor)
         except FileError:

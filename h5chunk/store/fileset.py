@@ -6,7 +6,9 @@ different files may differ in size; their fields must agree, and so must the cla
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import resource
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,12 +136,13 @@ class FileSet(H5Reader):
         """
         assert isinstance(out, np.ndarray)
         for number, some in self.by_file(rows):
-            reader = self.readers[number]
-            if len(some) == len(rows):
-                reader.read(name, rows - self.starts[number], out)
-            else:
-                there = np.empty((len(some), *out.shape[1:]), out.dtype)
-                reader.read(name, rows[some] - self.starts[number], there)
+            reader, whole = self.readers[number], len(some) == len(rows)
+            there = out if whole else np.empty((len(some), *out.shape[1:]), out.dtype)
+            try:
+                reader.read(name, (rows if whole else rows[some]) - self.starts[number], there)
+            except FileError as error:
+                raise with_remedy(error, len(self.readers)) from error.__cause__
+            if not whole:
                 out[some] = there
             reader.check_unchanged()
 
@@ -167,6 +170,13 @@ class FileSet(H5Reader):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "readers": tuple(copy(reader) for reader in self.readers)}
+
+
+def with_remedy(error: FileError, num_files: int) -> FileError:
+    """The same, with what to do where no more files can be opened."""
+    if os.strerror(errno.EMFILE) not in str(error):
+        return error
+    return FileError(f"{error}: a set of {num_files} files: raise ulimit -n, or pack them into fewer")
 
 
 def _check_number(num_files: int, name: Path) -> None:
