@@ -63,6 +63,7 @@ def tiny_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 1000)
     monkeypatch.setattr("h5chunk.plan.repack.LEAST_WRITE_BYTES", 100)
     monkeypatch.setattr("h5chunk.store.rawrows.TABLE_BYTES", 0)
+    monkeypatch.setattr("h5chunk.store.movedrows.LEAST_VECTOR_BYTES", 16)
     monkeypatch.setattr("h5chunk.tools.repack_plan.LEAST_FILTERED_BYTES", 0)
 
 

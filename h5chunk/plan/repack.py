@@ -23,6 +23,7 @@ from h5chunk.plan.layout import human_bytes
 
 MIN_MEMORY_BYTES = 8 << 20
 STEP_BYTES = 16 << 20  # of one read, where there is memory for it; scripts/bench_repack.py measures it
+MAX_BAND_STEPS = 4  # a read may become so much larger to be a whole band
 LEAST_WRITE_BYTES = 256 << 10  # of what goes to one bucket at a time, where there is memory for it
 FEW_BUCKETS = 64  # so many get good pieces of every read
 ORDER_BYTES = 24  # of memory for each sample while a permutation is drawn, and two of them afterwards
@@ -62,6 +63,11 @@ class Shares:
     def scatter_bytes(self, num_buckets: int) -> int:
         """Of one read that goes to so many buckets: more, so that each gets a good piece of it."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
+
+    def banded(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
+        """Of a read that is better a whole band: if that must be, or is not much more."""
+        fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
+        return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
 
 def check_memory(memory_bytes: int, num_ordered: int) -> int:

@@ -9,10 +9,13 @@ import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.repack import plan_buckets, plan_steps, plan_uneven
+from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
+from h5chunk.store.ranges import MAX_VECTORS, RUN_BYTES, vector_parts
 from h5chunk.store.rawrows import RawRows
+from h5chunk.store.targets import Waiting
 
 ROW_BYTES = 48  # of memory for the numbers of a row, while rows are regrouped
+LEAST_VECTOR_BYTES = 512  # rows from here on are read to their places one by one, shorter ones sorted in memory
 INDEX_BYTES = 24  # of memory for those of an element of rows of different lengths
 
 
@@ -31,11 +34,10 @@ class EvenRows:
         self._width = source.row_bytes
         self.num_bytes = source.num_rows * self._width
 
-    def spans(self, part_bytes: int) -> Iterator[range]:
+    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
         source, cost = self.source, self._width + ROW_BYTES
-        if source.whole_bands:
-            part_bytes = max(part_bytes, source.band_rows * cost)
-        return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=part_bytes)
+        step_bytes = shares.banded(step_bytes, source.band_rows * cost, source.whole_bands)
+        return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
 
     def borders(self, part_bytes: int) -> np.ndarray:
         return plan_buckets(self.source.num_rows, self._width + ROW_BYTES, part_bytes, self._unit_rows)
@@ -56,6 +58,29 @@ class EvenRows:
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
         table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
         np.take(table, picks, axis=0, out=target, mode="clip")
+
+    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
+        if self._width < LEAST_VECTOR_BYTES:
+            _arrange(self, waiting, place, wanted, lies, out)
+            return
+        vectors = np.empty((len(wanted), 2), np.uintp)
+        vectors[:, 0] = out.ctypes.data + np.argsort(wanted, kind="stable") * self._width
+        vectors[:, 1] = self._width
+        step = max(1, min(MAX_VECTORS, RUN_BYTES // self._width))
+        borders = np.append(np.arange(0, len(wanted), step), len(wanted))
+        offsets = waiting.offset + (place + borders[:-1]) * self._width
+        for part in vector_parts(borders, vectors, offsets, out, lambda _: "a file that is being written"):
+            part(waiting.descriptor)
+
+
+def _arrange(
+    rows: EvenRows | UnevenRows, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray
+) -> None:
+    waiting.read(rows.new_offset(place), lies)
+    by_row = np.argsort(wanted, kind="stable")
+    picks = np.empty_like(by_row)
+    picks[by_row] = np.arange(len(by_row))
+    rows.gather(lies, wanted[by_row], picks, out)
 
 
 class UnevenRows:
@@ -91,8 +116,8 @@ class UnevenRows:
             row = int(self._counts.argmax())
             raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, too much for the memory: allow more")
 
-    def spans(self, part_bytes: int) -> Iterator[range]:
-        borders = plan_uneven(self._starts, part_bytes, self._item + INDEX_BYTES).tolist()
+    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
+        borders = plan_uneven(self._starts, step_bytes, self._item + INDEX_BYTES).tolist()
         return (range(first, last) for first, last in pairwise(borders))
 
     def borders(self, part_bytes: int) -> np.ndarray:
@@ -123,3 +148,6 @@ class UnevenRows:
         index += np.arange(len(index))
         wide = f"V{self._item}"
         np.take(data.view(wide), index, out=out.view(wide), mode="clip")
+
+    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
+        _arrange(self, waiting, place, wanted, lies, out)

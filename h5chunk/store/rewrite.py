@@ -21,7 +21,7 @@ import numpy as np
 from h5chunk.plan.repack import Shares, plan_steps
 from h5chunk.store.rawchunks import scratch
 from h5chunk.store.rawrows import RawRows
-from h5chunk.store.targets import PlainTarget, Target
+from h5chunk.store.targets import PlainTarget, Target, Waiting
 from h5chunk.store.waiting import WaitingFile
 
 Told = Callable[[int], None]  # how many bytes were moved since the last call
@@ -52,8 +52,8 @@ class Rows(Protocol):
     source: RawRows
     num_bytes: int
 
-    def spans(self, part_bytes: int) -> Iterator[range]:
-        """Rows of the old order that are read together, in order."""
+    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
+        """Rows of the old order that are read together, in order: about ``step_bytes``."""
 
     def borders(self, part_bytes: int) -> np.ndarray:
         """Borders of buckets in the new order."""
@@ -73,6 +73,9 @@ class Rows(Protocol):
     def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
         """Rows in another order: out of ``data``, in which the rows ``lying`` lie (None: all), those at ``picks``."""
 
+    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
+        """The rows ``wanted``, which wait in their old order from ``place`` on; ``lies`` is scratch memory."""
+
 
 def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, told: Told) -> None:
     """Move rows in their order.
@@ -87,7 +90,7 @@ def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int
     told : callable
     """
     width = source.row_bytes
-    step_bytes = max(shares.step_bytes, source.band_rows * width if source.whole_bands else 0)
+    step_bytes = shares.banded(shares.step_bytes, source.band_rows * width, source.whole_bands)
 
     def steps() -> Iterator[range]:
         return plan_steps(
@@ -133,7 +136,7 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
 
 def _shuffle_in_memory(rows: Rows, new: NewOrder, target: Target, shares: Shares, told: Told) -> None:
     whole, data = np.empty((2, rows.num_bytes), np.uint8)
-    for span in rows.spans(shares.step_bytes):
+    for span in rows.spans(shares, shares.step_bytes):
         rows.read(span, whole[rows.old_offset(span.start) : rows.old_offset(span.stop)])
     rows.gather(whole, None, new.order, data)
     target.put(0, data)
@@ -149,9 +152,7 @@ class _Scattering(NamedTuple):
     cuts: list[int]
 
 
-def _scatter(
-    rows: Rows, new: NewOrder, waiting: PlainTarget | WaitingFile, shares: Shares, borders: np.ndarray, told: Told
-) -> None:
+def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
     """First pass: every row goes to the bucket of its place; within one, rows lie in their old order."""
     local = threading.local()
     ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
@@ -177,9 +178,9 @@ def _scatter(
             waiting.write(offset, grouped[start:stop])
         return size
 
-    part_bytes = shares.scatter_bytes(len(borders) - 1)
-    size = max(rows.old_offset(span.stop) - rows.old_offset(span.start) for span in rows.spans(part_bytes))
-    steps = (plan(span) for span in rows.spans(part_bytes))
+    step_bytes = shares.scatter_bytes(len(borders) - 1)
+    size = max(rows.old_offset(span.stop) - rows.old_offset(span.start) for span in rows.spans(shares, step_bytes))
+    steps = (plan(span) for span in rows.spans(shares, step_bytes))
     for _, done in _in_order(steps, scatter, size, min(rows.source.num_threads, shares.num_threads)):
         told(done // 2)
 
@@ -187,7 +188,7 @@ def _scatter(
 def _settle(
     rows: Rows,
     new: NewOrder,
-    waiting: PlainTarget | WaitingFile,
+    waiting: Waiting,
     target: Target,
     shares: Shares,
     borders: np.ndarray,
@@ -200,12 +201,7 @@ def _settle(
         first, last = int(borders[bucket]), int(borders[bucket + 1])
         start, stop = rows.new_offset(first), rows.new_offset(last)
         lies, data = scratch(local, "lies", stop - start), buffer[: stop - start]
-        waiting.read(start, lies)
-        wanted = new.order[first:last]
-        by_row = np.argsort(wanted, kind="stable")
-        picks = np.empty_like(by_row)
-        picks[by_row] = np.arange(len(by_row))
-        rows.gather(lies, wanted[by_row], picks, data)
+        rows.arrange(waiting, first, new.order[first:last], lies, data)
         if target.any_order:
             target.put(start, data)
         return data

@@ -17,9 +17,11 @@ import numpy as np
 
 from h5chunk.errors import H5ChunkError, OutputError, printable
 from h5chunk.store.codecs import GZIP
+from h5chunk.store.crc import crc32
 from h5chunk.store.format import LIBVER, Region
 from h5chunk.store.newfile import ROOM_BYTES, check_room, write_at
 from h5chunk.store.ranges import read_bytes
+from h5chunk.store.waiting import WaitingFile
 
 
 class Target(Protocol):
@@ -85,7 +87,7 @@ class PlainTarget:
     def __init__(
         self, part: Path, descriptor: int, region: Region, *, num_bytes: int, chunk_bytes: int, checked: bool
     ) -> None:
-        self._part, self._descriptor, self._offset = part, descriptor, region.offset
+        self._part, self.descriptor, self.offset = part, descriptor, region.offset
         self._num_bytes, self._chunk_bytes = num_bytes, chunk_bytes
         self._sums = np.zeros(math.ceil(num_bytes / chunk_bytes) if checked else 0, np.uint32)
         self._known = np.zeros(len(self._sums), bool)
@@ -108,9 +110,9 @@ class PlainTarget:
             self._sum(chunk, data[start : start + self._chunk_bytes])
 
     def _sum(self, chunk: int, data: np.ndarray) -> None:
-        checksum = zlib.crc32(data.data)
+        checksum = crc32(data)
         if len(data) < self._chunk_bytes:  # the last one, which is filled up with zeros
-            checksum = zlib.crc32(bytes(self._chunk_bytes - len(data)), checksum)
+            checksum = crc32(np.zeros(self._chunk_bytes - len(data), np.uint8), checksum)
         self._sums[chunk], self._known[chunk] = checksum, True
 
     def finish(self) -> np.ndarray:
@@ -124,11 +126,11 @@ class PlainTarget:
     def write(self, offset: int, data: np.ndarray) -> None:
         """Keep bytes there for a while."""
         with written(self._part):
-            write_at(self._descriptor, data.data, self._offset + offset)
+            write_at(self.descriptor, data.data, self.offset + offset)
 
     def read(self, offset: int, out: np.ndarray) -> None:
         """Get them back."""
-        read_bytes(self._descriptor, self._offset + offset, out.data, lambda _: printable(self._part))
+        read_bytes(self.descriptor, self.offset + offset, out.data, lambda _: printable(self._part))
 
 
 class CompressedTarget:
@@ -211,7 +213,7 @@ class CompressedTarget:
             self._dataset.write(h5py.h5s.create_simple(count), space, values, self._kind)
             if self._checked:
                 _, stored = self._dataset.read_direct_chunk((first, *(0,) * (len(count) - 1)))
-                self._sums.append(zlib.crc32(stored))
+                self._sums.append(crc32(np.frombuffer(stored, np.uint8)))
 
     def _store(self, stored: bytes) -> None:
         self._check_room(len(stored))
@@ -220,7 +222,7 @@ class CompressedTarget:
             self._dataset.write_direct_chunk(place, stored)
         self._stored += 1
         if self._checked:
-            self._sums.append(zlib.crc32(stored))
+            self._sums.append(crc32(np.frombuffer(stored, np.uint8)))
 
     def _check_room(self, num_bytes: int) -> None:
         self._room -= num_bytes
@@ -234,3 +236,6 @@ class CompressedTarget:
         while self._waiting:
             self._store(self._waiting.popleft().result())
         return np.array(self._sums, np.uint32)
+
+
+Waiting = PlainTarget | WaitingFile  # where bytes may be kept for a while

@@ -17,11 +17,18 @@ from h5chunk.store.ranges import read_bytes
 class WaitingFile:
     """Context manager around a file of bytes, in a folder but without a name there.
 
+    Attributes
+    ----------
+    descriptor, offset : int
+        Of the file, and where the bytes begin in it.
+
     Raises
     ------
     OutputError
         The folder is not writable or, from `write`, the disk is full.
     """
+
+    offset = 0
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
