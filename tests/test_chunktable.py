@@ -179,3 +179,20 @@ def test_pickles(tmp_path):
     copy = pickle.loads(pickle.dumps(table))
     for field in dataclasses.fields(table):
         np.testing.assert_array_equal(getattr(copy, field.name), getattr(table, field.name))
+
+
+def test_chunks_that_hdf5_lists_at_wrong_places_are_no_others(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w", libver="latest") as file:  # an extensible array, its axis not the first
+        file.create_dataset("x", data=np.arange(6).reshape(2, 3), chunks=(1, 1), maxshape=(2, None))
+        with pytest.raises(FileError, match=r"lists a chunk that cannot be: at \[0, 3\] of \(2, 3\)"):
+            list_chunks(file["x"])
+
+
+def test_many_chunks_are_listed_in_parts(tmp_path, monkeypatch):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        dataset = file.create_dataset("x", data=np.arange(60).reshape(12, 5), chunks=(1, 2))
+        whole = list_chunks(dataset)
+        monkeypatch.setattr("h5chunk.store.chunktable.NUMBERS_AT_A_TIME", 7)
+        parts = list_chunks(dataset)
+    for name in ("offsets", "sizes", "filter_masks"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(parts, name))

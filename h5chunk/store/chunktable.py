@@ -14,6 +14,8 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 
+NUMBERS_AT_A_TIME = 1 << 17
+
 
 @dataclass(frozen=True)
 class ChunkTable:
@@ -110,17 +112,30 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     chunks = dataset.chunks
     grid = tuple(-(-length // chunk) for length, chunk in zip(dataset.shape, chunks, strict=True))
-    strides = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+    strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
     count = math.prod(grid)
     offsets, sizes, masks = np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32)
+    numbers: list[int] = []  # of some chunks: all at once takes less time, all of a file too much memory
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:
-        place = sum(o // c * s for o, c, s in zip(chunk.chunk_offset, chunks, strides, strict=True))
-        offsets[place] = -1 if chunk.byte_offset is None else chunk.byte_offset
-        sizes[place], masks[place] = chunk.size, chunk.filter_mask
+        place, mask, offset, size = chunk
+        numbers.extend(place)
+        numbers.extend((mask, -1 if offset is None else offset, size))
+        if len(numbers) > NUMBERS_AT_A_TIME:
+            settle()
+
+    def settle() -> None:
+        table = np.array(numbers, np.int64).reshape(-1, len(grid) + 3)
+        numbers.clear()
+        scaled = table[:, : len(grid)] // chunks
+        if (scaled >= grid).any():
+            raise IndexError(f"at {table[(scaled >= grid).any(axis=1)][0, : len(grid)].tolist()} of {dataset.shape}")
+        places = scaled @ strides
+        masks[places], offsets[places], sizes[places] = table[:, len(grid) :].T
 
     try:
         dataset.id.chunk_iter(add)
+        settle()
     except (IndexError, OverflowError) as error:
         raise FileError(f"{name} lists a chunk that cannot be: {error}: it is damaged") from None
     except (OSError, RuntimeError) as error:
