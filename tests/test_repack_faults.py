@@ -314,6 +314,14 @@ def test_waiting_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "LOOK_S", 0.02)
     assert in_child(lambda _: time.sleep(0.5) or "done", lambda _: None, "f.h5") == "done"
 
+    def read(_: object) -> str:
+        until = time.process_time() + 0.4
+        while time.process_time() < until:
+            sum(Path("/proc/self/stat").read_bytes() * 50)
+        return "done"
+
+    assert in_child(read, lambda _: None, "f.h5") == "done"
+
 
 def children() -> set[str]:
     """Processes of this one; other tests may have left a server of workers among them."""
