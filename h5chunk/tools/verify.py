@@ -18,10 +18,12 @@ import numpy as np
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.store.checks import MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.store.csr import MATRIX
+from h5chunk.store.files import Paths, list_files
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import GROUP, Header, open_file, read_header
 from h5chunk.store.guard import DAMAGES, Guard, Refusal, Trusted
 from h5chunk.store.ranges import open_descriptor
+from h5chunk.tools.verify_folder import FolderReport, verify_folder
 from h5chunk.tools.verify_report import BadChunk, Checked, VerifyReport
 from h5chunk.tools.verify_tables import MatrixCheck, find_matrices, holds_matrix, look_at_tables
 
@@ -35,19 +37,21 @@ Progress = Callable[[str, int, "int | None"], None]
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: Paths,
     *,
     quick: bool = False,
     repair: str | os.PathLike[str] | None = None,
     manifest: str | os.PathLike[str] | None = None,
     trusted: Trusted = False,
     progress: Progress | None = None,
-) -> VerifyReport:
-    """Check a file, ours or not.
+) -> VerifyReport | FolderReport:
+    """Check a file, ours or not, or all files of a folder.
 
     Parameters
     ----------
-    path : path
+    path : path or sequence of paths
+        Of a folder, a pattern or a list, all files are checked; of shards ``NAME-00000-of-00012.h5`` also whether any
+        is missing, and whether they can be read as one.
     quick : bool
         Of each dataset look at 32 chunks only, evenly spaced from the first to the last.
     repair : path, optional
@@ -63,18 +67,34 @@ def verify(
 
     Returns
     -------
-    VerifyReport
+    VerifyReport or FolderReport
         ``report.ok`` says whether anything is wrong.
 
     Raises
     ------
     FileError
-        It cannot be opened, or what it says of itself cannot be.
+        It cannot be opened, or what it says of itself cannot be; or there is no file in the folder.
     SourceError
         What to repair from cannot be used.
     """
+
+    def check(file: Path, progress: Progress | None) -> VerifyReport:
+        return _verify_file(file, quick, repair, manifest, trusted, progress)
+
+    if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
+        return check(Path(path), progress)
+    return verify_folder(path, check, progress)
+
+
+def _verify_file(
+    path: Path,
+    quick: bool,
+    repair: str | os.PathLike[str] | None,
+    manifest: str | os.PathLike[str] | None,
+    trusted: Trusted,
+    progress: Progress | None,
+) -> VerifyReport:
     started = time.perf_counter()
-    path = Path(path)
     with open_file(path) as file:
         job = _survey(file, path, trusted, quick)
         read_bytes = _check_all(job, progress)
@@ -90,7 +110,7 @@ def verify(
 
         repaired, bad = repair_chunks(path, bad, repair, manifest)
         if repaired and job.problems:  # some may be gone
-            again = verify(path, quick=quick, trusted=trusted, progress=progress)
+            again = _verify_file(path, quick, None, None, trusted, progress)
             return replace(again, bad=tuple(bad), repaired=tuple(repaired))
     return VerifyReport(
         path=printable(path),
