@@ -67,7 +67,8 @@ attributes
     ``num_samples``, ``chunk_samples``, ``window_chunks`` int64: N, k, and how many chunks should be shuffled together.
     ``rdcc_nslots``, ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads
     all open windows (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted.
-    ``options``: JSON, what was asked for. All strings fixed-length.
+    ``options``: JSON, what was asked for; of one of several files that were packed together, also ``shard`` and
+    ``shards``: its number, from 0, and how many there are. All strings fixed-length.
 ``checksums/<field>``
     uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. Of a sparse matrix
     ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, but for a pattern, ``checksums/X/data``.

@@ -90,7 +90,7 @@ def is_sparse(source: str | os.PathLike[str], given: Mapping[str, Any], convert:
     sparse = kind != IMAGES
     parameters = inspect.signature(convert).parameters
     for name, parameter in parameters.items():
-        if name in (*_SHARED, "source", "path", "progress", "format") or (name in SPARSE_ONLY) == sparse:
+        if name in (*_SHARED, "source", "path", "progress", "notify", "format") or (name in SPARSE_ONLY) == sparse:
             continue
         if given[name] != parameter.default:
             words = ("a sparse matrix", "images") if sparse else ("images", "a sparse matrix")
@@ -133,4 +133,4 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):
-        raise OptionError(f"memory is {text!r}: give a number of bytes, or such as {human_bytes(1 << 30)}") from None
+        raise OptionError(f"{text!r} is no number of bytes: give one, or such as {human_bytes(1 << 30)}") from None
