@@ -22,16 +22,20 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except H5ChunkError as error:
-            click.echo(f"error: {_one_line(error)}", err=True)
+            click.echo(f"error: {_one_line(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing was changed", err=True)
             ctx.exit(130)
 
 
-def _one_line(error: H5ChunkError) -> str:
-    """Its message, with line breaks and other control characters (of file names) escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+def _one_line(message: str) -> str:
+    """A message with line breaks and other control characters (of file names) escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+
+
+def _note(line: str) -> None:
+    tqdm.write(f"note: {_one_line(line)}", file=sys.stderr)  # above the bar
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -238,7 +242,7 @@ def convert(
     if tuned is not None:
         _take_tuned(tuned, options)
     with _progress(quiet) as progress:
-        result = (plan_convert if dry_run else run)(source, output, progress=progress, **options)
+        result = (plan_convert if dry_run else run)(source, output, progress=progress, notify=_note, **options)
     if as_json:
         click.echo(result.to_json())
     elif not quiet:
@@ -318,7 +322,10 @@ def repack(file: str, out: str, quiet: bool, as_json: bool, **options: Any) -> N
 @click.argument("file", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(file: str, as_json: bool) -> None:
-    """Say what is in any HDF5 FILE, and whether samples lie well in it for training."""
+    """Say what is in any HDF5 FILE, and whether samples lie well in it for training.
+
+    Of a folder, or a quoted pattern such as 'shards/*.h5': what its files are, and whether they read as one data set.
+    """
     from h5chunk.tools.info import info as run
 
     result = run(file)
@@ -355,7 +362,10 @@ def info(file: str, as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
-    """Measure what this machine gives for FILE, and name the slowest stage."""
+    """Measure what this machine gives for FILE, and name the slowest stage.
+
+    The files of a folder, or of a quoted pattern such as 'shards/*.h5', are measured as one data set.
+    """
     from h5chunk.tools.bench import bench as run
 
     with _progress(as_json, " %") as progress:

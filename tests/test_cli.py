@@ -52,7 +52,7 @@ def test_options_are_those_of_the_function() -> None:
     import inspect
 
     names = {parameter.name for parameter in main.commands["convert"].params} - {"dry_run", "quiet", "as_json", "tuned"}
-    expected = set(inspect.signature(h5chunk.convert).parameters) - {"progress", "shuffle", "path"}
+    expected = set(inspect.signature(h5chunk.convert).parameters) - {"progress", "notify", "shuffle", "path"}
     assert names == expected | {"no_shuffle", "output"}
     for parameter in main.commands["convert"].params:
         if parameter.name in expected and isinstance(parameter, click.Option):

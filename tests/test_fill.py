@@ -17,7 +17,8 @@ import pytest
 
 import h5chunk.store.fill as fill_module
 from h5chunk.errors import OutputError, SampleError, WorkerError
-from h5chunk.store.fill import Failure, Filled, FillJob, fill
+from h5chunk.store.fill import Filled, fill
+from h5chunk.store.filltask import Failure, FillJob
 
 SHAPE = (2, 3)
 OFFSET = 11
@@ -32,11 +33,15 @@ class Numbers:
 
     def __init__(self, bad: Sequence[int] = (), **accidents: int) -> None:
         self.bad, self.accidents, self.entered = set(bad), accidents, False
+        self.version = 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
         self.entered = True
         yield
+
+    def stamp(self, index: int) -> tuple[int, ...]:
+        return index, self.version
 
     def read_into(self, index: int, out: np.ndarray) -> tuple[str, ...]:
         assert self.entered

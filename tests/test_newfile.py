@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
+import h5chunk.store.flusher as flusher_module
 import h5chunk.store.newfile as newfile_module
 from h5chunk.errors import OutputError
 from h5chunk.store.format import FieldSpec, FileSpec
@@ -254,13 +255,13 @@ def test_disk_that_fails_at_the_end(out: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_error_that_the_flusher_meets_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system reports a failed write to one fsync only."""
-    called = newfile_module.threading.Event()
+    called = flusher_module.threading.Event()
 
     def fail(descriptor: int) -> None:
         called.set()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(newfile_module, "FLUSH_INTERVAL_S", 0.001)
+    monkeypatch.setattr(flusher_module, "FLUSH_INTERVAL_S", 0.001)
     monkeypatch.setattr(os, "fdatasync", fail)
     with NewFile(tmp_path / "x.h5") as new:
         with pytest.raises(OutputError, match=r"x\.h5: cannot be put on disk: Input/output error"), new.flusher():
@@ -272,8 +273,8 @@ def test_error_that_the_flusher_meets_is_not_lost(tmp_path: Path, monkeypatch: p
 
 
 def test_flusher_flushes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = newfile_module.threading.Event()
-    monkeypatch.setattr(newfile_module, "FLUSH_INTERVAL_S", 0.001)
+    called = flusher_module.threading.Event()
+    monkeypatch.setattr(flusher_module, "FLUSH_INTERVAL_S", 0.001)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: called.set())
     with NewFile(tmp_path / "x.h5") as new, new.flusher() as flusher:
         assert called.wait(10)

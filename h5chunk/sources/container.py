@@ -43,6 +43,15 @@ class Container(ABC):
             They cannot be had, or changed while they were read.
         """
 
+    @abstractmethod
+    def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
+        """What changes when the bytes of sample ``index`` do; whole numbers of 64 bits."""
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """Size and times of a file; that of its last change is kept by the system, whatever times were set."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
 
 class Folder(Container):
     """Files below a folder."""
@@ -52,6 +61,12 @@ class Folder(Container):
 
     def select(self, members: np.ndarray) -> None:
         pass  # names are all that a folder needs
+
+    def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
+        try:
+            return stamp_of(os.stat(os.path.join(self._root, name)))
+        except OSError as error:
+            return -1, error.errno or 0, 0
 
     def read(self, index: int, name: bytes) -> bytes:
         try:
@@ -99,7 +114,8 @@ class Archive(Container):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._opened: tuple[int, int] | None = None  # (process, descriptor)
-        self._stamp = self._state(os.stat(path))
+        status = os.stat(path)
+        self._stamp, self.whole_stamp = self._state(status), stamp_of(status)
 
     @staticmethod
     def _state(status: os.stat_result) -> tuple[int, ...]:
@@ -112,9 +128,10 @@ class Archive(Container):
         try:
             if self._opened is None or self._opened[0] != os.getpid():
                 self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            data = _read_at(self._opened[1], offset, num_bytes)
             if self._state(os.fstat(self._opened[1])) != self._stamp:
                 raise SampleError("its archive changed while it was read")
-            return _read_at(self._opened[1], offset, num_bytes)
+            return data
         except OSError as error:
             raise SampleError(f"cannot be read from its archive: {error.strerror}") from None
 
@@ -132,6 +149,9 @@ class Tar(Archive):
 
     def select(self, members: np.ndarray) -> None:
         self._offsets, self._sizes = self._offsets[members], self._sizes[members]
+
+    def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
+        return (*self.whole_stamp, int(self._offsets[index]), int(self._sizes[index]))
 
     def read(self, index: int, name: bytes) -> bytes:
         size = int(self._sizes[index])
@@ -156,6 +176,9 @@ class Zip(Archive):
 
     def select(self, members: np.ndarray) -> None:
         self._index = self._index[members]
+
+    def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
+        return tuple(int(self._index[index][column]) for column in (self.SIZE, self.CRC))  # the same in a new archive
 
     def read(self, index: int, name: bytes) -> bytes:
         header, stored, size, method, crc = (int(value) for value in self._index[index])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import PIL
 from PIL import Image
 
 from h5chunk.errors import SampleError, SourceError, printable
@@ -36,6 +38,16 @@ class ImageSource:
     def session(self) -> AbstractContextManager[None]:
         """What must be in force while samples are read."""
         return pillow_limits(self.options.max_pixels)
+
+    def stamp(self, index: int) -> tuple[int, ...]:
+        """What changes when the bytes of sample ``index`` do."""
+        return self.listing.container.stamp(index, self.listing.names[index])
+
+    def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
+        """All that, with the bytes of each sample, decides its pixels: what JSON has, and blobs."""
+        names = self.listing.names
+        facts = {"decoder": PIL.__version__, "options": vars(self.options)}
+        return facts, (names.blob, names.offsets.tobytes())
 
     def read_into(self, index: int, out: np.ndarray) -> tuple[str, ...]:
         """Decode sample ``index`` into ``out`` (uint8, a sample's shape); give what to count for the report.

@@ -122,8 +122,7 @@ class _Table:
     def rows(self) -> Iterator[tuple[int, list[str]]]:
         """(line number, cells) of each line below the header that is not blank."""
         with self._path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            if _stamp(file) != self._stamp:
-                raise SourceError(f"{printable(self._path)}: changed while it was read")
+            self._check(file)
             for _ in range(self._skip):
                 file.readline()
             if self._delimiter is None:
@@ -141,6 +140,11 @@ class _Table:
                     yield number, row
             except csv.Error as error:
                 raise self.error(number + 1, str(error)) from None
+            self._check(file)
+
+    def _check(self, file: TextIO) -> None:
+        if _stamp(file) != self._stamp:
+            raise SourceError(f"{printable(self._path)}: changed while it was read")
 
 
 def _stamp(file: TextIO) -> tuple[int, int, int]:

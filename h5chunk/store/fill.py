@@ -2,7 +2,7 @@
 
 Workers take runs of chunks, get the samples from a source, and write each chunk with one ``pwrite``: pixels never
 pass between processes. What comes back for a chunk is its checksum and what to count. Which worker writes a chunk
-does not change its bytes.
+does not change its bytes. What a journal claims to be written is looked at again by the workers, first of all.
 """
 
 from __future__ import annotations
@@ -14,74 +14,21 @@ import signal
 import sys
 import threading
 import warnings
-import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import OutputError, SampleError, WorkerError, printable
-from h5chunk.store.newfile import write_at
+from h5chunk.errors import WorkerError
+from h5chunk.store.filltask import Done, Failure, FillJob, Tasks
 
-TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms
 TASKS_AHEAD = 3  # waiting for each worker
 
 Written = Callable[[int], None]  # told how many samples were written since the last call
-
-
-class Source(Protocol):
-    """What can be written: samples by number."""
-
-    def session(self) -> AbstractContextManager[None]: ...
-    def read_into(self, index: int, out: np.ndarray) -> Sequence[str]: ...
-
-
-@dataclass
-class FillJob:
-    """What to write where. Travels to the workers once.
-
-    Attributes
-    ----------
-    part : Path
-        The file.
-    offset : int
-        Of the field's first chunk.
-    sample_shape : tuple of int
-    chunk_samples : int
-    source : Source
-        Gives uint8 samples.
-    order : (num_samples,) int64
-        Row i of the field is sample ``order[i]`` of the source.
-    """
-
-    part: Path
-    offset: int
-    sample_shape: tuple[int, ...]
-    chunk_samples: int
-    source: Source
-    order: np.ndarray
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-len(self.order) // self.chunk_samples)
-
-    def new_buffer(self) -> np.ndarray:
-        """Memory of one chunk."""
-        return np.zeros((self.chunk_samples, *self.sample_shape), np.uint8)
-
-
-class Failure(NamedTuple):
-    """A sample that could not be had: its row, the reason, and the name of the error's class."""
-
-    row: int
-    reason: str
-    kind: str
 
 
 @dataclass
@@ -102,51 +49,14 @@ class Filled:
     failures: list[Failure] = field(default_factory=list)
 
 
-class _Part(NamedTuple):
-    first_chunk: int
-    checksums: list[int]
-    notes: Counter[str]
-    failures: list[Failure]
-
-
-def write_chunks(
+def fill(
     job: FillJob,
-    descriptor: int,
-    buffer: np.ndarray,
-    first: int,
-    last: int,
-    stopped: Callable[[], bool] = lambda: False,
-) -> _Part:
-    """Write chunks ``first`` to ``last`` (excluded), unless told that nobody wants them any more.
-
-    ``buffer`` is one chunk, (chunk_samples, *sample_shape) uint8, used again and again: new memory would cost more
-    than writing does.
-    """
-    part = _Part(first, [], Counter(), [])
-    for chunk in range(first, last):
-        start = chunk * job.chunk_samples
-        rows = range(start, min(start + job.chunk_samples, len(job.order)))
-        buffer[len(rows) :] = 0
-        checksum = 0
-        for row in rows:
-            if stopped():
-                return part
-            out = buffer[row - start]
-            try:
-                part.notes.update(job.source.read_into(int(job.order[row]), out))
-            except SampleError as error:
-                out[...] = 0
-                part.failures.append(Failure(row, str(error), type(error).__name__))
-            checksum = zlib.crc32(out.data, checksum)  # while it is in the processor's cache
-        part.checksums.append(zlib.crc32(buffer[len(rows) :].data, checksum))
-        try:
-            write_at(descriptor, buffer.data, job.offset + start * buffer[0].nbytes)
-        except OSError as error:
-            raise OutputError(f"{printable(job.part)}: cannot be written: {error.strerror}") from None
-    return part
-
-
-def fill(job: FillJob, num_workers: int, stop_at_failure: bool, written: Written) -> Filled:
+    num_workers: int,
+    stop_at_failure: bool,
+    written: Written,
+    claims: Mapping[int, Done] | None = None,
+    finished: Callable[[Done], None] = lambda done: None,
+) -> Filled:
     """Write all chunks of the job.
 
     Parameters
@@ -157,6 +67,10 @@ def fill(job: FillJob, num_workers: int, stop_at_failure: bool, written: Written
     stop_at_failure : bool
         Return as soon as a sample failed.
     written : callable
+    claims : dict of int to Done, optional
+        Tasks that are said to be done, by their first chunks: not done again where that holds.
+    finished : callable, optional
+        Told each task that was done here, unless the failure of a sample is the end of all.
 
     Raises
     ------
@@ -166,49 +80,51 @@ def fill(job: FillJob, num_workers: int, stop_at_failure: bool, written: Written
         A chunk could not be written.
     """
     filled = Filled(np.zeros(job.num_chunks, np.uint32))
-    step = max(1, TASK_SAMPLES // job.chunk_samples)
-    tasks = [(first, min(first + step, job.num_chunks)) for first in range(0, job.num_chunks, step)]
-    parts = _in_this_process(job, tasks) if num_workers == 0 else _in_workers(job, tasks, num_workers)
+    claims = claims or {}
+    claimed = {first: claim for first, claim in claims.items() if not (stop_at_failure and claim.failures)}
+    tasks = [(chunks, claimed.get(chunks.start)) for chunks in job.tasks()]
+    tasks.sort(key=lambda task: task[1] is None)
+    results = _in_this_process(job, tasks) if num_workers == 0 else _in_workers(job, tasks, num_workers)
     try:
-        for part in parts:
-            last = part.first_chunk + len(part.checksums)
-            filled.checksums[part.first_chunk : last] = part.checksums
-            filled.notes.update(part.notes)
-            filled.failures.extend(part.failures)
-            written(min(last * job.chunk_samples, len(job.order)) - part.first_chunk * job.chunk_samples)
-            if part.failures and stop_at_failure:
+        for done in results:
+            filled.checksums[done.chunks.start : done.chunks.stop] = done.checksums
+            filled.notes.update(done.notes)
+            filled.failures.extend(done.failures)
+            is_end = bool(done.failures) and stop_at_failure
+            if done.is_new and not is_end:
+                finished(done)
+            written(len(job.rows(done.chunks)))
+            if is_end:
                 break
     finally:
-        parts.close()
+        results.close()
     filled.failures.sort()
     return filled
 
 
-def _in_this_process(job: FillJob, tasks: list[tuple[int, int]]) -> Generator[_Part]:
-    descriptor = os.open(job.part, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        buffer = job.new_buffer()
-        with job.source.session():
-            for first, last in tasks:
-                yield write_chunks(job, descriptor, buffer, first, last)
-    finally:
-        os.close(descriptor)
+_Task = tuple[range, "Done | None"]
 
 
-def _in_workers(job: FillJob, tasks: list[tuple[int, int]], num_workers: int) -> Generator[_Part]:
+def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
+    with Tasks(job) as doing:
+        for task in tasks:
+            yield doing.do(*task)
+
+
+def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
     context = multiprocessing.get_context(_start_method())
     stop = context.RawValue("b", 0)  # no lock: a worker that is killed must not hold one
     pool = ProcessPoolExecutor(
         min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, stop)
     )
-    waiting: set[Future[_Part]] = set()
+    waiting: set[Future[Done]] = set()
     left = iter(tasks)
     try:
         while True:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
-                for first, last in left:
-                    waiting.add(pool.submit(_run_task, first, last))
+                for task in left:
+                    waiting.add(pool.submit(_run_task, *task))
                     if len(waiting) >= TASKS_AHEAD * num_workers:
                         break
             if not waiting:
@@ -240,21 +156,15 @@ def _start_method() -> str:
     return "fork" if sys.platform == "linux" else "spawn"
 
 
-_job: FillJob
-_descriptor: int
-_buffer: np.ndarray
-_session: AbstractContextManager[None]
-_stop: Any
+_tasks: Tasks
 
 
 def _start_worker(job: FillJob, stop: Any) -> None:
-    global _job, _descriptor, _buffer, _session, _stop
+    global _tasks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _job, _descriptor = job, os.open(job.part, os.O_WRONLY | os.O_CLOEXEC)
-    _buffer, _stop = job.new_buffer(), stop
-    _session = job.source.session()  # in force for the life of this process
-    _session.__enter__()
+    _tasks = Tasks(job, lambda: bool(stop.value))
+    _tasks.__enter__()  # for the life of this process
 
 
 def _end_with_parent() -> None:
@@ -264,5 +174,5 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_task(first: int, last: int) -> _Part:
-    return write_chunks(_job, _descriptor, _buffer, first, last, lambda: bool(_stop.value))
+def _run_task(chunks: range, claim: Done | None) -> Done:
+    return _tasks.do(chunks, claim)

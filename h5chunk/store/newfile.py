@@ -2,16 +2,15 @@
 
 Until then it is written beside its place, as ``.NAME.h5chunk-part``, which is locked: a second writer of the same
 output gets a message. What stood under the name stays as it was until the new file takes its place in one step. A
-writer that is killed leaves only the part file, which the next one takes over.
+writer that is killed leaves the part file, which the next one takes over: to continue it, if there is a journal of what
+was done (`h5chunk.store.journal`), ``.NAME.h5chunk-journal``.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +21,11 @@ import numpy as np
 
 from h5chunk.errors import H5ChunkError, OutputError, printable
 from h5chunk.plan.layout import human_bytes
+from h5chunk.store.flusher import Flusher
 from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
+from h5chunk.store.journal import Journal
+from h5chunk.store.partfile import is_kept, journal_path, lock, part_path
 
-FLUSH_INTERVAL_S = 0.5
 ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
 
 
@@ -37,6 +38,17 @@ class NewFile:
         Where the file shall appear.
     overwrite : bool
         Whether a file that stands there may be replaced.
+    journal : Journal, optional
+        That of a folder of files, this one among them: it stays when this one is complete.
+
+    Attributes
+    ----------
+    part : Path
+        The file until then.
+    journal : Journal
+        Of what was done, for those who open it; it goes when the file is complete.
+    kept : bool
+        Whether part and journal were kept, as an error or Ctrl-C came after work that need not be done again.
 
     Raises
     ------
@@ -45,12 +57,15 @@ class NewFile:
         `allocate`, the disk is too small.
     """
 
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
         self._path = Path(os.path.realpath(path))  # a link stays a link
         self._overwrite = overwrite
         self._regions: Mapping[str, Region] = {}
-        self.part = self._path.with_name(f".{self._path.name}.h5chunk-part")
+        self.part = part_path(self._path)
         self._header = self.part.with_name(self.part.name + "-header")
+        self._has_own_journal = journal is None
+        self.journal = journal or Journal(journal_path(self._path))
+        self.kept = False
 
     def __enter__(self) -> NewFile:
         check_output(self._path, self._overwrite)
@@ -63,15 +78,14 @@ class NewFile:
         while True:
             try:
                 descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            except IsADirectoryError:
+                raise OutputError(
+                    f"{shown}: a folder of shards of that name is not finished: finish that, or remove "
+                    f"{printable(self.part)}"
+                ) from None
             except OSError as error:
                 raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(descriptor)
-                if isinstance(error, BlockingIOError):
-                    raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
-                raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
+            lock(descriptor, shown)
             # The part file may have become the output between our opening and locking it.
             if self._is_part(descriptor):
                 return descriptor
@@ -93,16 +107,27 @@ class NewFile:
         """
         return self.make(spec.num_bytes, lambda part: create_file(part, spec))
 
+    def reallocate(self, spec: FileSpec) -> Mapping[str, Region]:
+        """As `allocate`, of a part file that is there: data of its first field stay, all else is made anew."""
+        taken = os.fstat(self._descriptor).st_blocks * 512
+        check_room(self._path, spec.num_bytes - taken)
+        with self._put_on_disk():
+            regions = create_file(self._header, spec)
+            self._copy_header(regions[spec.fields[0].name])
+        self._take_room()
+        self._regions = regions
+        return regions
+
     def make(self, num_bytes: int, create: Callable[[Path], Mapping[str, Region]]) -> Mapping[str, Region]:
         """As `allocate`, of a file that ``create`` writes at a path; of about so many bytes."""
         os.ftruncate(self._descriptor, 0)
         check_room(self._path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
-        try:
+        with self._put_on_disk():
             self._regions = create(self.part)
-        except H5ChunkError:
-            raise
-        except OSError as error:
-            raise OutputError(f"{printable(self._path)}: cannot be written: {error}") from None
+        self._take_room()
+        return self._regions
+
+    def _take_room(self) -> None:
         num_bytes = os.fstat(self._descriptor).st_size
         try:
             if hasattr(os, "posix_fallocate"):
@@ -112,7 +137,6 @@ class NewFile:
                 raise OutputError(_no_room(self._path, num_bytes, error.strerror)) from None
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-        return self._regions
 
     def replace_header(self, spec: FileSpec) -> Mapping[str, Region]:
         """Make the file that of ``spec``, which has fewer samples; the data of its first field stay where they are.
@@ -122,21 +146,35 @@ class NewFile:
         """
         data = spec.fields[0].name
         old = self._regions[data]
-        try:
+        with self._put_on_disk():
             regions = create_file(self._header, spec)
             new = regions[data]
             if new.offset != old.offset:  # tiny fields are not aligned
                 moved = os.pread(self._descriptor, new.num_bytes, old.offset)
                 write_at(self._descriptor, moved, new.offset)
+            self._copy_header(new)
+        self._regions = regions
+        return regions
+
+    def _copy_header(self, data: Region) -> None:
+        """Take all bytes of the header file but those of ``data``."""
+        try:
             with self._header.open("rb") as file:
-                write_at(self._descriptor, file.read(new.offset), 0)
-                file.seek(new.offset + new.num_bytes)
-                write_at(self._descriptor, file.read(), new.offset + new.num_bytes)
+                write_at(self._descriptor, file.read(data.offset), 0)
+                file.seek(data.offset + data.num_bytes)
+                write_at(self._descriptor, file.read(), data.offset + data.num_bytes)
                 os.ftruncate(self._descriptor, file.tell())
         finally:
             self._header.unlink(missing_ok=True)
-        self._regions = regions
-        return regions
+
+    @contextmanager
+    def _put_on_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except H5ChunkError:
+            raise
+        except OSError as error:
+            raise OutputError(f"{printable(self._path)}: cannot be written: {error.strerror or error}") from None
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Write a whole dataset; a field's last chunk is filled up with zeros."""
@@ -144,7 +182,8 @@ class NewFile:
             return
         region = self._regions[name]
         data = values.tobytes()
-        write_at(self._descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
+        with self._put_on_disk():
+            write_at(self._descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
 
     def read(self, name: str, start: int, num_bytes: int) -> bytes:
         """Bytes of a dataset, from its byte ``start`` on."""
@@ -152,7 +191,8 @@ class NewFile:
 
     def write_bytes(self, name: str, start: int, data: bytes | memoryview) -> None:
         """Write bytes of a dataset, from its byte ``start`` on."""
-        write_at(self._descriptor, data, self._regions[name].offset + start)
+        with self._put_on_disk():
+            write_at(self._descriptor, data, self._regions[name].offset + start)
 
     @contextmanager
     def chunk_writer(self, name: str) -> Iterator[Callable[[int, bytes], None]]:
@@ -185,6 +225,8 @@ class NewFile:
             raise OutputError(f"{printable(self._path)}: appeared meanwhile: it was left as it is")
         try:
             os.fsync(self._descriptor)
+            if self._has_own_journal:
+                self.journal.remove()  # while the name of the part file, and with it the lock, is ours
             self.part.replace(self._path)
             folder = os.open(self._path.parent, os.O_RDONLY)
             try:
@@ -199,37 +241,13 @@ class NewFile:
     ) -> None:
         try:
             if self._is_part(self._descriptor):
-                self.part.unlink()
+                self.kept = is_kept(self.journal, error)
+                if self._has_own_journal:
+                    self.journal.close() if self.kept else self.journal.remove()
+                if not self.kept:
+                    self.part.unlink()
         finally:
             os.close(self._descriptor)
-
-
-class Flusher:
-    """Sends dirty pages to the disk while others compute, so that the final fsync finds little left."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self._error: OSError | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        try:
-            while not self._done.wait(FLUSH_INTERVAL_S):
-                os.fdatasync(self._descriptor) if hasattr(os, "fdatasync") else os.fsync(self._descriptor)
-        except OSError as error:  # the system tells it once: the final fsync would not see it
-            self._error = error
-
-    def __enter__(self) -> Flusher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        if self._error is not None and kind is None:
-            raise OutputError(f"{printable(self._path)}: cannot be put on disk: {self._error.strerror}")
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -2,7 +2,8 @@
 
 As `h5chunk.store.newfile` does it with a file: until then it is ``.NAME.h5chunk-part`` beside its place, locked, and
 what stood under the name stays as it was until the new folder takes its place in one step. Only a folder of shards is
-ever replaced: whatever else stands there is somebody's work.
+ever replaced: whatever else stands there is somebody's work. A journal beside it says what a killed one
+had done.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from h5chunk.errors import OutputError, printable
+from h5chunk.store.journal import Journal
+from h5chunk.store.partfile import is_kept, journal_path, lock, part_path
 
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.h5")
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
@@ -45,6 +48,10 @@ class NewFolder:
     ----------
     part : Path
         Where files are to be written until then.
+    journal : Journal
+        Of what was done in all of them; it goes when the folder is complete.
+    kept : bool
+        Whether part and journal were kept, as an error or Ctrl-C came after work that need not be done again.
 
     Raises
     ------
@@ -55,17 +62,36 @@ class NewFolder:
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self._path = Path(os.path.realpath(path))  # a link stays a link
         self._overwrite = overwrite
-        self.part = self._path.with_name(f".{self._path.name}.h5chunk-part")
+        self.part = part_path(self._path)
+        self.journal = Journal(journal_path(self._path))
+        self.kept = False
 
     def __enter__(self) -> NewFolder:
         check_folder(self._path, self._overwrite)
         self._descriptor = self._lock()
-        try:
-            _remove_files(self.part)  # of a writer that was killed
-        except OSError as error:
-            os.close(self._descriptor)
-            raise OutputError(f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove it") from None
         return self
+
+    def open_journal(self, key: str) -> None:
+        """Open the journal; without records of that key, the files that a killed writer left are removed.
+
+        Raises
+        ------
+        OutputError
+            They cannot be.
+        """
+        self.journal.open(key)
+        if self.journal.records:
+            return
+        try:
+            _remove_files(self.part)
+        except OSError as error:
+            raise OutputError(f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove it") from None
+
+    def reopen(self, name: str) -> None:
+        """Let a file that was finished be a part file again, so that it can be looked at and continued."""
+        file = self.part / name
+        if file.exists():
+            file.replace(part_path(file))
 
     def _lock(self) -> int:
         shown = printable(self._path)
@@ -75,15 +101,13 @@ class NewFolder:
                 descriptor = os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
                 continue  # another writer just finished
+            except (FileExistsError, NotADirectoryError):
+                raise OutputError(
+                    f"{shown}: a file of that name is not finished: finish that, or remove {printable(self.part)}"
+                ) from None
             except OSError as error:
                 raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(descriptor)
-                if isinstance(error, BlockingIOError):
-                    raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
-                raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
+            lock(descriptor, shown)
             if self._is_part(descriptor):
                 return descriptor
             os.close(descriptor)
@@ -99,6 +123,7 @@ class NewFolder:
         check_folder(self._path, self._overwrite)  # what may have appeared meanwhile
         try:
             os.fsync(self._descriptor)
+            self.journal.remove()  # while the name of the part folder, and with it the lock, is ours
             if not self._path.exists() or not any(self._path.iterdir()):
                 self.part.rename(self._path)
             else:
@@ -130,7 +155,10 @@ class NewFolder:
     ) -> None:
         try:
             if self._is_part(self._descriptor):
-                shutil.rmtree(self.part)
+                self.kept = is_kept(self.journal, error)
+                self.journal.close() if self.kept else self.journal.remove()
+                if not self.kept:
+                    shutil.rmtree(self.part)
         finally:
             os.close(self._descriptor)
 

@@ -15,9 +15,11 @@ from typing import Any
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.sources.decode import MAX_PIXELS
+from h5chunk.store.fill import Filled
 from h5chunk.store.newfile import NewFile, check_output, check_room
 from h5chunk.store.newfolder import check_folder
 from h5chunk.tools.convert_images import Conversion, Progress, count_written, estimate_s, prepare, write_images
+from h5chunk.tools.convert_resume import Notify, TaskLog, say_nothing, telling
 from h5chunk.tools.convert_shards import check_shards, describe, folder_bytes, split_conversion, write_shards
 from h5chunk.tools.convert_sparse import MEMORY_BYTES, convert_sparse, plan_sparse
 from h5chunk.tools.report import ConvertPlan, ConvertReport
@@ -56,11 +58,13 @@ def convert(
     shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    notify: Notify | None = None,
 ) -> ConvertReport | SparseReport:
     """Pack images, or a sparse matrix, into one HDF5 file, or images into a folder of several.
 
     The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
-    equal bytes, with any number of workers.
+    equal bytes, with any number of workers. What was done when it is stopped, by Ctrl-C, a full disk, an image that
+    cannot be used or a signal, is kept in ``.NAME.h5chunk-part`` beside it: the same call continues.
 
     Parameters
     ----------
@@ -127,6 +131,8 @@ def convert(
         Whether to replace a file at ``path``, or a folder in which there are shards alone.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
+    notify : callable, optional
+        Called with a line for people: that an unfinished conversion is continued, or kept.
 
     Returns
     -------
@@ -144,22 +150,20 @@ def convert(
     given = dict(locals())
     if is_sparse(source, given, convert):
         return convert_sparse(source, path, **sparse_arguments(given), progress=progress)
-    return _convert_images(**_of_images(given))
+    return _convert_images(**_of_images(given), notify=notify or say_nothing)
 
 
 def _of_images(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in SPARSE_ONLY}
+    return {name: value for name, value in given.items() if name not in (*SPARSE_ONLY, "notify")}
 
 
-def _convert_images(*, overwrite: bool, progress: Progress | None, **options: Any) -> ConvertReport:
+def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notify, **options: Any) -> ConvertReport:
     started = time.perf_counter()
     job, shards = _prepare(overwrite=overwrite, progress=progress, **options)
     if shards:
-        files, filled = write_shards(job, shards, overwrite, progress)
+        files, filled = write_shards(job, shards, overwrite, progress, notify)
     else:
-        with NewFile(job.path, overwrite) as new:
-            left, filled = write_images(new, job, count_written(len(job.order), progress))
-            new.commit()
+        left, filled = _write_file(job, overwrite, progress, notify)
         files = [left]
     skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
     return ConvertReport(
@@ -176,6 +180,19 @@ def _convert_images(*, overwrite: bool, progress: Progress | None, **options: An
         ignored=job.listing.ignored,
         class_names=job.listing.class_names,
     )
+
+
+def _write_file(
+    job: Conversion, overwrite: bool, progress: Progress | None, notify: Notify
+) -> tuple[Conversion, Filled]:
+    new = NewFile(job.path, overwrite)
+    with telling(new, notify), new:
+        new.journal.open(job.key(1))
+        log = TaskLog(new.journal, [(len(job.order), job.layout.chunk_samples)], notify)
+        result = write_images(new, job, count_written(len(job.order), progress), log)
+        log.finish()
+        new.commit()
+    return result
 
 
 _APPLIED = ("rotated", "resized", "first frame")

@@ -22,9 +22,12 @@ from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.csr import field_checksums
-from h5chunk.store.fill import Filled, FillJob, available_cores, fill
+from h5chunk.store.fill import Filled, available_cores, fill
+from h5chunk.store.filltask import FillJob
 from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
+from h5chunk.store.journal import key_of
 from h5chunk.store.newfile import NewFile
+from h5chunk.tools.convert_resume import TaskLog, facts_of_all
 
 IMAGES = "images"
 NAMES_AT_A_TIME = 65_536
@@ -88,9 +91,28 @@ class Conversion:
             field_attributes={IMAGES: {"axes": self.source.options.layout.upper()}},
         )
 
+    def key(self, num_files: int) -> str:
+        """What stands for all that decides the bytes of the chunks but the bytes of the samples."""
+        facts, blobs = self.source.identity()
+        mine = {"shape": self.sample_shape, "chunk_samples": self.layout.chunk_samples, "files": num_files}
+        mine |= {name: self.options[name] for name in ("seed", "shuffle")}
+        return key_of({**facts_of_all(), **facts, **mine}, blobs)
 
-def write_images(new: NewFile, job: Conversion, written: Callable[[int], None]) -> tuple[Conversion, Filled]:
+
+def write_images(
+    new: NewFile, job: Conversion, written: Callable[[int], None], log: TaskLog, number: int = 0
+) -> tuple[Conversion, Filled]:
     """Write a whole file, but for its commit.
+
+    Parameters
+    ----------
+    new : NewFile
+    job : Conversion
+    written : callable
+        Told how many samples were written since the last call.
+    log : TaskLog
+    number : int
+        Of the file in that.
 
     Returns
     -------
@@ -98,8 +120,14 @@ def write_images(new: NewFile, job: Conversion, written: Callable[[int], None]) 
         With the samples that were not skipped.
     Filled
     """
-    regions = new.allocate(job.spec())
-    filled = _fill(new, job, regions[IMAGES].offset, written)
+    claims = log.claims(number)
+    regions = new.reallocate(job.spec()) if claims else new.allocate(job.spec())
+    chunks = FillJob(
+        new.part, regions[IMAGES].offset, job.sample_shape, job.layout.chunk_samples, job.source, job.order
+    )
+    with new.flusher():
+        filled = fill(chunks, job.num_workers, not job.skip, written, claims, log.adder(number))
+    _check_failures(job, filled)
     left = _close_gaps(new, job, filled) if filled.failures else job
     _write_tables(new, left, filled.checksums)
     return left, filled
@@ -169,12 +197,9 @@ def prepare(
     return Conversion(images, path, layout, shape, order, asked, num_workers, on_error == "skip")
 
 
-def _fill(new: NewFile, job: Conversion, offset: int, written: Callable[[int], None]) -> Filled:
-    """Have the workers write all images; raise what a failure means."""
+def _check_failures(job: Conversion, filled: Filled) -> None:
+    """Raise what failures mean."""
     total = len(job.order)
-    fill_job = FillJob(new.part, offset, job.sample_shape, job.layout.chunk_samples, job.source, job.order)
-    with new.flusher():
-        filled = fill(fill_job, job.num_workers, not job.skip, written)
     if any(failure.kind == ShapeError.__name__ for failure in filled.failures):
         raise SourceError(job.source.disagreement(job.sample_shape))
     if filled.failures and not job.skip:
@@ -186,7 +211,6 @@ def _fill(new: NewFile, job: Conversion, offset: int, written: Callable[[int], N
         first = filled.failures[0]
         name = job.source.name(int(job.order[first.row]))
         raise SourceError(f"none of the {total} images can be used, such as {name}: {first.reason}")
-    return filled
 
 
 def _close_gaps(new: NewFile, job: Conversion, filled: Filled) -> Conversion:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.layout import Layout, human_bytes, plan_layout
-from h5chunk.store.fill import Failure, Filled
+from h5chunk.store.fill import Filled
+from h5chunk.store.filltask import Failure
 from h5chunk.store.format import HEADER_BYTES
 from h5chunk.store.newfile import NewFile, check_room
 from h5chunk.store.newfolder import NewFolder, shard_name
 from h5chunk.tools.convert_images import Conversion, Progress, count_written, write_images
+from h5chunk.tools.convert_resume import Notify, TaskLog, telling
 
 MAX_SHARDS = 99_999  # their numbers have five digits
 
@@ -97,7 +99,7 @@ def describe(made: list[Conversion]) -> str:
 
 
 def write_shards(
-    job: Conversion, made: list[Conversion], overwrite: bool, progress: Progress | None
+    job: Conversion, made: list[Conversion], overwrite: bool, progress: Progress | None, notify: Notify
 ) -> tuple[list[Conversion], Filled]:
     """Write all shards and put their folder in its place.
 
@@ -110,15 +112,21 @@ def write_shards(
     """
     written = count_written(len(job.order), progress)
     filled, left = Filled(job.order[:0].astype("uint32")), []
-    with NewFolder(job.path, overwrite) as folder:
-        check_room(job.path, sum(each.spec().num_bytes for each in made))
-        for first_row, each in _with_first_rows(made):
-            with NewFile(folder.part / each.path.name) as new:
-                kept, of_each = write_images(new, each, written)
+    folder = NewFolder(job.path, overwrite)
+    with telling(folder, notify), folder:
+        folder.open_journal(job.key(len(made)))
+        log = TaskLog(folder.journal, [(len(each.order), each.layout.chunk_samples) for each in made], notify)
+        taken = sum(file.stat().st_blocks * 512 for file in folder.part.iterdir())
+        check_room(job.path, sum(each.spec().num_bytes for each in made) - taken)
+        for number, (first_row, each) in enumerate(_with_first_rows(made)):
+            folder.reopen(each.path.name)
+            with NewFile(folder.part / each.path.name, journal=folder.journal) as new:
+                kept, of_each = write_images(new, each, written, log, number)
                 new.commit()
             left.append(kept)
             filled.notes.update(of_each.notes)
             filled.failures += [Failure(first_row + f.row, f.reason, f.kind) for f in of_each.failures]
+        log.finish()
         folder.commit()
     return left, filled
 

@@ -91,11 +91,8 @@ class NpySource:
         if not num_cells:
             return
         at_once = max(MIN_CELLS, max_bytes // CELL_BYTES)
-        cells = np.memmap(self.path, self._dtype, "r", self._offset, (num_cells,))
         for start in range(0, num_cells, at_once):
-            if stamp_of(os.stat(self.path)) != self._stamp:
-                raise SourceError(f"{printable(self.path)}: changed while it was read")
-            part = np.asarray(cells[start : start + at_once])
+            part = self._cells(start, min(at_once, num_cells - start))
             places = np.flatnonzero(part)
             values = native(part[places])
             places += start
@@ -105,3 +102,15 @@ class NpySource:
                 rows, columns = np.divmod(places, num_columns)
             check_finite(printable(self.path), values, rows, columns)
             yield Block(rows, columns, values), self._offset + (start + len(part)) * self._dtype.itemsize
+
+    def _cells(self, start: int, count: int) -> np.ndarray:
+        """Some cells, as they are stored; not mapped into memory, as a file that gets shorter would end the process."""
+        offset = self._offset + start * self._dtype.itemsize
+        try:
+            with open(self.path, "rb") as file:  # noqa: PTH123
+                cells = np.fromfile(file, self._dtype, count, offset=offset)
+                if len(cells) == count and stamp_of(os.fstat(file.fileno())) == self._stamp:
+                    return cells
+        except OSError as error:
+            raise SourceError(f"{printable(self.path)}: cannot be read: {error.strerror}") from None
+        raise SourceError(f"{printable(self.path)}: changed while it was read")
