@@ -25,11 +25,12 @@ from h5chunk.store.direct import EncodedField, PlainField
 from h5chunk.store.filesdirect import FilesField, close_descriptors, open_descriptors
 from h5chunk.store.ranges import Part
 from h5chunk.store.reader import H5Reader
+from h5chunk.store.tiles import TiledField
 
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size
 QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
-Direct = PlainField | EncodedField | CsrField | FilesField  # what reads a field by byte ranges
+Direct = PlainField | EncodedField | TiledField | CsrField | FilesField  # what reads a field by byte ranges
 WAIT_S = 120.0  # after which threads that finish nothing are an error
 
 
@@ -123,7 +124,7 @@ class Readers:
     ----------
     reader : H5Reader
         For the fields that need HDF5: one thread at a time reads those.
-    direct : dict of str to PlainField, EncodedField, CsrField or FilesField
+    direct : dict of str to PlainField, EncodedField, TiledField, CsrField or FilesField
         For the others.
     num_threads : int
     mapped : bool

@@ -17,7 +17,7 @@ from h5chunk.store.codecs import ChunkDecoder, DecodeError, NoDecoder
 from h5chunk.store.ranges import read_bytes
 
 MAX_DECODED_BYTES = 256 << 20  # of a chunk: each thread holds one, and one more for what it decodes from
-KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # chunks that are kept, as a window took only a part of them
+KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # of chunks that are kept
 
 
 class NotDirect(Exception):
@@ -34,6 +34,8 @@ class DecodedChunks:
         Of the field, for messages.
     dataset : h5py.Dataset
         Used now and not kept.
+    num_kept : int
+        The most chunks that are kept, as a window took only a part of them.
 
     Raises
     ------
@@ -43,13 +45,13 @@ class DecodedChunks:
         The index of its chunks makes no sense.
     """
 
-    def __init__(self, path: Path, name: str, dataset: h5py.Dataset) -> None:
+    def __init__(self, path: Path, name: str, dataset: h5py.Dataset, num_kept: int = KEPT_CHUNKS) -> None:
         self._table = list_chunks(dataset)
         item_bytes = dataset.dtype.itemsize
         self.chunk_bytes = math.prod(self._table.chunk_shape) * item_bytes
         if self.chunk_bytes > MAX_DECODED_BYTES:
             size, limit = human_bytes(self.chunk_bytes), human_bytes(MAX_DECODED_BYTES)
-            raise NotDirect(f"its compressed chunks are of {size}, and threads decode at most {limit} each")
+            raise NotDirect(f"its chunks are of {size}, and threads decode at most {limit} each")
         if (self._table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
         try:
@@ -63,7 +65,7 @@ class DecodedChunks:
                 f"{self._where(int(self._table.sizes.argmax()))}: {most} stored bytes for {self.chunk_bytes} of data: "
                 "it is damaged"
             )
-        self._num_kept = max(1, min(KEPT_CHUNKS, KEPT_BYTES // self.chunk_bytes))
+        self._num_kept = max(1, min(num_kept, KEPT_BYTES // self.chunk_bytes))
         self.forget()
 
     def forget(self) -> None:

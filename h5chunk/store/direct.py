@@ -22,9 +22,10 @@ from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.fields import Field
 from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, read_bytes, vector_parts
+from h5chunk.store.tiles import TiledField
 
 
-def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | EncodedField:
+def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | EncodedField | TiledField:
     """What reads a field by byte ranges. Holds numbers only; descriptors are the caller's.
 
     Parameters
@@ -44,7 +45,7 @@ def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | Enco
         raise NotDirect("a link leads to it in another file")
     check_bytes(dataset, field.dtype)
     if dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]:
-        raise NotDirect("its chunks hold parts of samples")
+        return TiledField(path, dataset, field)
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
     return (EncodedField if filtered else PlainField)(path, dataset, field)
 

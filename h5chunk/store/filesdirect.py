@@ -18,6 +18,7 @@ from h5chunk.store.fileset import FileSet, with_remedy
 from h5chunk.store.format import open_file
 from h5chunk.store.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.reader import H5Reader
+from h5chunk.store.tiles import TiledField
 
 MIN_KEPT_CHUNKS = 2  # compressed chunks that each file keeps for the next window, where many files share the room
 
@@ -91,11 +92,11 @@ class FilesField:
     ----------
     reader : FileSet
     name : str
-    fields : list of PlainField, EncodedField or None
+    fields : list of PlainField, EncodedField, TiledField or None
         Of each file; None for one without samples.
     """
 
-    def __init__(self, reader: FileSet, name: str, fields: list[PlainField | EncodedField | None]) -> None:
+    def __init__(self, reader: FileSet, name: str, fields: list[PlainField | EncodedField | TiledField | None]) -> None:
         self.name = name
         self._reader, self._fields = reader, fields
         self._there = [(number, field) for number, field in enumerate(fields) if field is not None]
@@ -103,7 +104,7 @@ class FilesField:
         self.row_bytes = each[0].row_bytes
         self.num_bytes = sum(field.num_bytes for field in each)
         self.is_one_run = all(field.is_one_run for field in each)
-        self._encoded = [field._chunks for field in each if isinstance(field, EncodedField)]
+        self._encoded = [field._chunks for field in each if isinstance(field, EncodedField | TiledField)]
         for chunks in self._encoded:
             share = -(-chunks._num_kept // len(self._encoded))
             chunks._num_kept = min(chunks._num_kept, max(MIN_KEPT_CHUNKS, share))
@@ -121,7 +122,7 @@ class FilesField:
                 parts = field.parts(its_rows, places[some], out)
             for part in parts:
                 together.add(part, number)
-                num_bytes += PART_BYTES if isinstance(field, EncodedField) else len(some) * self.row_bytes
+                num_bytes += PART_BYTES if isinstance(field, EncodedField | TiledField) else len(some) * self.row_bytes
                 if num_bytes >= PART_BYTES:
                     yield together
                     together, num_bytes = _FileParts(), 0
@@ -187,7 +188,7 @@ class _FileParts:
 
 def files_fields(reader: FileSet) -> tuple[dict[str, FilesField], dict[str, str]]:
     """The fields of a set that can be read by byte ranges, and why the others cannot."""
-    found: dict[str, list[PlainField | EncodedField | None]] = {name: [] for name in reader.fields}
+    found: dict[str, list[PlainField | EncodedField | TiledField | None]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for each in reader.readers:
         with open_file(each.path) as file:
