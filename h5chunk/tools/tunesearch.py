@@ -13,10 +13,12 @@ from h5chunk.tools.tunemeasure import measure
 from h5chunk.tools.tunemodel import Model
 from h5chunk.tools.tunestudy import Study
 
-SEARCH_SHARE, FINAL_SHARE = 0.55, 0.8  # of the budget, when a phase ends
+SEARCH_SHARE, FINAL_SHARE = 0.5, 0.85  # of the budget, when a phase ends
 FIRST_SHARE = 0.3  # of the budget: settings whose first window takes more are not measured
-FINALISTS, ROUNDS, MOST_MEASURED = 3, 3, 16
-HOPELESS, WORTH = 0.4, 0.85  # of the best rate: what is predicted to give less is not measured, in each phase
+LOOK = 0.4  # of a slice, for the first measurement of a setting
+FINALISTS, ROUNDS = 6, 6
+HOPELESS, WORTH = 0.4, 0.3  # of the best rate: what is predicted to give less is not measured, in each phase
+BEHIND = 0.88  # of the best rate: finalists that have not reached this leave the turns
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,32 @@ class Search:
     left_out: set[Setting] = field(default_factory=set)
 
     def run(self) -> None:
-        """Measure one of each kind, then the most promising ones, then the best in turns."""
+        """Look at one of each kind, then at all that may be worth it, the most promising first; then race the best."""
         for setting in self._anchors():
             if self.budget.has(SEARCH_SHARE) or not self.rates:
-                self.measure(setting)
-        self.measure(self.settings[0])
-        while self.budget.has(SEARCH_SHARE) and len(self.rates) < MOST_MEASURED:
+                self.measure(setting, LOOK)
+        self.measure(self.settings[0], LOOK)
+        while self.budget.has(SEARCH_SHARE):
             promising = self._most_promising()
             if promising is None:
                 break
-            self.measure(promising)
+            self.measure(promising, LOOK)
+        self._race()
+
+    def _race(self) -> None:
+        """The best in turns; who falls behind leaves, but for those that the table needs."""
+        runners = self.finalists()
         for _ in range(ROUNDS):
-            for setting in self.finalists():
+            for setting in runners:
                 if self.budget.has(FINAL_SHARE):
                     self.measure(setting)
+            peaks = {each: max(self.rates[each]) for each in runners if each in self.rates}
+            best = max((peak for each, peak in peaks.items() if self.allows(each)), default=0.0)
+            needed = self._kept(runners)
+            runners = [each for each in peaks if peaks[each] >= BEHIND * best or each in needed]
 
-    def measure(self, setting: Setting) -> None:
-        """Once, if it fits in memory, and its first window comes in time."""
+    def measure(self, setting: Setting, part: float = 1.0) -> None:
+        """Once, for this part of a slice, if it fits in memory, and its first window comes in time."""
         window_samples = self.model.window_bytes(setting) / self.study.facts.sample_bytes
         first_s = min(window_samples, self.study.sample_count) / self.model.rate(setting)
         if (
@@ -91,7 +102,7 @@ class Search:
         ):
             self.left_out.add(setting)
             return
-        rate = measure(self.study, setting, self.options.device, self.budget, self.budget.slice_s)
+        rate = measure(self.study, setting, self.options.device, self.budget, part * self.budget.slice_s)
         self.model.learn(setting, rate)
         self.rates.setdefault(setting, []).append(rate)
 
@@ -149,11 +160,13 @@ class Search:
         measured = [each for each in self.settings if each in self.rates]
         ranked = sorted(measured, key=lambda each: self.candidate(each).rate, reverse=True)
         good = [each for each in ranked if self.allows(each)] or ranked
-        kept = [each for each in good if not each.repack]
-        near = [each for each in good if self.candidate(each).rate >= WORTH * self.candidate(good[0]).rate]
+        near = [each for each in good if self.candidate(each).rate >= BEHIND * self.candidate(good[0]).rate]
         smallest = [min(near, key=lambda each: each.chunk_samples)] if near else []
-        found = [*good[:FINALISTS], *kept[:1], *smallest, self.settings[0]]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*good[:FINALISTS], *self._kept(good), *smallest]))
+
+    def _kept(self, ranked: Sequence[Setting]) -> list[Setting]:
+        """The first one without a new file, and today's."""
+        return list(dict.fromkeys([*[each for each in ranked if not each.repack][:1], self.settings[0]]))
 
     def repack_pays(self, new: Setting, old: Setting) -> bool:
         """Whether a new file is faster in each round: the time of day alone shall not ask for one."""
