@@ -9,7 +9,7 @@ H5ChunkError
  |    +-- FieldError (KeyError)     a field that it lacks, or that cannot be a field
  |         +-- TrustError           data that lie elsewhere, which is not followed unless trusted
  +-- StateError    (ValueError)     a saved state that belongs to another order of samples
- +-- WorkerError   (RuntimeError)   a process of ours that died
+ +-- WorkerError   (RuntimeError)   a process of ours that died, or a thread that hangs
 
 The command line prints the message of any of these as one line and exits with 1.
 """
@@ -59,7 +59,7 @@ class StateError(H5ChunkError, ValueError):
 
 
 class WorkerError(H5ChunkError, RuntimeError):
-    """A worker process died."""
+    """A worker process died, or a reading thread hangs."""
 
 
 def printable(name: str | bytes | os.PathLike[str]) -> str:

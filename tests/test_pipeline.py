@@ -13,7 +13,7 @@ import pytest
 from foreign import make_file, values
 
 import h5chunk.feed.pipeline
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, WorkerError
 from h5chunk.feed.pipeline import Load, Progress, Readers
 from h5chunk.plan.order import Window
 from h5chunk.store import ranges
@@ -274,7 +274,7 @@ def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
     readers = make_readers(path, 1)
     load = readers.load(window(range(N)), MemorySlot())
     assert begun.wait(WAIT_S)
-    with pytest.raises(FileError, match=r"a\.h5: no data came for 0 s"):
+    with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0.05 s"):
         load.wait(0.05)
     go_on.set()
     load.wait(WAIT_S)
@@ -294,7 +294,7 @@ def test_slow_reading_is_no_error(path):
     load.wait(0.01)
     load = Load(MemorySlot(), window([0]), 4, path, Progress())
     load._ready = type("Never", (), {"wait": lambda *_: False})()
-    with pytest.raises(FileError, match="hangs"):
+    with pytest.raises(WorkerError, match="hangs"):
         load.wait(0.01)
 
 

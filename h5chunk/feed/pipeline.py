@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,11 +19,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, WorkerError, printable
 from h5chunk.plan.order import Window
 from h5chunk.store.csrrows import CsrField, CsrRoom
 from h5chunk.store.direct import EncodedField, PlainField
-from h5chunk.store.filesdirect import FilesField, close_descriptors, open_descriptors
+from h5chunk.store.filesdirect import FilesField, OpenFiles, close_descriptors, open_descriptors
 from h5chunk.store.ranges import Part
 from h5chunk.store.reader import H5Reader
 from h5chunk.store.tiles import TiledField
@@ -31,7 +32,7 @@ WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole,
 WHOLE_BYTES = 64 << 20  # up to this size
 QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
 Direct = PlainField | EncodedField | TiledField | CsrField | FilesField  # what reads a field by byte ranges
-WAIT_S = 120.0  # after which threads that finish nothing are an error
+TIMEOUT_S = 120.0  # after which threads that finish nothing are an error
 
 
 class Slot(Protocol):
@@ -51,6 +52,7 @@ class Progress:
     """Counts the parts that are done, of all windows: a window that waits for others is not stuck."""
 
     count = 0
+    hangs = False  # they were waited for in vain
 
 
 class Load:
@@ -104,14 +106,23 @@ class Load:
         self._ready.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` a part has to be done, of any."""
+        """Return when the slot is filled; raise what went wrong. Every ``timeout_s`` a part has to be done, of any.
+
+        Raises
+        ------
+        WorkerError
+            None was.
+        """
         if os.getpid() != self._process:
             raise FileError(f"{printable(self._path)}: read ahead by threads that a fork leaves behind: start again")
         done = self._progress.count
         while not self._ready.wait(timeout_s):
             if self._progress.count == done:
-                shown = printable(self._path)
-                raise FileError(f"{shown}: no data came for {timeout_s:.0f} s: a thread or the file system hangs")
+                self._progress.hangs = True
+                raise WorkerError(
+                    f"{printable(self._path)}: no data came for {timeout_s:g} s: a reading thread or the file system "
+                    "hangs: see whether the file can still be read, or raise timeout"
+                )
             done = self._progress.count
         if self.error is not None:
             raise self.error
@@ -129,6 +140,8 @@ class Readers:
     num_threads : int
     mapped : bool
         Copy plain rows out of mapped memory: see `PlainField.map`.
+    timeout_s : float, optional
+        How long to wait for threads that finish nothing; None: for ever.
     """
 
     def __init__(
@@ -138,8 +151,10 @@ class Readers:
         num_threads: int,
         *,
         mapped: bool = False,
+        timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._direct = reader, direct
+        self.timeout_s = timeout_s
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
         self._progress = Progress()
@@ -166,8 +181,10 @@ class Readers:
             raise
 
     def check_unchanged(self) -> None:
-        """Raise FileError unless the open file is what it was when the reader was made."""
+        """Raise FileError unless the file is what it was when the reader was made: the open one, and under its name."""
         self._reader.check_unchanged(self.descriptor)
+        if not isinstance(self.descriptor, OpenFiles):  # of a set each is looked at as it is read
+            self._reader.check_unchanged()
 
     def load(self, window: Window, slot: Slot) -> Load:
         """Start reading a window into a slot."""
@@ -201,7 +218,10 @@ class Readers:
             self._reader.read(name, samples, values)
 
     def close(self) -> None:
-        """Stop and join the threads, and close the file. Parts that no thread has begun are dropped."""
+        """Stop and join the threads, and close the file. Parts that no thread has begun are dropped.
+
+        A thread that hangs in a read is not waited for: it keeps the file open until it comes back.
+        """
         if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
             close_descriptors(self.descriptor)
             return
@@ -209,11 +229,21 @@ class Readers:
             threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
             return
         self._drop_tasks()
-        for _ in self._threads:
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._tasks.put(None)
-        for thread in self._threads:
+        wait_s = 0.0 if self._progress.hangs else self.timeout_s
+        end = None if wait_s is None else time.monotonic() + wait_s
+        for thread in threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            threading.Thread(target=self._end, args=(threads,), name="h5chunk-closer", daemon=True).start()
+        else:
+            self._end(threads)
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        for thread in threads:
             thread.join()
-        self._threads = []
         close_descriptors(self.descriptor)
         self._reader.close()
         self._forget()

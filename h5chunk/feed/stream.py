@@ -9,7 +9,7 @@ from itertools import count, islice
 from typing import Any
 
 from h5chunk.feed.batchmaker import Maker, Tensors
-from h5chunk.feed.pipeline import WAIT_S, Load, Readers
+from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, echo_pass, num_echoed
 from h5chunk.plan.order import Order, Window
 
@@ -129,7 +129,7 @@ class WindowStream:
 
     def _wait(self, load: Load) -> None:
         waits = time.perf_counter()
-        load.wait(WAIT_S)
+        load.wait(self._readers.timeout_s)
         self._report.waited_s += time.perf_counter() - waits
 
     def _give(self, batch: Tensors, done: _Open | None, *, fresh: bool = False) -> Iterator[Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import h5py
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.checksums import NO_SUMS, ChunkChecks, Sums
+from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.csrrows import CsrRoom
 from h5chunk.store.matrixfield import MatrixField
 
@@ -24,13 +27,28 @@ class CsrHandle:
     indptr : (num_rows + 1,) int64
     cache : CacheSettings, optional
         Of ``indices`` and of ``data``, each.
+    sums : mapping of str to Checksums
+        What is to be checked.
     """
 
-    def __init__(self, file: h5py.File, field: MatrixField, indptr: np.ndarray, cache: CacheSettings | None) -> None:
+    def __init__(
+        self,
+        file: h5py.File,
+        field: MatrixField,
+        indptr: np.ndarray,
+        cache: CacheSettings | None,
+        sums: Sums = NO_SUMS,
+    ) -> None:
         self._file, self._indptr = file, indptr
         self._gap = max(1, GAP_BYTES // max(1, field.entry_bytes))
         self._indices = _open(file, f"{field.dataset}/indices", cache)
         self._values = None if field.value_dtype is None else _open(file, f"{field.dataset}/data", cache)
+        parts = {f"{field.name}/indices": self._indices, f"{field.name}/data": self._values}
+        self._checks = [
+            ChunkChecks(Path(file.filename), name, dataset, list_chunks(dataset), sums[name], indptr)
+            for name, dataset in parts.items()
+            if name in sums and dataset is not None and len(dataset)
+        ]
 
     def cache(self) -> CacheSettings:
         """What HDF5 says of the cache of ``indices``."""
@@ -47,6 +65,8 @@ class CsrHandle:
         order = np.argsort(rows, kind="stable")
         firsts, ends = self._indptr[rows[order]], self._indptr[rows[order] + 1]
         counts, places = ends - firsts, out.starts[:-1][order]
+        for checks in self._checks:
+            checks.check_entries(self._file.id.get_vfd_handle(), firsts[counts > 0], counts[counts > 0])
         borders = np.flatnonzero(firsts[1:] - ends[:-1] > self._gap) + 1
         for start, stop in pairwise([0, *borders.tolist(), len(rows)]):
             low, high = int(firsts[start]), int(ends[start:stop].max(initial=0))

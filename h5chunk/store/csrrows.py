@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.store.checksums import NO_SUMS, ChunkChecks, Sums, checks_of
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.direct import check_bytes
@@ -52,6 +53,8 @@ class CsrField:
         Used now and not kept.
     field : MatrixField
     indptr : (num_rows + 1,) int64
+    sums : mapping of str to Checksums
+        What is to be checked.
 
     Raises
     ------
@@ -66,13 +69,17 @@ class CsrField:
 
     is_one_run = False
 
-    def __init__(self, path: Path, file: h5py.File, field: MatrixField, indptr: np.ndarray) -> None:
+    def __init__(
+        self, path: Path, file: h5py.File, field: MatrixField, indptr: np.ndarray, sums: Sums = NO_SUMS
+    ) -> None:
         group, here = file[field.dataset], h5py.h5o.get_info(file.id).fileno
         if any(h5py.h5o.get_info(group[part].id).fileno != here for part in ("indices", "data")):
             raise NotDirect("a link leads to it in another file")
         self.name, self.indptr = field.name, indptr
-        self._indices = _entries(path, f"{field.name}/indices", group["indices"])
-        self._values = None if field.value_dtype is None else _entries(path, f"{field.name}/data", group["data"])
+        self._indices = _entries(path, f"{field.name}/indices", group["indices"], sums, indptr)
+        self._values = None
+        if field.value_dtype is not None:
+            self._values = _entries(path, f"{field.name}/data", group["data"], sums, indptr)
         each = [self._indices] if self._values is None else [self._indices, self._values]
         self.is_plain = all(isinstance(entries, _PlainEntries) for entries in each)
         self.num_bytes = field.num_entries * field.entry_bytes
@@ -113,22 +120,26 @@ class CsrField:
                 entries.forget()
 
 
-def _entries(path: Path, name: str, dataset: h5py.Dataset) -> _PlainEntries | _EncodedEntries:
+def _entries(
+    path: Path, name: str, dataset: h5py.Dataset, sums: Sums, indptr: np.ndarray
+) -> _PlainEntries | _EncodedEntries:
     if not len(dataset):
-        return _PlainEntries(path, name, 0, dataset.dtype.itemsize)
+        return _PlainEntries(path, name, 0, dataset.dtype.itemsize, None)
     check_bytes(dataset, dataset.dtype.newbyteorder("="))
     if not dataset.id.get_create_plist().get_nfilters():
         table = list_chunks(dataset)
         if table.is_one_run:
-            return _PlainEntries(path, name, int(table.offsets[0]), dataset.dtype.itemsize)
-    return _EncodedEntries(path, name, dataset)
+            checks = checks_of(path, name, dataset, table, sums, indptr)
+            return _PlainEntries(path, name, int(table.offsets[0]), dataset.dtype.itemsize, checks)
+    return _EncodedEntries(path, name, dataset, sums, indptr)
 
 
 class _PlainEntries:
     """Entries that lie one behind the other in the file."""
 
-    def __init__(self, path: Path, name: str, offset: int, item_bytes: int) -> None:
+    def __init__(self, path: Path, name: str, offset: int, item_bytes: int, checks: ChunkChecks | None) -> None:
         self._path, self._name, self._offset, self._item_bytes = path, name, offset, item_bytes
+        self._checks = checks
 
     def parts(self, firsts: np.ndarray, counts: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
         """Entries ``firsts[i]`` and the ``counts[i] - 1`` behind it to ``out[places[i]:]``."""
@@ -140,7 +151,9 @@ class _PlainEntries:
         groups = ends // RUN_BYTES + np.arange(len(firsts)) // MAX_VECTORS
         apart = (firsts[1:] != firsts[:-1] + counts[:-1]) | (groups[1:] != groups[:-1])
         borders = np.concatenate(([0], np.flatnonzero(apart) + 1, [len(firsts)]))
-        return vector_parts(borders, vectors, self._offset + firsts[borders[:-1]] * size, out, self._where)
+        checks = iter(()) if self._checks is None else self._checks.entry_parts(firsts, counts)
+        starts = self._offset + firsts[borders[:-1]] * size
+        return chain(checks, vector_parts(borders, vectors, starts, out, self._where))
 
     def _where(self, offset: int) -> str:
         return f"{printable(self._path)}: {self._name!r}, entry {(offset - self._offset) // self._item_bytes}"
@@ -155,8 +168,8 @@ class _PlainEntries:
 class _EncodedEntries:
     """Entries in compressed chunks, or in chunks that lie anywhere."""
 
-    def __init__(self, path: Path, name: str, dataset: h5py.Dataset) -> None:
-        self._chunks = DecodedChunks(path, name, dataset)
+    def __init__(self, path: Path, name: str, dataset: h5py.Dataset, sums: Sums, indptr: np.ndarray) -> None:
+        self._chunks = DecodedChunks(path, name, dataset, sums, indptr)
         self._per_chunk = dataset.chunks[0]
         self._dtype = dataset.dtype
         self.scratch_bytes, self.forget = self._chunks.scratch_bytes, self._chunks.forget

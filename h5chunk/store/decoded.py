@@ -12,6 +12,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.layout import human_bytes
+from h5chunk.store.checksums import NO_SUMS, Sums, checks_of
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.codecs import ChunkDecoder, DecodeError, NoDecoder
 from h5chunk.store.ranges import read_bytes
@@ -34,6 +35,10 @@ class DecodedChunks:
         Of the field, for messages.
     dataset : h5py.Dataset
         Used now and not kept.
+    sums : mapping of str to Checksums
+        What is to be checked.
+    indptr : (num_rows + 1,) int64, optional
+        Of entries of a matrix, for messages.
     num_kept : int
         The most chunks that are kept, as a window took only a part of them.
 
@@ -45,8 +50,17 @@ class DecodedChunks:
         The index of its chunks makes no sense.
     """
 
-    def __init__(self, path: Path, name: str, dataset: h5py.Dataset, num_kept: int = KEPT_CHUNKS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        dataset: h5py.Dataset,
+        sums: Sums = NO_SUMS,
+        indptr: np.ndarray | None = None,
+        num_kept: int = KEPT_CHUNKS,
+    ) -> None:
         self._table = list_chunks(dataset)
+        self._checks = checks_of(path, name, dataset, self._table, sums, indptr)
         item_bytes = dataset.dtype.itemsize
         self.chunk_bytes = math.prod(self._table.chunk_shape) * item_bytes
         if self.chunk_bytes > MAX_DECODED_BYTES:
@@ -101,6 +115,8 @@ class DecodedChunks:
     def _decode(self, descriptor: int, chunk: int, values: np.ndarray) -> None:
         stored = self._scratch("stored", int(self._table.sizes[chunk]))
         read_bytes(descriptor, int(self._table.offsets[chunk]), stored.data, lambda _: self._where(chunk))
+        if self._checks is not None:
+            self._checks.check_stored(chunk, stored)
         try:
             self._decoder.decode(stored, int(self._table.filter_masks[chunk]), values)
         except DecodeError as error:

@@ -11,13 +11,14 @@ import math
 import mmap
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.store.checksums import NO_SUMS, Sums, checks_of
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.fields import Field
@@ -25,7 +26,9 @@ from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, read_
 from h5chunk.store.tiles import TiledField
 
 
-def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | EncodedField | TiledField:
+def direct_field(
+    path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS
+) -> PlainField | EncodedField | TiledField:
     """What reads a field by byte ranges. Holds numbers only; descriptors are the caller's.
 
     Parameters
@@ -34,6 +37,8 @@ def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | Enco
     file : h5py.File
         Open for reading; used now and not kept.
     field : Field
+    sums : mapping of str to Checksums
+        What is to be checked.
 
     Raises
     ------
@@ -45,9 +50,9 @@ def direct_field(path: Path, file: h5py.File, field: Field) -> PlainField | Enco
         raise NotDirect("a link leads to it in another file")
     check_bytes(dataset, field.dtype)
     if dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]:
-        return TiledField(path, dataset, field)
+        return TiledField(path, dataset, field, sums)
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
-    return (EncodedField if filtered else PlainField)(path, dataset, field)
+    return (EncodedField if filtered else PlainField)(path, dataset, field, sums)
 
 
 class PlainField:
@@ -61,7 +66,7 @@ class PlainField:
         Whether all rows lie one behind the other.
     """
 
-    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field) -> None:
+    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums = NO_SUMS) -> None:
         table = list_chunks(dataset)
         if (table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
@@ -75,6 +80,7 @@ class PlainField:
         self._rows_per_chunk = table.chunk_shape[0]
         self._rows_per_run = max(1, min(self._rows_per_chunk, RUN_BYTES // self.row_bytes, MAX_VECTORS))
         self._offsets = table.offsets
+        self._checks = checks_of(path, field.name, dataset, table, sums)
         self._mapped: np.ndarray | None = None
 
     def map(self, descriptor: int) -> None:
@@ -101,16 +107,22 @@ class PlainField:
         Raises
         ------
         FileError
-            From a part: the file ends before its rows do, or cannot be read.
+            From a part: the file ends before its rows do, or cannot be read; a chunk is not as it was written.
         """
+        checks = self.check_parts(rows)
         if self._mapped is not None:
-            return _mapped_parts(self._mapped, rows, places, out)
+            return chain(checks, _mapped_parts(self._mapped, rows, places, out))
         borders = self._borders(rows)
         chunks, offsets = np.divmod(rows[borders[:-1]], self._rows_per_chunk)
         vectors = np.empty((len(rows), 2), np.uintp)
         vectors[:, 0] = out.ctypes.data + places * self.row_bytes
         vectors[:, 1] = self.row_bytes
-        return vector_parts(borders, vectors, self._offsets[chunks] + offsets * self.row_bytes, out, self._where)
+        starts = self._offsets[chunks] + offsets * self.row_bytes
+        return chain(checks, vector_parts(borders, vectors, starts, out, self._where))
+
+    def check_parts(self, rows: np.ndarray) -> Iterator[Part]:
+        """What checks the chunks of these rows, which come as for `parts`, where they are to be checked."""
+        return iter(()) if self._checks is None else self._checks.parts(rows)
 
     def scratch_bytes(self, num_threads: int) -> int:
         """Memory beside ``out`` that so many threads take."""
@@ -130,6 +142,8 @@ class PlainField:
         size = len(flat) if self.is_one_run else self._rows_per_chunk * self.row_bytes
         for number, start in enumerate(range(0, len(flat), size)):
             read_bytes(descriptor, int(self._offsets[number]), flat[start : start + size], self._where)
+        if self._checks is not None:
+            self._checks.check_all(descriptor)
         return values
 
     def forget(self) -> None:
@@ -147,8 +161,8 @@ class EncodedField:
 
     is_one_run = False
 
-    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field) -> None:
-        self._chunks = DecodedChunks(path, field.name, dataset)
+    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums = NO_SUMS) -> None:
+        self._chunks = DecodedChunks(path, field.name, dataset, sums)
         self.name = field.name
         self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
         self._rows_per_chunk = dataset.chunks[0]

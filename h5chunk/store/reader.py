@@ -18,6 +18,8 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
+from h5chunk.store.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
+from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.claims import check_chunks
 from h5chunk.store.csrhdf5 import CsrHandle
 from h5chunk.store.csrrows import CsrRoom
@@ -54,6 +56,9 @@ class H5Reader:
     trusted : bool, path or sequence of paths
         Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
         the file; or in these folders. See `h5chunk.store.guard`.
+    checksums : {"off", "first", "always"}
+        Whether chunks are checked against the checksums of a file of ours: each when this process first reads of it,
+        or whenever it does. See `h5chunk.store.checksums`.
 
     Attributes
     ----------
@@ -73,13 +78,20 @@ class H5Reader:
         A dataset is missing or cannot be a field.
     TrustError
         It leads to other files, or needs a filter that is not known.
+    OptionError
+        Checksums shall be checked, but there are none.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], fields: Mapping[str, str] | None = None, *, trusted: Trusted = False
+        self,
+        path: str | os.PathLike[str],
+        fields: Mapping[str, str] | None = None,
+        *,
+        trusted: Trusted = False,
+        checksums: str = OFF,
     ) -> None:
         self.path = Path(path)
-        self.trusted = trusted
+        self.trusted, self.checksums = trusted, checksums
         self._stamp = _stamp(self.path)  # before opening it; compared after opening it: no replacement slips between
         with open_file(self.path) as file:
             self.header: Header | None = read_header(file)
@@ -91,6 +103,7 @@ class H5Reader:
             self.fields = {
                 name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
             }
+            self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
         matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
         if len(matrices) > 1:
             raise FieldError(f"{printable(self.path)}: fields name {len(matrices)} sparse matrices: name one")
@@ -149,8 +162,17 @@ class H5Reader:
             assert self.matrix is not None
             with open_file(self.path) as file:
                 self.check_unchanged()
+                self._check_indptr(file, self.matrix)
                 self._indptr = read_indptr(file[self.matrix.dataset], self.path, self.matrix)
         return self._indptr
+
+    def _check_indptr(self, file: h5py.File, matrix: MatrixField) -> None:
+        name = f"{matrix.name}/indptr"
+        if name in self.sums:
+            dataset = file[f"{matrix.dataset}/indptr"]
+            table, sums = list_chunks(dataset), self.sums[name]
+            checks = ChunkChecks(self.path, name, dataset, table, sums, num_samples=matrix.num_rows)
+            checks.check_all(file.id.get_vfd_handle())
 
     def set_caches(self, main: CacheSettings) -> None:
         """Give the largest field the cache ``main``, and each other field room for the same samples.
@@ -194,12 +216,16 @@ class H5Reader:
         try:
             with _reading:  # a handle keeps what it selects, and memory to read through
                 handle.read(rows, out)  # type: ignore[arg-type]
+        except FileError:
+            self.check_unchanged()
+            raise
         except OSError as error:  # HDF5 names neither file nor field
             self.check_unchanged()
             remedy = ""
             if "plugin" in str(error) or "filter" in str(error):
                 remedy = ': if a filter is missing, pip install "h5chunk[codecs]"'
             raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
+        self.check_unchanged()  # HDF5 gives zeros for what a file that was cut short lacks
 
     def _handles(self) -> dict[str, _Handle | CsrHandle]:
         """The open datasets of this process; those inherited by a fork are left alone."""
@@ -213,12 +239,15 @@ class H5Reader:
     def _handle(self, file: h5py.File, field: Field | MatrixField) -> _Handle | CsrHandle:
         cache = self._caches.get(field.name)
         if isinstance(field, MatrixField):
-            return CsrHandle(file, field, self.indptr, cache)
-        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples)
+            return CsrHandle(file, field, self.indptr, cache, self.sums)
+        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples, self.sums)
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
-        if _stamp(self.path if descriptor is None else descriptor) != self._stamp:
+        found = _stamp(self.path if descriptor is None else descriptor)
+        if not found:
+            raise FileError(f"{printable(self.path)}: no such file any more: removed since it was first opened")
+        if found != self._stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
 
     def close(self) -> None:
@@ -232,13 +261,20 @@ class H5Reader:
 class _Handle:
     """One open dataset with its cache."""
 
-    def __init__(self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int) -> None:
+    def __init__(
+        self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums = NO_SUMS
+    ) -> None:
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
         if cache is not None:
             access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
         self._file = file  # keeps it open
         self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
-        check_chunks(h5py.Dataset(self._id))
+        dataset = h5py.Dataset(self._id)
+        check_chunks(dataset)
+        self._checks: ChunkChecks | None = None
+        if field.name in sums and dataset.size:
+            table = list_chunks(dataset)
+            self._checks = ChunkChecks(Path(file.filename), field.name, dataset, table, sums[field.name])
         self._space = self._id.get_space()
         self._kind = h5py.h5t.py_create(field.dtype, logical=True)
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
@@ -257,6 +293,8 @@ class _Handle:
         """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
         if not len(rows):
             return
+        if self._checks is not None:
+            self._checks.check_rows(self._file.id.get_vfd_handle(), rows)
         places = np.argsort(rows, kind="stable")
         ordered = rows[places]
         chunks = ordered // self._band_samples
