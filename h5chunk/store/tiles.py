@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.store.checksums import NO_SUMS, Sums
 from h5chunk.store.decoded import KEPT_BYTES, DecodedChunks
 from h5chunk.store.fields import Field
 from h5chunk.store.ranges import PART_BYTES, Part
@@ -31,6 +32,8 @@ class TiledField:
     dataset : h5py.Dataset
         Used now and not kept.
     field : Field
+    sums : mapping of str to Checksums
+        What is to be checked.
 
     Attributes
     ----------
@@ -45,7 +48,7 @@ class TiledField:
 
     is_one_run = False
 
-    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field) -> None:
+    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums = NO_SUMS) -> None:
         self.name = field.name
         self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
         self._dtype, self._shape, self._chunk = field.dtype, tuple(dataset.shape), tuple(dataset.chunks)
@@ -56,7 +59,7 @@ class TiledField:
         self._pieces = list(itertools.product(*pieces))  # of a sample, in the order of its chunks
         chunk_bytes = max(1, int(np.prod(self._chunk)) * field.dtype.itemsize)
         kept = min(KEPT_BANDS * len(self._pieces), KEPT_BYTES // chunk_bytes)
-        self._chunks = DecodedChunks(path, field.name, dataset, num_kept=kept)
+        self._chunks = DecodedChunks(path, field.name, dataset, sums, num_kept=kept)
         self.forget, self.scratch_bytes = self._chunks.forget, self._chunks.scratch_bytes
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
