@@ -17,6 +17,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AppendPlan": "h5chunk.tools.append_report",
+    "AppendReport": "h5chunk.tools.append_report",
     "BenchReport": "h5chunk.tools.benchreport",
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
@@ -24,13 +26,16 @@ _HOMES = {
     "ChunkSampler": "h5chunk.feed.sampler",
     "ConvertPlan": "h5chunk.tools.report",
     "ConvertReport": "h5chunk.tools.report",
+    "FolderReport": "h5chunk.tools.verify_folder",
     "H5ChunkError": "h5chunk.errors",
     "Recommendation": "h5chunk.tools.tunereport",
     "VerifyReport": "h5chunk.tools.verify_report",
+    "append": "h5chunk.tools.append",
     "bench": "h5chunk.tools.bench",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert",
     "info": "h5chunk.tools.info",
+    "plan_append": "h5chunk.tools.append",
     "plan_convert": "h5chunk.tools.convert",
     "tune": "h5chunk.tools.tune",
     "verify": "h5chunk.tools.verify",

@@ -320,6 +320,78 @@ def repack(file: str, out: str, quiet: bool, as_json: bool, **options: Any) -> N
 
 @main.command()
 @click.argument("file", type=click.Path())
+@click.argument("source", metavar="SRC", type=click.Path())
+@click.option(
+    "--manifest",
+    type=click.Path(),
+    metavar="FILE.csv",
+    help="Images: table of paths below SRC; its further columns are fields.",
+)
+@click.option(
+    "--fit",
+    type=click.Choice(["error", "stretch", "crop", "pad"]),
+    help="Images: what to do with those of another size. [default: as when FILE was made]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 64) - 1),
+    default=0,
+    show_default=True,
+    help="Of the order that new samples are written in.",
+)
+@click.option("--no-shuffle", is_flag=True, help="Keep the order of SRC.")
+@click.option("--workers", type=click.IntRange(0), help="Images: processes that decode. [default: one per core]")
+@click.option(
+    "--on-error",
+    type=click.Choice(["fail", "skip"]),
+    default="fail",
+    show_default=True,
+    help="Images: skip leaves out those that cannot be used, and lists them in FILE.skipped.csv.",
+)
+@click.option(
+    "--max-pixels", type=click.IntRange(1), default=89_478_485, show_default=True, help="Refuse images of more pixels."
+)
+@click.option("--new-classes", is_flag=True, help="Put classes that FILE does not have behind its own.")
+@click.option(
+    "--format",
+    type=click.Choice(["csv", "npz", "mtx", "libsvm", "h5ad", "10x", "npy"]),
+    help="Sparse: what SRC is. [default: as its name and first bytes say]",
+)
+@click.option(
+    "--layer", metavar="NAME", help="Sparse: matrix of an .h5ad (X, raw, or a layer), or genome of a 10x file."
+)
+@click.option("--columns", type=_Names(), help="Sparse: columns of a delimited file that are row, column and value.")
+@click.option("--drop-columns", is_flag=True, help="Sparse: leave out entries in columns that FILE does not have.")
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=_Bytes(),
+    default=1 << 30,
+    help="Sparse: about the most memory to take, such as 512M. [default: 1GiB]",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--quiet", is_flag=True, help="No progress bar, no report.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
+def append(file: str, source: str, no_shuffle: bool, dry_run: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Add the samples of SRC to FILE, which convert made: images to images, rows to a sparse matrix.
+
+    A longer file takes the place of FILE once it is complete and on disk; until then FILE stays as it is, and there
+    must be room for both. How samples are made is as FILE says of its own.
+    """
+    from h5chunk.tools.append import append as run
+    from h5chunk.tools.append import plan_append
+
+    with _progress(quiet) as progress:
+        call = plan_append if dry_run else run
+        result = call(file, source, shuffle=not no_shuffle, progress=progress, **options)
+    if as_json:
+        click.echo(result.to_json())
+    elif not quiet:
+        click.echo(str(result))
+
+
+@main.command()
+@click.argument("file", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(file: str, as_json: bool) -> None:
     """Say what is in any HDF5 FILE, and whether samples lie well in it for training.
@@ -444,7 +516,8 @@ def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json
 def verify(file: str, as_json: bool, **options: Any) -> None:
     """Check FILE: its structure, and every chunk against its checksum. Exit code 1 if anything is wrong.
 
-    Of a file that h5chunk did not make there are no checksums: its chunks are decoded, and the report says so.
+    FILE may be a folder: then all files in it are checked, and shards that are missing are named. Of a file that
+    h5chunk did not make there are no checksums: its chunks are decoded, and the report says so.
     """
     from h5chunk.tools.verify import verify as run
 
@@ -462,8 +535,8 @@ def _progress(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int
         yield None
         return
     words = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
-    words |= {"repack": "repacking", "tune": "tuning", "verify": "verifying"}
-    units = {"read": "B", "write": " entries", "repack": "B", "verify": "B"}
+    words |= {"repack": "repacking", "tune": "tuning", "verify": "verifying", "copy": "copying"}
+    units = {"read": "B", "write": " entries", "repack": "B", "verify": "B", "copy": "B"}
     bar: tqdm[Any] | None = None
     current = ""
 

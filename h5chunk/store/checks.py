@@ -121,6 +121,11 @@ class CheckedDataset:
         assert self._table is not None
         return int(self._table.offsets[chunk]), int(self._table.sizes[chunk])
 
+    def offsets(self, chunks: np.ndarray) -> np.ndarray:
+        """Where chunks begin in the file: (n,) int64; -1 for what was never written."""
+        assert self._table is not None
+        return self._table.offsets[chunks]
+
     def stored_bytes(self, chunks: np.ndarray) -> int:
         """Of these chunks together."""
         return int(self._table.sizes[chunks].sum()) if self._table is not None and len(chunks) else 0

@@ -134,7 +134,7 @@ def read_source(
     rows, columns = source.shape
     if source.has_ids or rows is None or columns is None:
         return _read_unnumbered(source, coding, folder, budget, seed, stack, told)
-    order, destination = _order(rows, seed)
+    order, destination = order_of(rows, seed)
     entries = _entries(folder, source, rows, columns, coding, budget, stack)
     read = Read(source, coding, entries, order, columns, None, None)
     for block, done in source.blocks(budget.source_bytes):
@@ -170,7 +170,7 @@ def _read_unnumbered(
         spool.append(records)
         told(done)
     rows, columns = _shape(source, axes)
-    read.order, destination = _order(rows, seed)
+    read.order, destination = order_of(rows, seed)
     read.num_columns = columns
     ranks = None
     if isinstance(axes[0], Ids) and isinstance(axes[1], Ids):
@@ -206,7 +206,7 @@ def _shape(source: SparseSource, axes: list[Ids | Numbers]) -> tuple[int, int]:
     return rows or max([axes[0].size, *lengths]), columns or axes[1].size
 
 
-def _order(num_rows: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+def order_of(num_rows: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
     """The source row of each row, and the row of each source row."""
     if seed is None:
         order = np.arange(num_rows, dtype=np.int64)
@@ -234,7 +234,15 @@ def _units(read: Read, block: Block, numbers: list[np.ndarray] | None = None) ->
     return Block(rows, columns, None), units
 
 
-def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, *, why: str = "") -> SourceError:
+class UnfitError(SourceError):
+    """A value that has no code; ``what`` is the message without the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what = what
+
+
+def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, *, why: str = "") -> UnfitError:
     """The error of a value that has no code, with what would help."""
     if not np.isfinite(value):
         reason, remedy = "is not finite", "remove it from the source"
@@ -255,4 +263,4 @@ def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, 
         remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
         if why:
             remedy = f"use --clip to make what is above {MAX_CODE} that, or --binarize MIN"
-    return SourceError(f"{printable(source.path)}: {place}: value {value} {reason}: {remedy}")
+    return UnfitError(f"{printable(source.path)}: {place}: value {value} {reason}", remedy)

@@ -1,0 +1,118 @@
+"""What appending would do, and what it did: for people (``str``) and for scripts (``to_json``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from h5chunk.plan.layout import human_bytes
+
+WORDS = {"images": "images", "csr": "rows", "dense": "rows"}
+
+
+@dataclass(frozen=True)
+class AppendPlan:
+    """What appending would do.
+
+    Attributes
+    ----------
+    path : str
+    kind : {"images", "csr", "dense"}
+    num_old : int
+        Samples in the file.
+    num_new : int or None
+        Samples of the source; None where only reading all of it tells.
+    num_bytes : int
+        Of the new file, which takes the place of the old one when it is complete; about, for a matrix.
+    free_bytes : int
+        On its disk.
+    estimated_s : float
+        Of reading the source.
+    new_classes : list of str
+        Those that the file does not have yet.
+    notes : list of str
+    """
+
+    path: str
+    kind: str
+    num_old: int
+    num_new: int | None
+    num_bytes: int
+    free_bytes: int
+    estimated_s: float
+    new_classes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The plan as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        new = "as many as the source has" if self.num_new is None else f"{self.num_new:,}"
+        lines = [
+            f"samples    {self.num_old:,} {WORDS[self.kind]} in {self.path}, and {new} behind them",
+            f"disk       {human_bytes(self.num_bytes)} needed beside the old file, {human_bytes(self.free_bytes)} free",
+            f"time       about {self.estimated_s:.0f} s for the new ones",
+            *(f"new class  {name}" for name in self.new_classes),
+            *(f"note       {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class AppendReport:
+    """What appending did.
+
+    Attributes
+    ----------
+    path : str
+    kind : {"images", "csr", "dense"}
+    num_added, num_samples : int
+        New ones, and all that are in the file now.
+    num_bytes : int
+        Of the whole file.
+    seconds : float
+        From the first look at the file until the new one was on disk under its name.
+    counts : dict of str to int
+        Images by the mode they came in, and what was applied to them; or what was done to entries, rows and columns.
+    new_classes, class_names : list of str
+    skipped : list of (name, reason)
+    skipped_list : str or None
+        The file that holds that list, with those of before.
+    ignored : list of str
+        What lies in the source and is not packed.
+    notes : list of str
+    """
+
+    path: str
+    kind: str
+    num_added: int
+    num_samples: int
+    num_bytes: int
+    seconds: float
+    counts: dict[str, int]
+    new_classes: list[str] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped_list: str | None = None
+    ignored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        word = WORDS[self.kind]
+        lines = [
+            f"{self.path}: {self.num_added:,} {word} added, {self.num_samples:,} now, {human_bytes(self.num_bytes)}, "
+            f"{self.num_added / self.seconds:,.0f} {word}/s",
+            ", ".join(f"{count:,} {what}" for what, count in self.counts.items()),
+            *(f"new class {name}" for name in self.new_classes),
+            *(f"ignored {what}" for what in self.ignored),
+        ]
+        if self.skipped:
+            name, reason = self.skipped[0]
+            lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(line for line in lines if line)

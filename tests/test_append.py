@@ -1,0 +1,548 @@
+"""Samples behind those of a file: all there, the old file untouched until then, every way to fail."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import inspect
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import h5py
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from conftest import pixels
+from PIL import Image
+from test_convert import check_file, linux
+from test_verify import flip, places
+
+import h5chunk
+import h5chunk.store.copying
+import h5chunk.store.newfile as newfile_module
+from h5chunk.cli import main
+from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
+from h5chunk.sources.images import ImageSource
+from h5chunk.tools.append import append, plan_append
+
+Make = Callable[..., Path]
+
+
+def make_source(root: Path, numbers: range, classes: int = 3, **size: int) -> Path:
+    """A folder of images; image i has the pixels ``pixels(i)``, class ``i % classes``."""
+    for i in numbers:
+        path = root / f"class{i % classes}" / f"{i:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(i, **size)).save(path)
+    return root
+
+
+def expected(numbers: range, classes: int = 3, names: list[str] | None = None) -> tuple[dict[str, Any], dict[str, int]]:
+    """Pixels and labels by name."""
+    names_of = {i: f"class{i % classes}/{i:04d}.png" for i in numbers}
+    number = {name: label for label, name in enumerate(names or [f"class{c}" for c in range(classes)])}
+    return {n: pixels(i) for i, n in names_of.items()}, {n: number[n.split("/")[0]] for n in names_of.values()}
+
+
+def make_file(tmp_path: Path, count: int, chunk_samples: int | None = 4, **options: Any) -> Path:
+    source = make_source(tmp_path / "old", range(count))
+    h5chunk.convert(source, tmp_path / "x.h5", chunk_samples=chunk_samples, workers=0, **options)
+    return tmp_path / "x.h5"
+
+
+def check_left(path: Path, old: bytes) -> None:
+    assert path.read_bytes() == old
+    assert [each.name for each in path.parent.iterdir() if "h5chunk-" in each.name] == []
+
+
+# ---- what is in the file
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "chunk_samples"), [(20, 20, 4), (22, 27, 4), (3, 40, None), (23, 1, 5), (40, 100, 64), (1, 1, 1)]
+)
+def test_old_and_new_samples_are_all_there(tmp_path: Path, count: int, more: int, chunk_samples: int | None) -> None:
+    path = make_file(tmp_path, count, chunk_samples)
+    with h5py.File(path) as file:
+        before = {name: file[name][()] for name in ("images", "labels", "h5chunk/source_index")}
+        size = file["images"].chunks[0]
+    new = range(count, count + more)
+    report = append(path, make_source(tmp_path / "new", new), workers=2, new_classes=True)
+    check_file(path, *expected(range(count + more)))
+    with h5py.File(path) as file:
+        for name, values in before.items():
+            np.testing.assert_array_equal(file[name][:count], values)
+        assert file["images"].chunks[0] == size
+        added = file["h5chunk/source_index"][count:]
+        assert sorted(added) == list(range(count, count + more))
+        header = dict(file["h5chunk"].attrs)
+    options = json.loads(header["options"])
+    record = {"samples": more, "first_index": count, "seed": 0, "shuffle": True, "fit": "error"}
+    assert options["appended"] == [record] and options["seed"] == 0
+    assert header["num_samples"] == count + more and header["shuffled"] == 0
+    assert (report.num_added, report.num_samples, report.num_bytes) == (more, count + more, path.stat().st_size)
+    assert report.counts == {"RGB": more} and not report.skipped
+    assert h5chunk.verify(path).ok
+
+
+def test_new_samples_are_permuted_among_themselves(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 20), make_source(tmp_path / "new", range(20, 60))
+    kept, orders = path.read_bytes(), {}
+    for name, options in {"0": {}, "1": {"seed": 1}, "plain": {"shuffle": False}}.items():
+        path.write_bytes(kept)
+        append(path, source, workers=0, **options)
+        with h5py.File(path) as file:
+            orders[name] = file["h5chunk/source_index"][20:].tolist()
+            record = json.loads(file["h5chunk"].attrs["options"])["appended"][0]
+        assert (record["seed"], record["shuffle"]) == (options.get("seed", 0), options.get("shuffle", True))
+    assert orders["plain"] == list(range(20, 60)) and len(set(map(tuple, orders.values()))) == 3
+
+
+def test_bytes_do_not_depend_on_workers(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 322))
+    kept, found = path.read_bytes(), []
+    for workers in (0, 1, 3):
+        path.write_bytes(kept)
+        append(path, source, workers=workers)
+        found.append(path.read_bytes())
+    assert found[0] == found[1] == found[2]
+
+
+def test_again_and_again(tmp_path: Path) -> None:
+    """Nine times, in chunks of four: every length of the last one comes."""
+    path, done = make_file(tmp_path, 5), 5
+    for number in range(9):
+        more = number % 4 + 1
+        append(path, make_source(tmp_path / f"new{number}", range(done, done + more)), workers=0, new_classes=True)
+        done += more
+        check_file(path, *expected(range(done)))
+    with h5py.File(path) as file:
+        records = json.loads(file["h5chunk"].attrs["options"])["appended"]
+        assert sorted(file["h5chunk/source_index"][()]) == list(range(done))
+    assert [each["first_index"] for each in records] == np.cumsum([5, *(n % 4 + 1 for n in range(8))]).tolist()
+
+
+@pytest.mark.parametrize(("layout", "color"), [("nhwc", "rgb"), ("nchw", "gray"), ("nhwc", "keep")])
+def test_images_are_decoded_as_those_of_the_file(tmp_path: Path, layout: str, color: str) -> None:
+    path = make_file(tmp_path, 6, layout=layout, color=color)
+    append(path, make_source(tmp_path / "new", range(6, 15)), workers=0)
+    samples, labels = expected(range(15))
+    if color == "gray":
+        samples = {name: np.asarray(Image.fromarray(each).convert("L"))[..., None] for name, each in samples.items()}
+    check_file(path, samples, labels, layout)
+
+
+def test_size_and_fit_are_those_of_the_file(tmp_path: Path) -> None:
+    path = make_file(tmp_path, 6, size=(6, 8), fit="stretch")
+    append(path, make_source(tmp_path / "new", range(6, 9), height=30, width=20), workers=0)
+    with h5py.File(path) as file:
+        index = file["h5chunk/source_index"][6:].tolist()
+        image = Image.fromarray(pixels(7, 30, 20)).resize((8, 6), Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(file["images"][6 + index.index(7)], np.asarray(image).transpose(2, 0, 1))
+
+
+def test_other_sizes_need_a_fit(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 6), make_source(tmp_path / "new", range(6, 12), height=30, width=20)
+    old = path.read_bytes()
+    with pytest.raises(SampleError, match="is 30 x 20 but 10 x 12 was asked for: use fit stretch, crop or pad"):
+        append(path, source, workers=0)
+    check_left(path, old)
+    assert append(path, source, fit="crop", workers=0).counts["resized"] == 6
+    with h5py.File(path) as file:
+        assert file["images"].shape == (12, 3, 10, 12)
+        assert json.loads(file["h5chunk"].attrs["options"])["appended"][0]["fit"] == "crop"
+
+
+def test_an_archive_and_a_manifest(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "old", range(30))
+    names = [f"class{i % 3}/{i:04d}.png" for i in range(30)]
+    for name, part, score in (("a.csv", range(12), "{}.5"), ("b.csv", range(12, 30), "{}")):
+        lines = [f"{names[i]},{score.format(i)},{i % 2},w{i}" for i in part]
+        (tmp_path / name).write_text("\n".join(["path,score,flag,word", *lines]))
+    h5chunk.convert(source, tmp_path / "x.h5", manifest=tmp_path / "a.csv", chunk_samples=5, workers=0)
+    archive = shutil.make_archive(str(tmp_path / "old"), "zip", source)
+    append(tmp_path / "x.h5", archive, manifest=tmp_path / "b.csv", workers=0)  # whole numbers fit in float64
+    check_file(tmp_path / "x.h5", expected(range(30))[0], None)
+    with h5py.File(tmp_path / "x.h5") as file:
+        ends = file["h5chunk/source_name_ends"][()]
+        blob = file["h5chunk/source_names"][()].tobytes()
+        found = [int(blob[end - 8 : end - 4]) for end in ends]
+        assert file["score"][()].tolist() == [i + 0.5 if i < 12 else i for i in found]
+        assert file["flag"].dtype == np.uint8 and file["flag"][()].tolist() == [i % 2 for i in found]
+        assert [word.decode() for word in file["word"]] == [f"w{i}" for i in found]
+
+
+def test_what_users_and_tuners_put_into_the_header_stays(tmp_path: Path) -> None:
+    from h5chunk.plan.cache import CacheSettings
+    from h5chunk.store.retune import rewrite_header
+
+    path = make_file(tmp_path, 20)
+    assert rewrite_header(path, 2, CacheSettings(7, 12345, 0.5))
+    with h5py.File(path, "r+", libver=("v110", "v110")) as file:
+        file.attrs["about"] = np.bytes_(b"cats")
+        file["images"].attrs["mean"] = np.array([1.5, 2.5, 3.5])
+    path.chmod(0o640)
+    append(path, make_source(tmp_path / "new", range(20, 31)), workers=0)
+    with h5py.File(path) as file:
+        assert file.attrs["about"] == b"cats" and file["images"].attrs["mean"].tolist() == [1.5, 2.5, 3.5]
+        header = dict(file["h5chunk"].attrs)
+    assert header["window_chunks"] == 2
+    assert (header["rdcc_nslots"], header["rdcc_nbytes"], header["rdcc_w0"]) == (7, 12345, 0.5)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_was_repacked(tmp_path: Path) -> None:
+    """Its chunks have an index, and lie as they were written."""
+    path = make_file(tmp_path, 22)
+    from h5chunk.tools.repack import repack
+
+    repack(path, tmp_path / "y.h5", shuffle=True, seed=3)
+    append(tmp_path / "y.h5", make_source(tmp_path / "new", range(22, 30)), workers=0)
+    check_file(tmp_path / "y.h5", *expected(range(30)))
+    repack(tmp_path / "y.h5", tmp_path / "z.h5", shuffle=True)
+    assert h5chunk.ChunkDataset(tmp_path / "z.h5").header.shuffled
+    repack(path, tmp_path / "gz.h5", compression="gzip")
+    with pytest.raises(FileError, match=r"are not plain chunks of 22 whole samples.*--compression none"):
+        append(tmp_path / "gz.h5", tmp_path / "new")
+
+
+def test_training_on_it(tmp_path: Path) -> None:
+    path = make_file(tmp_path, 22)
+    append(path, make_source(tmp_path / "new", range(22, 50)), workers=0)
+    for reader in ("direct", "h5py"):
+        with h5chunk.ChunkLoader(path, 8, reader=reader) as loader:
+            images = torch.cat([batch.clone() for batch, _ in loader])
+        sums = sorted(images.long().sum((1, 2, 3)).tolist())
+        assert sums == sorted(int(pixels(i).sum()) for i in range(50))
+
+
+def test_readers_of_the_old_file(tmp_path: Path) -> None:
+    path = make_file(tmp_path, 22)
+    with h5py.File(path) as file:
+        dataset = h5chunk.ChunkDataset(path)
+        dataset[0]
+        append(path, make_source(tmp_path / "new", range(22, 30)), workers=0)
+        assert file["images"].shape[0] == 22 and file["images"][21].any()
+    loader = h5chunk.ChunkLoader(path, 8)
+    assert sum(len(images) for images, _ in loader) == 30
+    dataset._reader.close()
+    with pytest.raises(FileError, match="replaced or changed since it was first opened"):
+        dataset[0]
+
+
+# ---- classes and fields
+
+
+def test_classes_are_found_by_name(tmp_path: Path) -> None:
+    path = make_file(tmp_path, 12)
+    source = make_source(tmp_path / "new", range(12, 24))
+    shutil.rmtree(source / "class0")
+    (source / "class1").rename(source / "aardvark")
+    old = path.read_bytes()
+    with pytest.raises(SourceError, match=r"has class 'aardvark', which .*x\.h5 does not \(1 such of 2\): --new-clas"):
+        append(path, source, workers=0)
+    check_left(path, old)
+    report = append(path, source, new_classes=True, workers=0)
+    assert report.new_classes == ["aardvark"]
+    names = ["class0", "class1", "class2", "aardvark"]
+    samples, labels = expected(range(12))
+    for i in range(12, 24):
+        if i % 3:
+            name = f"aardvark/{i:04d}.png" if i % 3 == 1 else f"class2/{i:04d}.png"
+            samples[name], labels[name] = pixels(i), 3 if i % 3 == 1 else 2
+    check_file(path, samples, labels)
+    assert h5chunk.ChunkDataset(path).classes == tuple(names) and report.class_names == names
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("path,n\n{},1\n", "path,m\n{},1\n", "lacks the field 'n' that"),
+        ("path,n\n{},1\n", "path,n,m\n{},1,2\n", "has the field 'm', which"),
+        ("path,n\n{},1\n", "path,n\n{},300\n", "has the value 300 .sample 0. but in .* it is uint8"),
+        ("path,n\n{},7\n", "path,n\n{},0.5\n", "has the value 0.5 .sample 0. but in .* it is int64"),
+        ("path,n\n{},0.5\n", f"path,n\n{{}},{(1 << 53) + 1}\n", "has the value 9007199254740993"),
+        ("path,n\n{},1\n", "path,n\n{},-1\n", "has the value -1"),
+        ("path,n\n{},ab\n", "path,n\n{},abc\n", "has a string of 3 bytes but .* has room for 2"),
+        ("path,n\n{},ab\n", "path,n\n{},7\n", "is int64 but in .* strings of 2 bytes"),
+        ("path,label\n{},cat\n", "path,label\n{},7\n", "labels have names in .* but are numbers in"),
+        ("path,n\n{},1\n", None, "lacks the field 'n' that"),
+    ],
+)
+def test_fields_that_differ(tmp_path: Path, old: str, new: str | None, message: str) -> None:
+    source = make_source(tmp_path / "old", range(3))
+    (tmp_path / "old.csv").write_text(old.format("class0/0000.png"))
+    h5chunk.convert(source, tmp_path / "x.h5", manifest=tmp_path / "old.csv", workers=0)
+    kept, manifest = (tmp_path / "x.h5").read_bytes(), None
+    if new is not None:
+        manifest = tmp_path / "new.csv"
+        manifest.write_text(new.format("class1/0001.png"))
+    with pytest.raises(SourceError, match=message):
+        append(tmp_path / "x.h5", source, manifest=manifest, workers=0)
+    check_left(tmp_path / "x.h5", kept)
+
+
+# ---- files and options that cannot be
+
+
+def test_files_that_cannot_be_appended_to(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "new", range(3))
+    path = make_file(tmp_path, 8)
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file["images"] = np.zeros((4, 3, 10, 12), "u1")
+    shutil.copy(path, tmp_path / "newer.h5")
+    shutil.copy(path, tmp_path / "more.h5")
+    with h5py.File(tmp_path / "newer.h5", "r+") as file:
+        file["h5chunk"].attrs["format_version"] = 99
+    with h5py.File(tmp_path / "more.h5", "r+") as file:
+        file["embeddings"] = np.zeros((8, 3))
+    (tmp_path / "text.h5").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    for name, message in {
+        "theirs.h5": "not written by h5chunk",
+        "newer.h5": "format version 99",
+        "more.h5": "'embeddings' is not as h5chunk convert writes it, and would be lost",
+        "text.h5": "not an HDF5 file",
+        "folder": "is a folder: append to one of its files",
+        "none.h5": "no such file: h5chunk convert makes it",
+    }.items():
+        for run in (append, plan_append):
+            with pytest.raises(FileError, match=message):
+                run(tmp_path / name, source)
+    assert [each.name for each in tmp_path.iterdir() if "h5chunk-" in each.name] == []
+    for options, message in (
+        ({"layer": "X"}, "layer is 'X' but .* holds images"),
+        ({"seed": -1}, "seed is -1"),
+        ({"fit": "squash"}, "fit is 'squash'"),
+        ({"on_error": "ignore"}, "on_error is 'ignore'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            append(path, source, **options)
+    with pytest.raises(SourceError, match="no such file or folder"):
+        append(path, tmp_path / "none")
+    with pytest.raises(H5ChunkError, match="is the source itself"):
+        append(path, path)
+
+
+def test_damage_is_not_carried_along(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    kept = path.read_bytes()
+    for name, chunk, offset, _ in places(path):
+        flip(path, offset + 3)
+        damaged = path.read_bytes()
+        with pytest.raises(FileError, match=f"chunk {chunk} of '{name}' does not match its checksum: nothing was app"):
+            append(path, source, workers=0)
+        check_left(path, damaged)
+        path.write_bytes(kept)
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+
+    def change(stage: str, done: int, total: int | None) -> None:
+        if stage == "convert" and done:
+            os.utime(path, (1, 1))
+
+    old = path.read_bytes()
+    with pytest.raises(FileError, match="changed while it was read: nothing was appended"):
+        append(path, source, workers=0, progress=change)
+    check_left(path, old)
+
+
+# ---- images that cannot be used
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", [[22], [40], [22, 23, 24, 38, 39, 40], list(range(23, 41)), list(range(22, 40))])
+def test_skipped_images(tmp_path: Path, bad: list[int], workers: int) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 41))
+    for i in bad:
+        (source / f"class{i % 3}" / f"{i:04d}.png").write_bytes(b"broken")
+    old = path.read_bytes()
+    with pytest.raises(SampleError, match="is no image of a known format"):
+        append(path, source, workers=workers, shuffle=False)
+    check_left(path, old)
+    (tmp_path / "x.h5.skipped.csv").write_text("path,reason\nbefore.png,broken\n")
+    report = append(path, source, on_error="skip", workers=workers)
+    samples, labels = expected(range(41))
+    gone = {f"class{i % 3}/{i:04d}.png" for i in bad}
+    check_file(path, {name: each for name, each in samples.items() if name not in gone}, labels)
+    assert {name for name, _ in report.skipped} == gone and report.num_added == 19 - len(bad)
+    rows = list(csv.reader(Path(report.skipped_list).read_text().splitlines()))
+    assert rows[:2] == [["path", "reason"], ["before.png", "broken"]] and {row[0] for row in rows[2:]} == gone
+    with h5py.File(path) as file:
+        assert json.loads(file["h5chunk"].attrs["options"])["appended"][0]["samples"] == 19 - len(bad)
+    assert h5chunk.verify(path).ok
+
+
+def test_all_images_broken(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    for file in source.rglob("*.png"):
+        file.write_bytes(b"broken")
+    old = path.read_bytes()
+    with pytest.raises(SourceError, match="none of the 8 images can be used"):
+        append(path, source, on_error="skip", workers=0)
+    check_left(path, old)
+
+
+# ---- disks, processes, other writers
+
+
+def test_without_copies_by_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    kept = path.read_bytes()
+    append(path, source, workers=0)
+    found, calls = path.read_bytes(), []
+    for number in (errno.EXDEV, errno.ENOSYS, None):
+
+        def no_copy(*args: int, number: int | None = number) -> int:
+            calls.append(number)
+            if number is None:
+                return 0
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(h5chunk.store.copying, "PIECE_BYTES", 1000)
+        monkeypatch.setattr(os, "copy_file_range", no_copy, raising=False)
+        path.write_bytes(kept)
+        append(path, source, workers=0)
+        assert path.read_bytes() == found
+    assert set(calls) == {errno.EXDEV, errno.ENOSYS, None}
+
+
+@pytest.mark.parametrize("where", ["copy_file_range", "pwrite", "posix_fallocate"])
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    old = path.read_bytes()
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, where, full, raising=False)
+    with pytest.raises(OutputError, match="No space left on device"):
+        append(path, source, workers=0)
+    monkeypatch.undo()
+    check_left(path, old)
+
+
+def test_a_limit_of_the_file_size(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 200), make_source(tmp_path / "new", range(200, 300))
+    old = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) + 1000, limits[1]))
+    try:
+        with pytest.raises(OutputError):
+            append(path, source, workers=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    check_left(path, old)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    with (
+        newfile_module.NewFile(path, overwrite=True),
+        pytest.raises(OutputError, match=r"x\.h5: another process is writing it"),
+    ):
+        append(path, source, workers=0)
+    append(path, source, workers=0)
+
+
+SLOW = """
+import sys, time
+import h5chunk.sources.images as images
+read = images.ImageSource.read_into
+def slow(self, index, out):
+    time.sleep(0.01)
+    return read(self, index, out)
+images.ImageSource.read_into = slow
+import h5chunk
+h5chunk.append(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]))
+"""
+
+
+@linux
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_in_the_middle(tmp_path: Path, workers: int) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 322))
+    old, part = path.read_bytes(), tmp_path / ".x.h5.h5chunk-part"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(path), str(source), str(workers)])
+    deadline = time.monotonic() + 60
+    while not (part.exists() and part.stat().st_size > len(old)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    assert path.read_bytes() == old
+    append(path, source, workers=2)
+    check_file(path, *expected(range(322)))
+    assert not part.exists()
+
+
+# ---- the plan
+
+
+def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 40), classes=4)
+    old = path.read_bytes()
+    plan = plan_append(path, source, new_classes=True)
+    assert (plan.num_old, plan.num_new, plan.kind, plan.new_classes) == (22, 18, "images", ["class3"])
+    check_left(path, old)
+    report = append(path, source, new_classes=True, workers=0)
+    assert report.num_bytes <= plan.num_bytes < report.num_bytes + 20_000
+    assert "22 images in" in str(plan) and "18 behind them" in str(plan) and "new class  class3" in str(plan)
+    assert json.loads(plan.to_json())["num_new"] == 18
+    assert json.loads(report.to_json())["num_samples"] == 40
+    assert "18 images added, 40 now" in str(report) and "repack" in str(report)
+    monkeypatch.setattr(ImageSource, "read_into", lambda *args: pytest.fail("decoded"))
+    with pytest.raises(SourceError, match="has class"):
+        plan_append(path, make_source(tmp_path / "other", range(5), classes=5))
+
+
+# ---- the command
+
+
+def test_options_of_the_command_are_those_of_the_function() -> None:
+    names = {parameter.name for parameter in main.commands["append"].params}
+    parameters = inspect.signature(append).parameters
+    expected_names = {*parameters, "file", "no_shuffle", "dry_run", "quiet", "as_json"} - {
+        "path",
+        "progress",
+        "shuffle",
+    }
+    assert names == expected_names
+    for each in main.commands["append"].params:
+        if each.name in parameters and isinstance(each, click.Option):
+            assert each.default == parameters[each.name].default or not parameters[each.name].default, each.name
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    def run(*arguments: object, code: int = 0) -> Result:
+        result = CliRunner().invoke(main, ["append", *map(str, arguments)])
+        assert result.exit_code == code, result.output
+        return result
+
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30), classes=4)
+    (source / "class3" / "0031.png").write_bytes(b"broken")
+    old = path.read_bytes()
+    assert "8 behind them" not in run(path, source, "--dry-run", code=1).stdout
+    assert "9 behind them" in run(path, source, "--dry-run", "--new-classes", "--on-error", "skip").stdout
+    error = run(path, source, code=1).stderr
+    assert error.startswith("error: ") and error.count("\n") == 1 and "--new-classes" in error
+    check_left(path, old)
+    report = json.loads(run(path, source, "--new-classes", "--on-error", "skip", "--workers", 0, "--json").stdout)
+    assert (report["num_added"], report["num_samples"], report["new_classes"]) == (8, 30, ["class3"])
+    assert [name for name, _ in report["skipped"]] == ["class3/0031.png"]
+    assert run(path, source, "--new-classes", "--on-error", "skip", "--quiet", "--no-shuffle").output == ""
+    assert h5chunk.verify(path).ok
