@@ -139,5 +139,5 @@ def test_doctests(path):
 
 
 def test_the_planners_carry_doctests():
-    names = ("order", "layout", "cache", "echo", "slots")
+    names = ("order", "layout", "cache", "chunkcache", "echo", "entries", "selections", "slots")
     assert all(doctest.testmod(importlib.import_module(f"h5chunk.plan.{name}")).attempted for name in names)

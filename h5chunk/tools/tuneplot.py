@@ -39,7 +39,7 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
     check_plot()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
     _draw(axes, found)
     try:
@@ -78,7 +78,7 @@ def _draw(axes: Any, found: Recommendation) -> None:
     axes.set_xlabel("samples/s")
     axes.set_ylabel(f"a batch of {found.batch_size} is worth")
     axes.set_title(f"{printable(Path(found.path).name)}: {found.row(CHOSEN).setting}", fontsize=10)
-    axes.legend(fontsize=8, loc="lower left")
+    axes.figure.legend(fontsize=8, loc="outside lower center", ncols=3)
 
 
 def _rate(each: dict[str, Any]) -> float:
