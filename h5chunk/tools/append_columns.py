@@ -84,15 +84,15 @@ class MappedSource:
             raise self._error(list(self._unknown))
 
     def _error(self, unknown: list[object]) -> SourceError:
-        first = unknown[0]
-        shown = repr(first.decode("utf-8", "backslashreplace")) if isinstance(first, bytes) else str(first)
         return SourceError(
-            f"{printable(self.path)}: has entries in column {shown}, which {self._old.shown} does not have "
+            f"{printable(self.path)}: has entries in column {_text(unknown[0])}, which {self._old.shown} does not have "
             f"({len(unknown)} such): {REMEDY}"
         )
 
     def _note(self, unknown: np.ndarray) -> None:
-        self._unknown.update(dict.fromkeys(unknown.tolist()))
+        names = self._source.column_names
+        named = not self.has_ids and self._ids is not None and names is not None
+        self._unknown.update(dict.fromkeys((names[unknown] if named and names is not None else unknown).tolist()))
 
     # By ids, as they come
 
