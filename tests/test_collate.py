@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch.utils.data import default_collate
 
 import h5chunk
-from h5chunk.feed.collate import Batch, Sample, collate
+from h5chunk.feed.collate import Batch, Sample, collate, no_samples
 from h5chunk.feed.memory import BatchMemory, shared_empty
 
 
@@ -51,6 +53,31 @@ def test_others_are_collated_as_ever():
     assert collate([1, 2]).tolist() == [1, 2]
     left, right = default_collate([(1, 2.0), (3, 4.0)])
     assert (left.tolist(), right.tolist()) == ([1, 3], [2.0, 4.0])
+
+
+class Views(NamedTuple):
+    small: torch.Tensor
+    large: torch.Tensor
+
+
+@pytest.mark.parametrize("function", [collate, default_collate])
+def test_no_samples_are_collated_as_some_are(function):
+    """Whatever a transform gives: a batch of some, cut to none, has these types and shapes."""
+    views = Views(torch.zeros(2, 2), torch.ones(4, dtype=torch.float64))
+    sample = Sample(({"image": torch.zeros(3, 5), "name": "a"}, views, 7, 0.5, ("a", "b"), [torch.ones(2), "c"]))
+    some, none = function([sample, sample]), function(no_samples(sample))
+    assert len(no_samples(sample)) == 0 and list(no_samples(sample)) == []
+    assert none[0]["image"].shape == (0, 3, 5) and none[0]["name"] == []
+    assert isinstance(none[1], Views) and [each.shape for each in none[1]] == [(0, 2, 2), (0, 4)]
+    assert [each.dtype for each in none[1]] == [each.dtype for each in some[1]]
+    assert [(none[i].shape, none[i].dtype) for i in (2, 3)] == [((0,), torch.int64), ((0,), torch.float64)]
+    assert none[4] == [[], []] and none[5][0].shape == (0, 2) and none[5][1] == []
+    assert type(none) is type(some)
+
+
+def test_no_samples_of_what_torch_cannot_collate():
+    """Is for the ``collate_fn`` that takes them."""
+    assert no_samples(Sample((object(), torch.tensor(1)))) == []
 
 
 @pytest.mark.parametrize("shared", [True, False])

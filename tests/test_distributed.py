@@ -114,6 +114,23 @@ def test_a_dataloader_without_samples_in_its_last_batch(path):
     assert batches[-1][0].shape == (0, 3, 5, 6) and batches[-1][1].dtype == torch.int64
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # fewer cores than workers
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_transform_without_samples_in_the_last_batch(path, num_workers):
+    dataset = ChunkDataset(path, transform=as_views)
+    sampler = ChunkSampler(dataset, 3, **ORDER, rank=15, world_size=16)
+    *_, full, last = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
+    assert (full[0]["small"].shape, last[0]["small"].shape) == ((3, 3, 2, 3), (0, 3, 2, 3))
+    assert last[0]["small"].dtype == torch.float32 and last[1].shape == (0,) and last[1].dtype == torch.int64
+    assert type(full) is type(last) and type(dataset[[]]) is tuple and dataset[[]][0]["small"].shape == (0, 3, 2, 3)
+    dataset.close()
+
+
+def as_views(image: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"whole": image, "small": image[:, ::3, ::2] / 255}
+
+
 # Saved and resumed
 
 

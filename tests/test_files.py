@@ -19,7 +19,6 @@ import torch
 from foreign import chunk_table, counted, make_file, read_epochs, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_matrices import random_matrix, write
 from test_pipeline import nothing_is_left
 from torch.utils.data import DataLoader
 
@@ -274,9 +273,9 @@ def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
         (field,) = [field for name, field in loader._supply._direct.items() if name == "images"]
         chunk_bytes = 8 * IMAGES[0].nbytes
         assert field.scratch_bytes(4) == (3 * 4 + 8 * 2) * chunk_bytes
-        assert len({id(chunks._local) for chunks in field._encoded}) == 1
+        assert len({id(chunks._local) for chunks in field._encoded._each}) == 1
         epoch_of(loader)
-        assert len({id(chunks._local) for chunks in field._encoded}) == 1
+        assert len({id(chunks._local) for chunks in field._encoded._each}) == 1
 
 
 # ---- which files
@@ -397,14 +396,6 @@ def test_byte_order_may_differ(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"'x' is read through h5py, in one thread: .*1.h5: its type"):
         loader = ChunkLoader(tmp_path, 7, fields=["x"])
     assert sorted(x for (batch,) in loader for x in batch.tolist()) == sorted([*numbers, *numbers])
-
-
-def test_matrices_are_refused(tmp_path: Path) -> None:
-    for name in "ab":
-        write(tmp_path / f"{name}.h5", random_matrix(20, 30, 3))
-    with pytest.raises(FieldError, match=r"a.h5: 'X' is a sparse matrix, of which several files .* into one file"):
-        ChunkDataset(tmp_path)
-    assert len(ChunkDataset([tmp_path / "a.h5"])) == 20
 
 
 @pytest.fixture

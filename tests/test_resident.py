@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from loader_files import IMAGES, LABELS, N, epoch_of, large, path
 from test_pipeline import descriptors, in_fork, nothing_is_left, reading_threads
 
-import h5chunk.feed.loader
 import h5chunk.feed.resident
+import h5chunk.feed.room
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.loader import LOADING_SLOTS, ChunkLoader
+from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.pipeline import Load, Readers
+from h5chunk.feed.resident import LOADING_SLOTS
 from h5chunk.store.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]
@@ -34,7 +35,7 @@ WAIT_S = 30
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Many pieces of 30 samples."""
-    monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", 30 * 98)
+    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 30 * 98)
 
 
 def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
@@ -80,7 +81,7 @@ def reads(monkeypatch):
 def test_the_order_of_the_file(
     tmp_path, monkeypatch, num_samples, chunk_samples, batch_size, loading_samples, reuse, reader, compression, **order
 ):
-    monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", loading_samples * 98)
+    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", loading_samples * 98)
     options = {"chunks": (chunk_samples, 3, 5, 6), "maxshape": (None, 3, 5, 6), "compression": compression}
     path = make_file(
         tmp_path / "a.h5",
@@ -153,7 +154,7 @@ def test_a_break_and_on(path, reads):
 
 @pytest.mark.parametrize("loading_bytes", [1, 98 * 30, 8 << 20])
 def test_each_sample_is_read_once(path, reads, monkeypatch, loading_bytes):
-    monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", loading_bytes)
+    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", loading_bytes)
     with load_whole(path) as loader:
         assert not reads
         for _ in range(2):
@@ -249,7 +250,7 @@ def test_changing_a_batch_changes_no_other(path):
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
-@pytest.mark.parametrize("options", [{"chunks": (8, 2, 5, 3)}, {"chunks": (4, 3, 5, 6), "scaleoffset": 8}])
+@pytest.mark.parametrize("options", [{"chunks": chunks, "scaleoffset": 8} for chunks in ((8, 2, 5, 3), (4, 3, 5, 6))])
 def test_fields_through_hdf5(tmp_path, options):
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
     with load_whole(path) as loader:
@@ -314,21 +315,21 @@ def test_memory_bytes(path, monkeypatch):
 
 
 def test_little_data_is_loaded_in_little_memory(path, monkeypatch):
-    monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", 8 << 20)
+    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 8 << 20)
     with load_whole(path, memory_bytes=3 * N * 98) as loader:
         assert epoch_of(loader) == in_order(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])
 def test_memory_of_batches_is_used_again(large, monkeypatch, options):
-    monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", 1 << 20)
+    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 1 << 20)
     with load_whole(large, 60, drop_last=True, **options) as loader:
         places = {images.data_ptr() for _ in range(6) for images, _ in loader}
     assert len(places) <= 3
 
 
 def test_batches_that_are_held_are_never_overwritten(large, monkeypatch):
-    monkeypatch.setattr(h5chunk.feed.loader, "LOADING_BYTES", 1 << 20)
+    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 1 << 20)
     seen: dict[int, torch.Tensor] = {}
     with load_whole(large, 60) as loader:
         for images, labels in [batch for _ in range(3) for batch in loader]:

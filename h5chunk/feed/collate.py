@@ -7,9 +7,11 @@ torch as the sequence of samples that torch expects of ``__getitems__``, and tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, overload
 
+import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -25,15 +27,18 @@ class Batch(Sequence[Sample]):
 
     Parameters
     ----------
-    fields : tuple
+    fields : tuple or list
         Of each field: a (batch_size, ...) tensor, or a list of str.
+    num_samples : int, optional
+        Where the length of the first field is not that.
     """
 
-    def __init__(self, fields: tuple[Any, ...]) -> None:
+    def __init__(self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None) -> None:
         self.fields = fields
+        self._num_samples = len(fields[0]) if num_samples is None else num_samples
 
     def __len__(self) -> int:
-        return len(self.fields[0])
+        return self._num_samples
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -48,6 +53,28 @@ class Batch(Sequence[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
+
+
+def no_samples(sample: Sample) -> Sequence[Sample]:
+    """A batch of none, as torch collates it: of the shapes and types that a batch of such samples has.
+
+    An empty list where torch cannot collate them: then it is for the user's ``collate_fn`` to say.
+    """
+    with suppress(TypeError, RuntimeError):
+        return Batch([_emptied(default_collate([value])) for value in sample], 0)
+    return []
+
+
+def _emptied(collated: Any) -> Any:
+    """What torch collated, without the samples: tensors, strings, and whatever holds such."""
+    if isinstance(collated, torch.Tensor):
+        return collated[:0]
+    if isinstance(collated, Mapping):
+        return {name: _emptied(value) for name, value in collated.items()}
+    if any(isinstance(value, (str, bytes)) for value in collated):
+        return []
+    emptied = [_emptied(value) for value in collated]
+    return type(collated)(*emptied) if hasattr(collated, "_fields") else emptied
 
 
 def collate(batch: Sequence[Any]) -> Any:

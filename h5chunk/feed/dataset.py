@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.errors import FieldError, OptionError
-from h5chunk.feed.collate import Batch, Sample
+from h5chunk.feed.collate import Batch, Sample, collate, no_samples
 from h5chunk.feed.matrixrows import Loaded, MatrixRows
 from h5chunk.feed.memory import BatchMemory, SharedMemory
 from h5chunk.feed.orders import recommendation, recommended_window
@@ -27,6 +27,7 @@ from h5chunk.plan.line import ChunkLine, Line, PickLine, Picks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.plan.permute import SPLIT, permutation
 from h5chunk.plan.picks import pick_samples, split_samples
+from h5chunk.store.checksums import OFF
 from h5chunk.store.files import Paths, chunk_starts, open_other, open_reader
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import Header
@@ -55,7 +56,8 @@ class ChunkDataset(Dataset[Any]):
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if there are any.
     transform : callable, optional
-        Applied to the first field of each sample, as torchvision's ``transform`` is to the image.
+        Applied to the first field of each sample, as torchvision's ``transform`` is to the image. Where the last batch
+        of a rank is empty, it tells the shape by a sample that is not used.
     sparse, dtype, binarize, normalize
         Of the rows of a matrix, as for `ChunkLoader`: ``sparse="dense"`` gives rows as tensors, ``"csr"`` a batch as
         one ``torch.sparse_csr`` tensor, which a DataLoader's worker can send too, and a single row as a sparse one.
@@ -66,15 +68,18 @@ class ChunkDataset(Dataset[Any]):
     trusted : bool, path or sequence of paths
         Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
         the file; or in these folders.
+    checksums : {"off", "first", "always"}
+        Whether chunks are checked against the checksums that a file of ours has: each when a process first reads of it,
+        or whenever it does. A chunk is read whole for that, however few of its samples are asked for.
 
     Raises
     ------
     FileError
-        The file is missing, not HDF5 or cut short; when it is read: it was replaced since.
+        The file is missing, not HDF5 or cut short; when it is read: it was replaced since, or a chunk is damaged.
     FieldError
         A dataset is missing, or cannot be a field; fields of several files differ.
     OptionError
-        The cache cannot be, such as ``w0=1.0``.
+        The cache cannot be, such as ``w0=1.0``; checksums shall be checked, but there are none.
     """
 
     def __init__(
@@ -89,8 +94,9 @@ class ChunkDataset(Dataset[Any]):
         normalize: str | None = None,
         cache: CacheSettings | Sequence[float] | None = None,
         trusted: Trusted = False,
+        checksums: str = OFF,
     ) -> None:
-        self._reader = open_reader(path, field_mapping(fields), trusted=trusted)
+        self._reader = open_reader(path, field_mapping(fields), trusted=trusted, checksums=checksums)
         convert = matrix_convert(self._reader, sparse=sparse, dtype=dtype, binarize=binarize, normalize=normalize)
         if convert is None and (dtype is not None or normalize is not None):
             name = "dtype" if dtype is not None else "normalize"
@@ -305,14 +311,16 @@ class ChunkDataset(Dataset[Any]):
             batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
             return self._transformed(batch[0])
         batch = self._read(_numbers(index), shared=get_worker_info() is not None)
-        return batch.fields if self.transform is None else tuple(default_collate(self._each_transformed(batch)))
+        return batch.fields if self.transform is None else tuple(collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """A whole batch, each chunk read once; torch's DataLoader calls this."""
         batch = self._read(_numbers(indices), shared=get_worker_info() is not None)
         return batch if self.transform is None else self._each_transformed(batch)
 
-    def _each_transformed(self, batch: Batch) -> list[Sample]:
+    def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
+        if not len(batch) and len(self):  # a last one that only other ranks have: what would it be?
+            return no_samples(self[0])
         return [self._transformed(sample) for sample in batch]
 
     def _transformed(self, sample: Sample) -> Sample:

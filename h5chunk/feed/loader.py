@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Normalize, Tensors, make_convert
+from h5chunk.feed.asked import check_asked, counts_of, dataset_of, order_of
+from h5chunk.feed.batchmaker import BatchMaker, Normalize, Tensors, make_convert
 from h5chunk.feed.dataset import ChunkDataset, Fields
-from h5chunk.feed.device import find_device, free_bytes
-from h5chunk.feed.memory import KEPT
-from h5chunk.feed.orders import DataIdentity, make_order, make_picks
+from h5chunk.feed.device import find_device
+from h5chunk.feed.orders import DataIdentity
+from h5chunk.feed.pipeline import TIMEOUT_S
 from h5chunk.feed.ranks import check_ranks, find_ranks
-from h5chunk.feed.resident import Resident
-from h5chunk.feed.state import State, load_state, save_state
+from h5chunk.feed.resident import Resident, load_resident
+from h5chunk.feed.room import Room
+from h5chunk.feed.state import Resumable, State, save_state
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
-from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
-from h5chunk.plan.picks import WeightedPicks
-from h5chunk.plan.slots import largest_window, plan_slots
 from h5chunk.store.files import Paths
 from h5chunk.store.fill import available_cores
 from h5chunk.store.guard import Trusted
 
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
-LOADING_BYTES, LOADING_SLOTS = 8 << 20, 4  # in what pieces resident data is read, and how many at a time
-RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
 
 
-class ChunkLoader:
+class ChunkLoader(Resumable):
     """Batches of a file, read ahead by threads: one line is all that a training loop needs.
 
     ::
@@ -89,12 +84,13 @@ class ChunkLoader:
     binarize : float, optional
         Of a matrix: values from here on become 1, others 0 (in a CSR batch they stay among the entries).
     transform : callable, optional
-        Applied to the tuple of tensors of a batch, on the device.
+        Applied to the tuple of tensors of a batch, on the device; of no samples where the last one of a rank is empty.
     echo : float or "auto"
         How often each sample is trained: whenever a window of chunks has been trained, its samples are shuffled again
         and cut into other batches. 1.5 does so for every second batch, ``"auto"`` only while the next window is not
         there yet, and at most three times. For training that reading cannot keep up with; windows are of two batches
-        at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples.
+        at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples. There is no
+        state to save then.
     resident : bool or "auto"
         Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
         if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that
@@ -108,6 +104,11 @@ class ChunkLoader:
         ends the process without a message, where the others raise an error.
     trusted : bool, path or sequence of paths
         As for `ChunkDataset`.
+    checksums : {"off", "first", "always"}, optional
+        As for `ChunkDataset`, before anything goes to the device; what stays in memory is checked when it is read.
+        Default: off, or as the data set has it. ``"first"`` takes processor time in the first epoch alone.
+    timeout : float
+        Seconds after which threads that finish nothing are an error; 0: never.
 
     Attributes
     ----------
@@ -120,6 +121,8 @@ class ChunkLoader:
     ------
     FileError, FieldError
         As for `ChunkDataset`; while iterating: what a reading thread met, with file and chunk.
+    WorkerError
+        While iterating: for ``timeout`` no thread finished anything.
     OptionError
         An argument cannot be; ``reader="direct"`` or ``"mapped"`` with the reason why the file does not allow it.
     """
@@ -154,30 +157,35 @@ class ChunkLoader:
         reuse: bool = False,
         reader: str = "auto",
         trusted: Trusted = False,
+        checksums: str | None = None,
+        timeout: float = TIMEOUT_S,
     ) -> None:
-        _check_options(reader, resident, num_threads, memory_bytes)
+        check_asked(reader, resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         self._device = find_device(device)
-        dataset = _dataset(path, fields, subset, trusted)
+        dataset = dataset_of(path, fields, subset, trusted, checksums)
         self._reader = dataset.new_reader()
-        samples = None if dataset.is_whole else dataset.samples
-        picks = make_picks(self._reader, samples, weights, positions=False, values=dataset.values)
-        order = make_order(
+        order, least_chunks = order_of(
+            dataset,
             self._reader,
             batch_size,
+            weights=weights,
+            echo=echo,
+            window_chunks=window_chunks,
             shuffle=shuffle,
             seed=seed,
-            window_chunks=window_chunks,
             drop_last=drop_last,
-            interleave=1 if echo != 1 else None,
-            ranks=find_ranks(lanes, rank, world_size),
             pad=pad,
-            picks=picks,
+            ranks=find_ranks(lanes, rank, world_size),
         )
-        threads = num_threads or min(MAX_THREADS, available_cores())
-        counts = _counts(order, self._reader.num_samples, samples)
         self._supply = Supply(
-            self._reader, reader, self._device, threads, counts=counts, lanes=order.lanes // order.world_size
+            self._reader,
+            reader,
+            self._device,
+            num_threads or min(MAX_THREADS, available_cores()),
+            counts=counts_of(dataset, order),
+            lanes=order.lanes // order.world_size,
+            timeout_s=timeout or None,
         )
         self._convert = make_convert(
             self._reader,
@@ -189,63 +197,17 @@ class ChunkLoader:
             reuse=reuse,
         )
         self._transform, self._reuse, self._echo = transform, reuse, echo
-        self._identity = DataIdentity(dataset, weights)
-        least_chunks = None
-        if window_chunks is None:  # echoes of a single batch would be the same batch again
-            least_chunks = 1 if echo == 1 else math.ceil(2 * batch_size / order.chunk_samples)
-            order = replace(order, window_chunks=max(order.window_chunks, least_chunks))
+        self._identity = DataIdentity(dataset, weights, echo)
         self._order = order
-        self.resident = self._choose_resident(resident, memory_bytes)
+        self._room = Room(self._supply, self._convert, self._device, memory_bytes, reuse=reuse)
+        self.resident = self._room.choose_resident(resident, order)
         if not self.resident:
-            self._plan = plan_slots(
-                order,
-                self._supply.window_bytes,
-                self._beside_windows,
-                memory_bytes=memory_bytes,
-                num_spare=1 if echo == AUTO else 0,
-                least_chunks=least_chunks,
-            )
+            self._plan = self._room.plan_windows(order, echo=echo, least_chunks=least_chunks)
             self._order = self._plan.order
         self.report = EpochReport()
         self._given_rank = rank
         self._feed: WindowStream | Resident | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
-        self._start_batch = 0  # of the epoch that comes next
-        self._running: tuple[Order, int] | None = None  # an epoch that is not over, and how many batches it gave
-
-    def _beside_windows(self, order: Order) -> int:
-        """Memory that streaming in this order takes beside the windows."""
-        total = self._supply.other_bytes(order)
-        if self._device.type == "cpu" and not self._reuse:  # windows that were given back and wait to be used again
-            total += KEPT * self._supply.window_bytes(largest_window(order))
-        if self._device.type == "cpu" and not self._convert.changes_nothing:
-            total += (KEPT + 1) * order.batch_size * self._convert.sample_bytes
-        return total
-
-    def _choose_resident(self, wanted: bool | str, memory_bytes: int | None) -> bool:
-        if not wanted or not self._order.num_samples:
-            return False
-        if wanted == AUTO and self._device.type == "cpu":
-            return False
-        held = self._supply.all_bytes
-        loading = LOADING_SLOTS * self._supply.window_bytes(self._loading_samples)
-        needed = held + loading + self._supply.other_bytes(self._order)
-        room = math.inf if memory_bytes is None else memory_bytes
-        if self._device.type == "cuda":
-            free = free_bytes(self._device)
-            room = min(room, free // RESIDENT_SHARE if wanted == AUTO and memory_bytes is None else free)
-        if wanted is True and needed > room:
-            raise OptionError(
-                f"resident=True needs {needed} bytes, {held} of them for the data, and there is room for {room}: "
-                "raise memory_bytes, or leave resident out"
-            )
-        return needed <= room
-
-    @property
-    def _loading_samples(self) -> int:
-        """Of the pieces in which resident data is read."""
-        sample_bytes = sum(space.sample_bytes for space in self._supply.spaces.values())
-        return max(1, min(LOADING_BYTES // max(1, sample_bytes), self._order.num_samples // LOADING_SLOTS))
 
     def __len__(self) -> int:
         """Batches of an epoch; with ``echo="auto"`` those without echoes."""
@@ -253,24 +215,9 @@ class ChunkLoader:
         return fresh if self._echo == AUTO else fresh + num_echoed(float(self._echo), fresh)
 
     @property
-    def order(self) -> Order:
-        """The order of the epoch that comes next."""
-        return self._order
-
-    @property
     def batch_sampler(self) -> Any:
         """Its ``sampler`` is this loader: there Lightning's Trainer looks for what has a ``set_epoch``."""
         return SimpleNamespace(sampler=self)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
-
-        The epoch at which a loaded state stands goes on where that says.
-        """
-        if epoch != self._order.epoch:
-            self._start_batch = 0
-        self._order = replace(self._order, epoch=epoch)
-        self._running = None
 
     def state_dict(self) -> State:
         """Where the epoch stands: a few integers, for `load_state_dict` of any loader or sampler of the same file.
@@ -280,22 +227,7 @@ class ChunkLoader:
         OptionError
             The loader echoes: how far a window has been trained is not kept.
         """
-        if self._echo != 1:
-            raise OptionError(f"echo is {self._echo!r}: the state of a loader that echoes cannot be saved: use echo=1")
-        order, batch = self._running or (self._order, self._start_batch)
-        return save_state(order, batch, self._identity())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` says, with the next iteration.
-
-        Raises
-        ------
-        StateError
-            It is of another file, seed, batch size or order.
-        """
-        epoch, self._start_batch = load_state(state, self._order, self._identity())
-        self._order = replace(self._order, epoch=epoch)
-        self._running = None
+        return save_state(*self._position(), self._identity())
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -334,29 +266,20 @@ class ChunkLoader:
         self._convert.to(self._device, self._supply.example)
         keep = self.resident or (self._device.type == "cpu" and self._echo == 1)  # who changes a batch, changes no echo
         maker = BatchMaker(self._convert, self._transform, keep=keep)
-        if not self.resident:
+        feed: WindowStream | Resident
+        close: Callable[[], None]
+        if self.resident:
+            size = self._room.loading_samples(order)
+            feed = load_resident(self._supply, size, self._device, maker, self._echo)
+            close = feed.close
+        else:
             late = self._device.type == "cpu" and self._reuse
             plan = self._plan
             feed, close = self._supply.start(
                 order, plan.num_slots, plan.window_samples, maker, late=late, echo=self._echo, start=start
             )
-            self._finalizer = weakref.finalize(self, close)
-            return feed
-        return self._start_resident(maker)
-
-    def _start_resident(self, maker: BatchMaker) -> Resident:
-        """Read the whole file, in its order."""
-        num_samples, size = self._reader.num_samples, self._loading_samples
-        pieces = Order(num_samples, chunk_samples=1, batch_size=size, window_chunks=1, shuffle=False)
-        stream, close = self._supply.start(pieces, LOADING_SLOTS, size, AsItIs(), late=True)
-        try:
-            read = stream.batches(pieces, EpochReport())
-            echo = 1.0 if self._echo == AUTO else float(self._echo)
-            resident = Resident(self._supply.spaces, num_samples, self._device, read, maker, echo=echo)
-        finally:
-            close()
-        self._finalizer = weakref.finalize(self, resident.close)
-        return resident
+        self._finalizer = weakref.finalize(self, close)
+        return feed
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
@@ -377,50 +300,9 @@ class ChunkLoader:
     def __repr__(self) -> str:
         supply = self._supply
         how = ", ".join(f"{name}: {'h5py' if name in supply.why else 'direct'}" for name in supply.spaces)
-        if self.resident:
-            held = human_bytes(supply.all_bytes)
-            what = f"all {self._reader.num_samples} samples resident ({held})"
-        else:
-            held = human_bytes(self._plan.num_slots * supply.window_bytes(self._plan.window_samples))
-            batches = -(-self._plan.window_samples // self._order.batch_size)
-            what = f"windows of {batches} batches, {self._plan.num_slots} under way ({held})"
+        plan = None if self.resident else self._plan
         echo = "" if self._echo == 1 else f"; echo {self._echo}"
         return (
             f"ChunkLoader({str(self._reader.path)!r} to {self._device}: {len(self)} batches of "
-            f"{self._order.batch_size}; {what}{echo}; {supply.num_threads} threads; {how})"
+            f"{self._order.batch_size}; {self._room.describe(plan)}{echo}; {supply.num_threads} threads; {how})"
         )
-
-
-def _dataset(path: Paths | ChunkDataset, fields: Fields | None, subset: Any, trusted: Trusted) -> ChunkDataset:
-    """What is to be read, as a data set."""
-    if isinstance(path, ChunkDataset):
-        if fields is not None:
-            raise OptionError("fields is given, but the data set has its own: give a path, or leave fields out")
-        dataset = path
-    else:
-        dataset = ChunkDataset(path, fields=fields, trusted=trusted)
-    return dataset if subset is None else dataset.subset(subset)
-
-
-def _counts(order: Order, num_samples: int, samples: np.ndarray | None) -> np.ndarray | None:
-    """How often each sample of the file may come in an epoch: (num_samples,) int64; None: all of them once."""
-    if order.picks is None and not order.pad:
-        return None
-    most = order.picks.most if isinstance(order.picks, WeightedPicks) else 1
-    counts = np.zeros(num_samples, np.int64)
-    counts[slice(None) if samples is None else samples] = most
-    if order.pad:  # a short lane begins again, and perhaps again
-        counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
-    return counts
-
-
-def _check_options(reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None) -> None:
-    if reader not in ("auto", "direct", "mapped", "h5py"):
-        raise OptionError(f"reader is {reader!r}: give auto, direct, mapped or h5py")
-    if not isinstance(resident, bool) and resident != "auto":
-        raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
-    for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
-        ):
-            raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from h5chunk.feed.rowconvert import RowConvert, make_csr
 from h5chunk.feed.spaces import ArrayShape, CsrRows, matrix_space
 from h5chunk.store.csrrows import CsrField
 from h5chunk.store.decoded import NotDirect
+from h5chunk.store.filesdirect import close_descriptors, files_fields, open_descriptors
+from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import open_file
-from h5chunk.store.ranges import open_descriptor
+from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 
 Tensors = Sequence[torch.Tensor]
@@ -90,7 +92,7 @@ class MatrixRows:
         self._file = None
 
     def _read(self, rows: np.ndarray) -> CsrRows:
-        if self._file is None:
+        if self._file is None or self._file.process != os.getpid():
             self._file = _OpenFile(self._reader)
         file, matrix = self._file, self._reader.matrix
         assert matrix is not None
@@ -100,10 +102,11 @@ class MatrixRows:
         if file.direct is None:
             self._reader.read(matrix.name, rows, room)
         else:
-            self._reader.check_unchanged(file.descriptor)
             places = np.argsort(rows, kind="stable")
             for part in file.direct.parts(rows[places], places, room):
                 part(file.descriptor)
+            self._reader.check_unchanged(file.descriptor)
+            self._reader.check_unchanged()
         window.check()
         return window.samples(arrays)
 
@@ -112,18 +115,27 @@ class MatrixRows:
 
 
 class _OpenFile:
-    """A descriptor, which a fork may use as well, and what was read of the matrix already."""
+    """What this process reads rows through, and what was read of the matrix already."""
 
     def __init__(self, reader: H5Reader) -> None:
         matrix = reader.matrix
         assert matrix is not None
+        self.process = os.getpid()
         self.space = matrix_space(reader, matrix)
-        self.direct: CsrField | None = None
+        self.direct: CsrField | None = _plain_field(reader, matrix)
+        self.descriptor = open_descriptors(reader)
+        weakref.finalize(self, close_descriptors, self.descriptor)
+
+
+def _plain_field(reader: H5Reader, matrix: MatrixField) -> CsrField | None:
+    """What reads rows by their byte ranges, unless they are compressed, or need HDF5."""
+    field: Any = None
+    if isinstance(reader, FileSet):
+        field = files_fields(reader)[0].get(matrix.name)
+    else:
         with open_file(reader.path) as file, suppress(NotDirect):
-            field = CsrField(reader.path, file, matrix, reader.indptr)
-            self.direct = field if field.is_plain else None
-        self.descriptor = open_descriptor(reader.path)
-        weakref.finalize(self, os.close, self.descriptor)
+            field = CsrField(reader.path, file, matrix, reader.indptr, reader.sums)
+    return field if field is not None and field.is_plain else None
 
 
 def _copy(parts: Tensors, tensors: Tensors) -> None:

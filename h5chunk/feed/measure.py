@@ -6,20 +6,24 @@ compared with.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.device import PinnedMemory, find_device, free_bytes
-from h5chunk.feed.loader import RESIDENT_SHARE, ChunkLoader
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.room import RESIDENT_SHARE
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.plan.line import Picks
+from h5chunk.plan.order import Order
+from h5chunk.store.files import Paths
 
 SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # for what is read ahead: at most, and how often it is looked
 LEAD = 0.15  # part of a slice that is taken before it, uncounted: batches that were read ahead during a pause
@@ -94,7 +98,7 @@ def _settle() -> None:
 
 
 def loader_batches(
-    path: str | os.PathLike[str],
+    path: Paths,
     batch_size: int,
     *,
     fields: Fields | None,
@@ -117,7 +121,7 @@ def loader_batches(
         loader = ChunkLoader(
             path, batch_size, fields=fields, device=device, reader=reader, reuse=reuse, resident=resident
         )
-    loader._order = replace(loader.order, num_samples=num_samples)
+    loader._order = _first(loader.order, num_samples)
     try:
         return Batches(loader, sample_bytes, torch.device(device), loader.close)
     except BaseException:
@@ -126,7 +130,7 @@ def loader_batches(
 
 
 def dataset_batches(
-    path: str | os.PathLike[str],
+    path: Paths,
     batch_size: int,
     *,
     fields: Fields | None,
@@ -143,7 +147,7 @@ def dataset_batches(
     """
     dataset = ChunkDataset(path, fields=fields)
     sampler = ChunkSampler(dataset, batch_size)
-    sampler._order = replace(sampler.order, num_samples=num_samples)
+    sampler._order = _first(sampler.order, num_samples)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         epochs = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -154,6 +158,15 @@ def dataset_batches(
         dataset.close()
 
     return Batches(epochs, sample_bytes, torch.device("cpu"), close)
+
+
+def _first(order: Order, num_samples: int) -> Order:
+    """The order of the first samples alone."""
+    if order.picks is None or num_samples == order.num_samples:
+        return replace(order, num_samples=num_samples)
+    starts = order.picks.drawn(order.seed, order.epoch).starts  # all samples of files whose chunks differ
+    cut = Picks(np.append(starts[starts < num_samples], num_samples))
+    return replace(order, num_samples=num_samples, picks=cut)
 
 
 class DeviceCopy:

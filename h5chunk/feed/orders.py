@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,16 +139,38 @@ def make_picks(
     return WeightedPicks.of(given, chunks, numbers, len(rows))
 
 
-@dataclass(frozen=True)
 class DataIdentity:
-    """Gives a number for the samples that are visited, and how often: of a saved state, to know them again."""
+    """Gives a number for the samples that are visited, and how often: of a saved state, to know them again.
 
-    dataset: ChunkDataset
-    weights: Any
+    Parameters
+    ----------
+    dataset : ChunkDataset
+    weights : array, str or None
+    echo : float or "auto"
+
+    Raises
+    ------
+    OptionError
+        When called: with an echo there is no state, as it does not say how far a window has been trained.
+    """
+
+    def __init__(self, dataset: ChunkDataset, weights: Any, echo: float | str = 1) -> None:
+        self._dataset, self._weights, self._echo = dataset, weights, echo
+        self._found: int | None = None
 
     def __call__(self) -> int:
-        found = self.dataset.fingerprint
-        if self.weights is None:
+        if self._echo != 1:
+            raise OptionError(
+                f"echo is {self._echo!r}: the state of a loader that echoes cannot be saved, nor loaded: use echo=1"
+            )
+        if self._found is None:  # it takes the time of all samples of a subset, and loops save a state each batch
+            self._found = self._number()
+        return self._found
+
+    def _number(self) -> int:
+        found = self._dataset.fingerprint
+        if self._weights is None:
             return found
-        given = self.weights.encode() if isinstance(self.weights, str) else np.asarray(self.weights, float).tobytes()
+        weights = self._weights
+        given = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
         return zlib.crc32(given, found)

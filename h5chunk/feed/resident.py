@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.batchmaker import BatchMaker, Tensors
+from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Tensors
 from h5chunk.feed.device import gather, to_device
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.spaces import Fields, Numbers, Spaces
 from h5chunk.feed.stream import EpochReport
-from h5chunk.plan.echo import echo_pass, num_echoed
+from h5chunk.feed.supply import Supply
+from h5chunk.plan.echo import AUTO, echo_pass, num_echoed
 from h5chunk.plan.order import Order
+
+LOADING_SLOTS = 4  # pieces that are read at a time
 
 
 class Resident:
@@ -108,6 +111,21 @@ class Resident:
         self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
         self._planned[order.epoch] = plan
         return plan
+
+
+def load_resident(
+    supply: Supply, piece_samples: int, device: torch.device, maker: BatchMaker, echo: float | str
+) -> Resident:
+    """Read all samples of a file, in its order, in pieces of so many."""
+    num_samples = supply.num_samples
+    pieces = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
+    stream, close = supply.start(pieces, LOADING_SLOTS, piece_samples, AsItIs(), late=True)
+    try:
+        read = stream.batches(pieces, EpochReport())
+        times = 1.0 if echo == AUTO else float(echo)
+        return Resident(supply.spaces, num_samples, device, read, maker, echo=times)
+    finally:
+        close()
 
 
 def _planner() -> ThreadPoolExecutor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,11 @@ from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.orders import DataIdentity, make_order, make_picks
 from h5chunk.feed.ranks import check_ranks, find_ranks
-from h5chunk.feed.state import State, load_state, save_state
+from h5chunk.feed.state import Resumable, State, save_state
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.order import Order
 
 
-class ChunkSampler(Sampler[list[int]]):
+class ChunkSampler(Resumable, Sampler[list[int]]):
     """Batches of sample numbers for a DataLoader, so that each chunk is read once an epoch.
 
     Chunks are permuted and samples shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample comes
@@ -96,9 +95,6 @@ class ChunkSampler(Sampler[list[int]]):
         )
         self._identity = DataIdentity(dataset, weights)
         self._given_rank = rank
-        self._start = 0  # batch of the epoch that comes next
-        self._running: Order | None = None
-        self._given: int | None = None  # batches of the running epoch; None: it is over, or there was none
         dataset.expect_order(self._order)
         self._check_cache(dataset)
 
@@ -115,40 +111,25 @@ class ChunkSampler(Sampler[list[int]]):
             )
 
     @property
-    def order(self) -> Order:
-        """The order of the epoch that comes next."""
-        return self._order
-
-    @property
     def sampler(self) -> ChunkSampler:
         """Itself: Lightning's Trainer looks here for what has a ``set_epoch``."""
         return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
-
-        The epoch at which a loaded state stands goes on where that says.
-        """
-        if epoch != self._order.epoch:
-            self._start = 0
-        self._order = replace(self._order, epoch=epoch)
-        self._running = self._given = None
 
     def __len__(self) -> int:
         return self._order.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._running = self._given = None  # what was left of the last epoch is given up
+        self._running = None  # what was left of the last epoch is given up
         return self._batches()
 
     def _batches(self) -> Iterator[list[int]]:
         check_ranks(self._order, self._given_rank)
-        order, start = self._order, self._start  # at the first batch: torch may call iter() twice
-        self._order, self._start = replace(order, epoch=order.epoch + 1), 0
+        order, start = self._order, self._start_batch  # at the first batch: torch may call iter() twice
+        self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
         for number, batch in enumerate(order.batches(start), start + 1):
-            self._running, self._given = order, number
+            self._running = order, number
             yield batch.tolist()
-        self._running, self._given = order, None
+        self._running = order, None
 
     def state_dict(self, batches: int | None = None) -> State:
         """Where the epoch stands: a few integers, for `load_state_dict` of any sampler or loader of the same file.
@@ -167,22 +148,10 @@ class ChunkSampler(Sampler[list[int]]):
         """
         if batches is not None and not 0 <= batches <= len(self):
             raise OptionError(f"batches is {batches}: an epoch has 0 to {len(self)}; count those of this epoch alone")
-        order, batch = self._running or self._order, self._given if batches is None else batches
-        if batch is None:
-            order, batch = self._order, self._start
+        order, batch = self._position()
+        if batches is not None:
+            order, batch = self._running[0] if self._running else self._order, batches
         return save_state(order, batch, self._identity())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` says, with the next iteration.
-
-        Raises
-        ------
-        StateError
-            It is of another file, seed, batch size or order.
-        """
-        epoch, self._start = load_state(state, self._order, self._identity())
-        self._order = replace(self._order, epoch=epoch)
-        self._running = self._given = None
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self._order})"

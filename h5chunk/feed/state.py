@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from h5chunk.errors import StateError
@@ -57,6 +58,62 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
     if epoch < 0 or not 0 <= batch <= order.num_batches:
         raise StateError(f"state is at batch {batch} of epoch {epoch}, but an epoch has {order.num_batches} batches")
     return epoch, batch
+
+
+class Resumable:
+    """What stands at a batch of an epoch, and can be told to go on at another.
+
+    Attributes
+    ----------
+    _order : Order
+        Of the epoch that comes next.
+    _start_batch : int
+        Where that begins.
+    _running : (Order, int or None), optional
+        The epoch of which batches were given, and how many; None: it is over.
+    _identity : callable
+        Gives the number of the data.
+    """
+
+    _order: Order
+    _identity: Callable[[], int]
+    _start_batch = 0
+    _running: tuple[Order, int | None] | None = None
+
+    @property
+    def order(self) -> Order:
+        """The order of the epoch that comes next."""
+        return self._order
+
+    def _position(self) -> tuple[Order, int]:
+        """Of the epoch that runs, or comes next: its order, and how many batches are done."""
+        if self._running is None or self._running[1] is None:
+            return self._order, self._start_batch
+        return self._running[0], self._running[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
+
+        The epoch at which a loaded state stands goes on where that says.
+        """
+        if epoch != self._order.epoch:
+            self._start_batch = 0
+        self._order = replace(self._order, epoch=epoch)
+        self._running = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` says, with the next iteration.
+
+        Raises
+        ------
+        StateError
+            It is of another file, seed, batch size or order.
+        OptionError
+            This is a loader that echoes.
+        """
+        epoch, self._start_batch = load_state(state, self._order, self._identity())
+        self._order = replace(self._order, epoch=epoch)
+        self._running = None
 
 
 def _identity(order: Order, file: int) -> State:

@@ -13,10 +13,11 @@ from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.batchmaker import Maker
 from h5chunk.feed.device import CpuSlot, CudaSlot, PinnedMemory
 from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.pipeline import Direct, Readers, is_kept_whole
+from h5chunk.feed.pipeline import TIMEOUT_S, Direct, Readers, is_kept_whole
 from h5chunk.feed.spaces import CsrRows, FieldSpace, MatrixSpace, Space, matrix_space, slot_bytes, torch_dtype
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
+from h5chunk.store.checksums import OFF, PIECE_BYTES
 from h5chunk.store.csrrows import CsrField
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.files import cache_bytes
@@ -40,6 +41,8 @@ class Supply:
         How often each sample may come in an epoch; None: all of them once.
     lanes : int
         Of this rank.
+    timeout_s : float, optional
+        As for `Readers`.
 
     Attributes
     ----------
@@ -63,17 +66,23 @@ class Supply:
         num_threads: int,
         counts: np.ndarray | None = None,
         lanes: int = 1,
+        timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self.spaces = {name: _space(reader, name, counts, lanes) for name in reader.fields}
         self.num_threads = num_threads
         self._reader, self._device = reader, device
         self._direct, self.why = _direct_fields(reader, how)
-        self._mapped = how == "mapped"
+        self._mapped, self._timeout_s = how == "mapped", timeout_s
+
+    @property
+    def num_samples(self) -> int:
+        """Of the file."""
+        return self._reader.num_samples
 
     @property
     def all_bytes(self) -> int:
         """Of all samples of the file."""
-        return sum(space.all_bytes(self._reader.num_samples) for space in self.spaces.values())
+        return sum(space.all_bytes(self.num_samples) for space in self.spaces.values())
 
     @property
     def example(self) -> CsrRows | None:
@@ -95,6 +104,8 @@ class Supply:
             total += cache_bytes(self._reader, model_cache(self._reader, order.open_chunks, order.cache_w0))
         if self._reader.matrix is not None:
             total += self._reader.indptr.nbytes
+        if self._reader.checksums != OFF:
+            total += self.num_threads * PIECE_BYTES
         return total
 
     def start(
@@ -137,7 +148,8 @@ class Supply:
                 slots = [CudaSlot(self.spaces, part, copies) for part in parts]
             if self.why:
                 self._reader.set_caches(model_cache(self._reader, order.open_chunks, order.cache_w0))
-            readers = Readers(self._reader, self._direct, self.num_threads, mapped=self._mapped)
+            options: Any = {"mapped": self._mapped, "timeout_s": self._timeout_s}
+            readers = Readers(self._reader, self._direct, self.num_threads, **options)
             stream = WindowStream(
                 readers, slots, order, maker, late=late, echo=echo or 1, once=echo is None, start=start
             )
@@ -164,7 +176,9 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mappi
     direct, why = _by_ranges(reader)
     if how == "mapped":
         for name, found in direct.items():
-            if not found.is_one_run:
+            if isinstance(found, CsrField):
+                why[name] = "it is a sparse matrix, whose rows are read by byte ranges"
+            elif not found.is_one_run:
                 why[name] = "it is compressed, or its chunks do not lie one behind the other"
     if why and how != "auto":
         name, reason = next(iter(why.items()))
@@ -185,9 +199,9 @@ def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:
         for name, field in reader.fields.items():
             try:
                 if isinstance(field, MatrixField):
-                    direct[name] = CsrField(reader.path, file, field, reader.indptr)
+                    direct[name] = CsrField(reader.path, file, field, reader.indptr, reader.sums)
                 else:
-                    direct[name] = direct_field(reader.path, file, field)
+                    direct[name] = direct_field(reader.path, file, field, reader.sums)
             except NotDirect as error:
                 why[name] = str(error)
     return direct, why

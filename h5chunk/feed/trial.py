@@ -16,7 +16,6 @@ from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order
-from h5chunk.plan.slots import plan_slots
 
 Path = str | os.PathLike[str]
 
@@ -134,7 +133,7 @@ def _loader(path: Path, order: Order, fields: Fields | None, device: str) -> Epo
             path, order.batch_size, fields=fields, device=device, window_chunks=order.window_chunks, resident=False
         )
     loader._order = order
-    loader._plan = plan_slots(order, loader._supply.window_bytes, loader._beside_windows)
+    loader._plan = loader._room.plan_windows(order, echo=1, least_chunks=None)
     return Epochs(loader, loader.close, loader._plan.num_slots * loader._plan.window_samples)
 
 

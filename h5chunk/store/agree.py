@@ -15,6 +15,10 @@ from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 
 REMEDY = "the fields of all files must be equal: name others with fields=..., or read these files apart"
+MATRIX_REMEDY = (
+    "the values of all files must be stored alike: convert their sources together, or each with the same scale or "
+    "binarize"
+)
 
 
 def check_names(readers: Sequence[H5Reader]) -> None:
@@ -26,45 +30,71 @@ def check_names(readers: Sequence[H5Reader]) -> None:
             raise FieldError(f"{printable(reader.path)}: has {here}, but {printable(first.path)} has {there}: {REMEDY}")
 
 
-def joined_field(readers: Sequence[H5Reader], name: str) -> Field:
+def joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:
     """A field of all files, one behind the other; its chunks are the largest ones that there are.
 
     Raises
     ------
     FieldError
-        They differ in type, shape, axes or scale; or are sparse matrices.
+        They differ in type, shape, axes or scale, or only some are sparse matrices.
     """
-    fields: list[Field] = []
-    for reader in readers:
-        field = reader.fields[name]
-        if isinstance(field, MatrixField):
-            raise FieldError(
-                f"{printable(reader.path)}: {name!r} is a sparse matrix, of which several files cannot be read as one "
-                "yet: convert its sources into one file, or pack dense rows (convert --dense)"
-            )
-        fields.append(field)
+    if any(isinstance(reader.fields[name], MatrixField) for reader in readers):
+        return _joined_matrix(readers, name)
+    fields = [field for reader in readers if isinstance(field := reader.fields[name], Field)]
     first = fields[0]
-    for reader, field in zip(readers, fields, strict=True):
-        for what in ("dtype", "sample_shape", "axes", "scale"):
-            here, there = getattr(field, what), getattr(first, what)
-            if here != there:
-                raise FieldError(
-                    f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(here)}, but in "
-                    f"{printable(readers[0].path)} it is {_text(there)}: {REMEDY}"
-                )
+    _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
     largest = max(fields, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))
     length = sum(field.grid.shape[0] for field in fields)
     shape = (length, *first.sample_shape)
     return replace(first, grid=ChunkGrid(shape, largest.grid.chunks, first.dtype.itemsize, largest.grid.filtered))
 
 
-def with_chunks(field: Field, chunk_samples: int) -> Field:
+def _joined_matrix(readers: Sequence[H5Reader], name: str) -> MatrixField:
+    fields: list[MatrixField] = []
+    for reader in readers:
+        field = reader.fields[name]
+        if not isinstance(field, MatrixField):
+            other = next(each.path for each in readers if isinstance(each.fields[name], MatrixField))
+            raise FieldError(
+                f"{printable(reader.path)}: field {name!r} holds dense rows, but in {printable(other)} it is a sparse "
+                f"matrix: {REMEDY}"
+            )
+        fields.append(field)
+    _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
+    _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
+    return replace(
+        fields[0],
+        num_rows=sum(field.num_rows for field in fields),
+        num_entries=sum(field.num_entries for field in fields),
+        chunk_samples=max(field.chunk_samples for field in fields),
+        filtered=any(field.filtered for field in fields),
+    )
+
+
+def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
+    """Raise FieldError unless a field is the same in all files, as far as these traits of it go."""
+    first = readers[0].fields[name]
+    for reader in readers[1:]:
+        for what in traits:
+            here, there = getattr(reader.fields[name], what), getattr(first, what)
+            if here != there:
+                raise FieldError(
+                    f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(what, here)}, "
+                    f"but in {printable(readers[0].path)} it is {_text(what, there)}: {remedy}"
+                )
+
+
+def with_chunks(field: Field | MatrixField, chunk_samples: int) -> Field | MatrixField:
     """The same, as if its chunks were of so many samples; without any it stays without."""
+    if isinstance(field, MatrixField):
+        return replace(field, chunk_samples=chunk_samples)
     chunks = (chunk_samples, *field.grid.chunks[1:]) if field.grid.chunks else None
     return replace(field, grid=replace(field.grid, chunks=chunks))
 
 
-def _text(value: object) -> str:
+def _text(what: str, value: object) -> str:
+    if what == "value_dtype" and value is None:
+        return "none (all are ones)"
     return str(list(value)) if isinstance(value, tuple) else str(value) if value not in ("", None) else "unknown"
 
 

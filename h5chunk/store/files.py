@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.checksums import OFF
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.guard import Trusted
 from h5chunk.store.reader import H5Reader
@@ -21,7 +23,9 @@ Paths = OnePath | Sequence[OnePath]
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # what is read of a folder
 
 
-def open_reader(path: Paths, fields: Mapping[str, str] | None = None, *, trusted: Trusted = False) -> H5Reader:
+def open_reader(
+    path: Paths, fields: Mapping[str, str] | None = None, *, trusted: Trusted = False, checksums: str = OFF
+) -> H5Reader:
     """The reader of a file, or of several as one data set.
 
     Parameters
@@ -30,7 +34,7 @@ def open_reader(path: Paths, fields: Mapping[str, str] | None = None, *, trusted
         A file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or several of
         these, in this order.
     fields : mapping of str to str, optional
-    trusted : bool, path or sequence of paths
+    trusted, checksums
         As for `H5Reader`.
 
     Raises
@@ -40,19 +44,20 @@ def open_reader(path: Paths, fields: Mapping[str, str] | None = None, *, trusted
     FieldError
         Fields of the files differ.
     OptionError
-        A file comes twice.
+        A file comes twice, or has no checksums although they shall be checked.
     """
     files = list_files(path)
     if len(files) == 1:
-        return H5Reader(files[0], fields, trusted=trusted)
-    return FileSet(files, fields, _name(path, files), trusted=trusted)
+        return H5Reader(files[0], fields, trusted=trusted, checksums=checksums)
+    return FileSet(files, fields, _name(path, files), trusted=trusted, checksums=checksums)
 
 
 def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
     """A reader of other fields of the same file or files."""
+    options: Any = {"trusted": reader.trusted, "checksums": reader.checksums}
     if isinstance(reader, FileSet):
-        return FileSet([each.path for each in reader.readers], fields, reader.path, trusted=reader.trusted)
-    return H5Reader(reader.path, fields, trusted=reader.trusted)
+        return FileSet([each.path for each in reader.readers], fields, reader.path, **options)
+    return H5Reader(reader.path, fields, **options)
 
 
 def list_files(path: Paths) -> list[Path]:

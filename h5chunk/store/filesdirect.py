@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.store.decoded import NotDirect
+from h5chunk.store.csrrows import CsrField, CsrRoom, _EncodedEntries
+from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.direct import EncodedField, PlainField, direct_field
-from h5chunk.store.fields import Field
 from h5chunk.store.fileset import FileSet, with_remedy
 from h5chunk.store.format import open_file
+from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.reader import H5Reader
 from h5chunk.store.tiles import TiledField
@@ -85,6 +88,29 @@ def close_descriptors(opened: Any) -> None:
         os.close(opened)
 
 
+class _Encoded:
+    """The compressed chunks of all files, which share what one file would have for itself."""
+
+    def __init__(self, each: Sequence[DecodedChunks]) -> None:
+        self._each = each
+        for chunks in each:
+            share = -(-chunks._num_kept // len(each))
+            chunks._num_kept = min(chunks._num_kept, max(MIN_KEPT_CHUNKS, share))
+        self.share()
+
+    def share(self) -> None:
+        """A thread's memory is its own until its next chunk, of any file."""
+        for chunks in self._each:
+            chunks._local = self._each[0]._local
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        """Memory beside ``out`` that so many threads take."""
+        if not self._each:
+            return 0
+        kept = sum(chunks._num_kept * chunks.chunk_bytes for chunks in self._each)
+        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self._each) + kept
+
+
 class FilesField:
     """Reads rows of a field of several files, as `h5chunk.store.direct` does of one; through `OpenFiles`.
 
@@ -96,7 +122,9 @@ class FilesField:
         Of each file; None for one without samples.
     """
 
-    def __init__(self, reader: FileSet, name: str, fields: list[PlainField | EncodedField | TiledField | None]) -> None:
+    def __init__(
+        self, reader: FileSet, name: str, fields: Sequence[PlainField | EncodedField | TiledField | None]
+    ) -> None:
         self.name = name
         self._reader, self._fields = reader, fields
         self._there = [(number, field) for number, field in enumerate(fields) if field is not None]
@@ -104,30 +132,25 @@ class FilesField:
         self.row_bytes = each[0].row_bytes
         self.num_bytes = sum(field.num_bytes for field in each)
         self.is_one_run = all(field.is_one_run for field in each)
-        self._encoded = [field._chunks for field in each if isinstance(field, EncodedField | TiledField)]
-        for chunks in self._encoded:
-            share = -(-chunks._num_kept // len(self._encoded))
-            chunks._num_kept = min(chunks._num_kept, max(MIN_KEPT_CHUNKS, share))
-        self.forget()
+        self._encoded = _Encoded([field._chunks for field in each if isinstance(field, EncodedField | TiledField)])
+        self.scratch_bytes = self._encoded.scratch_bytes
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
         """As `PlainField.parts`; they take `OpenFiles` for a descriptor."""
-        together, num_bytes = _FileParts(), 0  # small parts of several files are one task, as those of one would be
+        return _together(self._of_each(rows, places, out))
+
+    def _of_each(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[tuple[Part, int, int]]:
         for number, some in self._reader.by_file(rows):
             field, its_rows = self._fields[number], rows[some] - self._reader.starts[number]
             assert field is not None
             if isinstance(field, PlainField) and field._mapped is not None:
-                parts = _mapped_parts(field._mapped, its_rows, places[some], out)
+                mapped = _mapped_parts(field._mapped, its_rows, places[some], out)
+                parts: Iterator[Part] = chain(field.check_parts(its_rows), mapped)
             else:
                 parts = field.parts(its_rows, places[some], out)
             for part in parts:
-                together.add(part, number)
-                num_bytes += PART_BYTES if isinstance(field, EncodedField | TiledField) else len(some) * self.row_bytes
-                if num_bytes >= PART_BYTES:
-                    yield together
-                    together, num_bytes = _FileParts(), 0
-        if num_bytes:
-            yield together
+                is_decoded = isinstance(field, EncodedField | TiledField)
+                yield part, number, PART_BYTES if is_decoded else len(some) * self.row_bytes
 
     def map(self, opened: Any) -> None:
         """As `PlainField.map`."""
@@ -143,19 +166,54 @@ class FilesField:
             opened.check(number)
         return np.concatenate(found)
 
-    def scratch_bytes(self, num_threads: int) -> int:
-        """Memory beside ``out`` that so many threads take: they decode the chunks of all files in the same."""
-        if not self._encoded:
-            return 0
-        kept = sum(chunks._num_kept * chunks.chunk_bytes for chunks in self._encoded)
-        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self._encoded) + kept
-
     def forget(self) -> None:
         """As `PlainField.forget`."""
         for _, field in self._there:
             field.forget()
-        for chunks in self._encoded:
-            chunks._local = self._encoded[0]._local  # a thread's memory is its own until its next chunk, of any file
+        self._encoded.share()
+
+
+class FilesMatrix(CsrField):
+    """Reads rows of a matrix that lies in several files.
+
+    Parameters
+    ----------
+    reader : FileSet
+    name : str
+    fields : list of CsrField or None
+        Of each file; None for one without rows.
+    """
+
+    def __init__(self, reader: FileSet, name: str, fields: Sequence[CsrField | None]) -> None:
+        self.name, self.indptr = name, reader.indptr
+        self._reader, self._fields = reader, fields
+        each = self._there = [field for field in fields if field is not None]
+        self.is_plain = all(field.is_plain for field in each)
+        self.num_bytes = sum(field.num_bytes for field in each)
+        parts = [entries for field in each for entries in (field._indices, field._values)]
+        self._encoded = _Encoded([entries._chunks for entries in parts if isinstance(entries, _EncodedEntries)])
+
+    def parts(self, rows: np.ndarray, places: np.ndarray, out: CsrRoom) -> Iterator[Part]:
+        """As `CsrField.parts`; they take `OpenFiles` for a descriptor."""
+        return _together(self._of_each(rows, places, out))
+
+    def _of_each(self, rows: np.ndarray, places: np.ndarray, out: CsrRoom) -> Iterator[tuple[Part, int, int]]:
+        for number, some in self._reader.by_file(rows):
+            field, its_rows = self._fields[number], rows[some] - self._reader.starts[number]
+            assert field is not None
+            num_bytes = int(field.entry_counts(its_rows).sum()) * out.indices.itemsize if field.is_plain else PART_BYTES
+            for part in field.parts(its_rows, places[some], out):
+                yield part, number, num_bytes
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        """Memory beside ``out`` that so many threads take."""
+        return self._encoded.scratch_bytes(num_threads)
+
+    def forget(self) -> None:
+        """Free what is kept between parts."""
+        for field in self._there:
+            field.forget()
+        self._encoded.share()
 
 
 def _mapped_parts(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
@@ -186,19 +244,43 @@ class _FileParts:
             opened.check(number)
 
 
-def files_fields(reader: FileSet) -> tuple[dict[str, FilesField], dict[str, str]]:
+def _together(parts: Iterable[tuple[Part, int, int]]) -> Iterator[Part]:
+    """Parts with the number of their file, and about how many bytes: small ones of several files are one task."""
+    together, total = _FileParts(), 0
+    for part, number, num_bytes in parts:
+        together.add(part, number)
+        total += num_bytes
+        if total >= PART_BYTES:
+            yield together
+            together, total = _FileParts(), 0
+    if total:
+        yield together
+
+
+def files_fields(reader: FileSet) -> tuple[dict[str, FilesField | FilesMatrix], dict[str, str]]:
     """The fields of a set that can be read by byte ranges, and why the others cannot."""
-    found: dict[str, list[PlainField | EncodedField | TiledField | None]] = {name: [] for name in reader.fields}
+    found: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for each in reader.readers:
         with open_file(each.path) as file:
             each.check_unchanged()
-            for name, field in each.fields.items():
-                assert isinstance(field, Field)
+            for name in each.fields:
                 try:
-                    found[name].append(direct_field(each.path, file, field) if each.num_samples else None)
+                    found[name].append(_direct(each, file, name) if each.num_samples else None)
                 except NotDirect as error:
                     why.setdefault(name, f"{printable(each.path)}: {error}")
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
-    return {name: FilesField(reader, name, fields) for name, fields in found.items() if name not in why}, why
+    return {name: _joined(reader, name, fields) for name, fields in found.items() if name not in why}, why
+
+
+def _joined(reader: FileSet, name: str, fields: list[Any]) -> FilesField | FilesMatrix:
+    is_matrix = isinstance(reader.fields[name], MatrixField)
+    return FilesMatrix(reader, name, fields) if is_matrix else FilesField(reader, name, fields)
+
+
+def _direct(reader: H5Reader, file: h5py.File, name: str) -> PlainField | EncodedField | TiledField | CsrField:
+    field = reader.fields[name]
+    if isinstance(field, MatrixField):
+        return CsrField(reader.path, file, field, reader.indptr, reader.sums)
+    return direct_field(reader.path, file, field, reader.sums)

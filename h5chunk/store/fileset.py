@@ -22,8 +22,10 @@ from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import plan_layout
 from h5chunk.store.agree import check_names, joined_field, joined_header, with_chunks
+from h5chunk.store.checksums import OFF
 from h5chunk.store.csrrows import CsrRoom
 from h5chunk.store.guard import Trusted
+from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 
 RESERVED_DESCRIPTORS = 32  # of a process, beside those of data: standard streams, sockets, libraries
@@ -39,7 +41,7 @@ class FileSet(H5Reader):
         As for `H5Reader`, in each of the files.
     name : path
         What messages call the set.
-    trusted : bool, path or sequence of paths
+    trusted, checksums
         As for `H5Reader`, of each of the files.
 
     Attributes
@@ -59,34 +61,41 @@ class FileSet(H5Reader):
     FileError
         A file cannot be opened, or there are more than this process may open.
     FieldError
-        Fields differ, or the classes of labels; or a field is a sparse matrix.
+        Fields differ, or the classes of labels.
     OptionError
         A file comes twice.
     """
 
     def __init__(
-        self, paths: Sequence[Path], fields: Mapping[str, str] | None, name: Path, *, trusted: Trusted = False
+        self,
+        paths: Sequence[Path],
+        fields: Mapping[str, str] | None,
+        name: Path,
+        *,
+        trusted: Trusted = False,
+        checksums: str = OFF,
     ) -> None:
-        self.path, self.trusted = name, trusted
+        self.path, self.trusted, self.checksums = name, trusted, checksums
         _check_number(len(paths), name)
-        self.readers = tuple(H5Reader(path, fields, trusted=trusted) for path in paths)
+        self.readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
         _check_different(self.readers)
-        self.matrix = None
         check_names(self.readers)
-        fields_of_all = {each: joined_field(self.readers, each) for each in self.readers[0].fields}
-        self.fields = {**fields_of_all}
+        self.fields = {each: joined_field(self.readers, each) for each in self.readers[0].fields}
+        self.matrix = next((field for field in self.fields.values() if isinstance(field, MatrixField)), None)
         lengths = [reader.num_samples for reader in self.readers]
         self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self.num_samples = int(self.starts[-1])
-        main = max(fields_of_all.values(), key=lambda field: field.grid.sample_bytes)
+        main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
         sizes = _chunk_samples(self.readers)
         even, starts = _even_size(lengths, sizes), _starts_of_chunks(lengths, sizes)
         self.chunk_starts = None if even else starts
         self.chunk_samples = even or round(self.num_samples / (len(starts) - 1))
         self.main = self.fields[main.name] = with_chunks(main, self.chunk_samples)  # as orders think, and caches
+        if isinstance(self.main, MatrixField):
+            self.matrix = self.main
         self.header = joined_header(self.readers, self.num_samples, self.chunk_samples, self.chunk_bytes)
         self._cache: CacheSettings | None = None
-        self._fingerprint = None
+        self._fingerprint = self._indptr = None
 
     @property
     def fingerprint(self) -> int:
@@ -95,6 +104,20 @@ class FileSet(H5Reader):
             of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
             self._fingerprint = zlib.crc32(repr(of_each).encode())
         return self._fingerprint
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where each row of the matrices begins, as if their entries lay one behind the other: (num_rows + 1,) int64.
+
+        Raises
+        ------
+        FileError
+            A file is damaged, or was changed.
+        """
+        if self._indptr is None:
+            lengths = [np.diff(reader.indptr) for reader in self.readers]
+            self._indptr = np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
+        return self._indptr
 
     def set_caches(self, main: CacheSettings) -> None:
         """Share the cache ``main`` of the largest field out among the files, as each has one of its own."""
@@ -134,15 +157,14 @@ class FileSet(H5Reader):
         FileError
             A file was changed or replaced, or cannot be read.
         """
-        assert isinstance(out, np.ndarray)
         for number, some in self.by_file(rows):
             reader, whole = self.readers[number], len(some) == len(rows)
-            there = out if whole else np.empty((len(some), *out.shape[1:]), out.dtype)
+            there = out if whole else _room_of(some, out)
             try:
                 reader.read(name, (rows if whole else rows[some]) - self.starts[number], there)
             except FileError as error:
                 raise with_remedy(error, len(self.readers)) from error.__cause__
-            if not whole:
+            if not whole and isinstance(out, np.ndarray):
                 out[some] = there
             reader.check_unchanged()
 
@@ -169,7 +191,14 @@ class FileSet(H5Reader):
             reader.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "readers": tuple(copy(reader) for reader in self.readers)}
+        return {**self.__dict__, "readers": tuple(copy(reader) for reader in self.readers), "_indptr": None}
+
+
+def _room_of(some: np.ndarray, out: np.ndarray | CsrRoom) -> np.ndarray | CsrRoom:
+    """Room for some of the rows; those of a matrix go to their places at once."""
+    if isinstance(out, np.ndarray):
+        return np.empty((len(some), *out.shape[1:]), out.dtype)
+    return CsrRoom(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
