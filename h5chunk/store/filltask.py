@@ -20,7 +20,7 @@ import numpy as np
 
 from h5chunk.errors import OutputError, SampleError, printable
 from h5chunk.store.crc import crc32
-from h5chunk.store.newfile import write_at
+from h5chunk.store.partfile import write_at
 
 TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms
 

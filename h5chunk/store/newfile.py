@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +19,22 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import H5ChunkError, OutputError, printable
-from h5chunk.plan.layout import human_bytes
+from h5chunk.store.chunkwriter import ChunkWriter, StoredChunk
 from h5chunk.store.flusher import Flusher
 from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
 from h5chunk.store.journal import Journal
-from h5chunk.store.partfile import is_kept, journal_path, lock, part_path
-
-ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
+from h5chunk.store.partfile import (
+    ROOM_BYTES,
+    check_output,
+    check_room,
+    is_kept,
+    journal_path,
+    lock,
+    no_room,
+    part_path,
+    reason_of,
+    write_at,
+)
 
 
 class NewFile:
@@ -127,6 +135,19 @@ class NewFile:
         self._take_room()
         return self._regions
 
+    def allocate_beside(self, spec: FileSpec) -> bool:
+        """As `allocate`, beside the part file that is there, of which chunks can be taken over (`chunk_writer`).
+
+        False, and nothing is done, if there is no room for both.
+        """
+        try:
+            check_room(self._path, spec.num_bytes + os.fstat(self._descriptor).st_size + 2 * ROOM_BYTES)
+        except OutputError:
+            return False
+        with self._put_on_disk():
+            self._regions = create_file(self._header, spec)
+        return True
+
     def _take_room(self) -> None:
         num_bytes = os.fstat(self._descriptor).st_size
         try:
@@ -134,7 +155,7 @@ class NewFile:
                 os.posix_fallocate(self._descriptor, 0, num_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise OutputError(_no_room(self._path, num_bytes, error.strerror)) from None
+                raise OutputError(no_room(self._path, num_bytes, error.strerror)) from None
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
@@ -173,8 +194,11 @@ class NewFile:
             yield
         except H5ChunkError:
             raise
-        except OSError as error:
-            raise OutputError(f"{printable(self._path)}: cannot be written: {error.strerror or error}") from None
+        except (OSError, RuntimeError) as error:
+            reason = reason_of(error)
+            if reason is None:
+                raise
+            raise OutputError(f"{printable(self._path)}: cannot be written: {reason}") from None
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Write a whole dataset; a field's last chunk is filled up with zeros."""
@@ -195,25 +219,32 @@ class NewFile:
             write_at(self._descriptor, data, self._regions[name].offset + start)
 
     @contextmanager
-    def chunk_writer(self, name: str) -> Iterator[Callable[[int, bytes], None]]:
-        """Gives a function that stores a compressed chunk of a field, by its number along the first axis.
+    def chunk_writer(self, name: str, stored: Sequence[StoredChunk] = ()) -> Iterator[ChunkWriter]:
+        """What writes the compressed chunks of a field; nothing else may be written meanwhile.
 
-        Nothing else may be written meanwhile.
+        Parameters
+        ----------
+        name : str
+        stored : sequence of StoredChunk, after `allocate_beside`
+            The first chunks, which may be in the old part file: those that are, are taken over, and the new file takes
+            its place.
         """
-        with h5py.File(self.part, "r+", libver=LIBVER, locking=False) as file:
-            dataset = file[name]
-            size, rest = dataset.chunks[0], (0,) * (dataset.ndim - 1)
-            left = 0
+        with self._put_on_disk():
+            path = self._header if stored else self.part
+            with h5py.File(path, "r+", libver=LIBVER, locking=False) as file:
+                writer = ChunkWriter(file[name], self._path)
+                if stored:
+                    writer.take_over(self._descriptor, stored)
+                    self._take_place()
+                yield writer
 
-            def write(number: int, data: bytes) -> None:
-                nonlocal left
-                left -= len(data)
-                if left < 0:  # before HDF5 writes, as it crashes on a full disk
-                    left = ROOM_BYTES
-                    check_room(self._path, len(data) + 2 * ROOM_BYTES)
-                dataset.id.write_direct_chunk((number * size, *rest), data)
-
-            yield write
+    def _take_place(self) -> None:
+        """Let the header file be the part file."""
+        descriptor = os.open(self._header, os.O_RDWR | os.O_CLOEXEC)
+        lock(descriptor, printable(self._path))
+        self._header.replace(self.part)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
 
     def flusher(self) -> Flusher:
         """A thread that sends what was written to the disk all the while."""
@@ -240,6 +271,7 @@ class NewFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._header.unlink(missing_ok=True)
             if self._is_part(self._descriptor):
                 self.kept = is_kept(self.journal, error)
                 if self._has_own_journal:
@@ -248,35 +280,3 @@ class NewFile:
                     self.part.unlink()
         finally:
             os.close(self._descriptor)
-
-
-def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """pwrite all of ``data``."""
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def check_output(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a file can be made at ``path``."""
-    shown = printable(path)
-    if path.is_dir():
-        raise OutputError(f"{shown}: is a folder: give the name of a file")
-    if os.path.exists(path) and not overwrite:
-        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
-    if not path.parent.is_dir():
-        raise OutputError(f"{shown}: its folder {printable(path.parent)} does not exist: make it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{shown}: its folder {printable(path.parent)} is not writable")
-
-
-def check_room(path: Path, num_bytes: int) -> None:
-    """Raise OutputError unless the disk of ``path`` has ``num_bytes`` free."""
-    free = shutil.disk_usage(path.parent).free
-    if num_bytes > free:
-        raise OutputError(_no_room(path, num_bytes, f"{human_bytes(free)} are free"))
-
-
-def _no_room(path: Path, num_bytes: int, reason: str | None) -> str:
-    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"

@@ -19,7 +19,7 @@ from h5chunk.errors import H5ChunkError, OutputError, printable
 from h5chunk.store.codecs import GZIP
 from h5chunk.store.crc import crc32
 from h5chunk.store.format import LIBVER, Region
-from h5chunk.store.newfile import ROOM_BYTES, check_room, write_at
+from h5chunk.store.partfile import ROOM_BYTES, check_room, write_at
 from h5chunk.store.ranges import read_bytes
 from h5chunk.store.waiting import WaitingFile
 

@@ -149,7 +149,7 @@ def convert(
     """
     given = dict(locals())
     if is_sparse(source, given, convert):
-        return convert_sparse(source, path, **sparse_arguments(given), progress=progress)
+        return convert_sparse(source, path, **sparse_arguments(given), progress=progress, notify=notify or say_nothing)
     return _convert_images(**_of_images(given), notify=notify or say_nothing)
 
 

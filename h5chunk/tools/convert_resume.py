@@ -93,8 +93,9 @@ def telling(new: NewFile | NewFolder, notify: Notify) -> Iterator[None]:
         yield
     except BaseException:
         if new.kept:
+            there = [path for path in (new.part, new.journal.path, new.journal.data_path) if path.exists()]
             notify(
                 "what was done is kept, and the same command continues it; to give its space back, delete "
-                f"{printable(new.part)} and {printable(new.journal.path)}"
+                + " and ".join(map(printable, there))
             )
         raise

@@ -2,6 +2,9 @@
 
 Entries are read once and sorted within ``memory_bytes``; what does not fit waits on disk, beside the output, in files
 without names, which the system takes back however this ends. The bytes of the output do not depend on the memory.
+
+A conversion that is stopped is continued from two places: entries that wait on disk, once all are read, get a name and
+need not be read again; and compressed chunks of dense rows that were written are copied. All else is done anew.
 """
 
 from __future__ import annotations
@@ -20,17 +23,22 @@ import numpy as np
 import h5chunk
 from h5chunk.errors import OutputError, SourceError, printable
 from h5chunk.plan.sparse import index_dtype, plan_csr
+from h5chunk.sources.container import stamp_of
 from h5chunk.sources.sparse import block as sparse
 from h5chunk.sources.sparse.block import SparseSource
-from h5chunk.store.csr import MATRIX, CsrWriter, csr_spec, write_fields
+from h5chunk.store.csr import CsrWriter, csr_spec, write_fields
 from h5chunk.store.format import GROUP, FileSpec
+from h5chunk.store.journal import Journal, key_of
 from h5chunk.store.newfile import NewFile, check_output
+from h5chunk.tools.convert_resume import Notify, facts_of_all, say_nothing, telling
 from h5chunk.tools.report_sparse import SparsePlan, SparseReport
-from h5chunk.tools.sparse_dense import DenseFile
+from h5chunk.tools.sparse_dense import DenseFile, stored_chunks
+from h5chunk.tools.sparse_fields import field_name, fields_of, tables_of
 from h5chunk.tools.sparse_keep import Kept, choose_what_to_keep
 from h5chunk.tools.sparse_options import MEMORY_BYTES as MEMORY_BYTES
 from h5chunk.tools.sparse_options import SparseOptions
-from h5chunk.tools.sparse_read import Budget, read_source
+from h5chunk.tools.sparse_read import Budget, Read, read_source
+from h5chunk.tools.sparse_saved import keep_read, kept_read
 
 PROBE_S = 1.0  # time to read the start of a source for a plan
 
@@ -46,6 +54,7 @@ def convert_sparse(
     layer: str | None = None,
     columns: tuple[str, ...] | None = None,
     progress: Progress | None = None,
+    notify: Notify = say_nothing,
 ) -> SparseReport:
     """Pack a sparse matrix into one HDF5 file: see `h5chunk.convert`.
 
@@ -61,18 +70,17 @@ def convert_sparse(
         if progress:
             progress("read", done, source.num_bytes)
 
-    with ExitStack() as stack:
-        new = stack.enter_context(NewFile(path, options.overwrite))
-        budget = Budget(options.memory_bytes)
-        seed = options.seed if options.shuffle else None
-        folder = Path(os.path.realpath(path)).parent
-        read = read_source(source, options.coding(), folder, budget, seed, stack, told)
+    new = NewFile(path, options.overwrite)
+    with telling(new, notify), ExitStack() as stack:
+        stack.enter_context(new)
+        _open_journal(new.journal, source, options, (format, layer, columns), notify)
+        read = _read(source, options, Path(os.path.realpath(path)).parent, stack, new.journal, told, notify)
         kept = choose_what_to_keep(read, options.min_row_count, options.min_column_count)
         if kept.num_columns < 1 or not len(kept.row_entries):
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
-        chunk_samples = write(new, kept, options, fields, tables, _writing(progress, kept))
+        chunk_samples = write(new, kept, options, fields, tables, _writing(progress, kept), notify)
         new.commit()
         num_ranges = read.entries.num_ranges
     return SparseReport(
@@ -110,6 +118,40 @@ def _open(
     return source, path
 
 
+def _open_journal(
+    journal: Journal, source: SparseSource, options: SparseOptions, how: tuple[Any, ...], notify: Notify
+) -> None:
+    """Open the journal, of the source as it is; a source that is no file has none."""
+    try:
+        stamp = stamp_of(os.stat(source.path))
+    except OSError:
+        return
+    journal.open(key_of({**facts_of_all(), "options": options.recorded(), "source": [source.kind, how, stamp]}))
+    if journal.was_of_another:
+        notify("the unfinished conversion was of other options or sources: starting over")
+
+
+def _read(
+    source: SparseSource,
+    options: SparseOptions,
+    folder: Path,
+    stack: ExitStack,
+    journal: Journal,
+    told: Callable[[int], None],
+    notify: Notify,
+) -> Read:
+    """Read the source, unless that was done before."""
+    coding, budget = options.coding(), Budget(options.memory_bytes)
+    seed = options.seed if options.shuffle else None
+    read = kept_read(source, coding, folder, budget, seed, stack, journal)
+    if read is not None:
+        notify(f"continuing: all {read.num_read:,} entries have been read")
+        return read
+    read = read_source(source, coding, folder, budget, seed, stack, told)
+    keep_read(read, budget, journal)
+    return read
+
+
 def _writing(progress: Progress | None, kept: Kept) -> Callable[[int], None]:
     done, total = 0, int(kept.row_entries.sum())
 
@@ -129,6 +171,7 @@ def _write_csr(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
     wrote: Callable[[int], None],
+    notify: Notify,
 ) -> int:
     num_entries = int(kept.row_entries.sum())
     layout = plan_csr(
@@ -156,14 +199,21 @@ def _write_dense(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
     wrote: Callable[[int], None],
+    notify: Notify,
 ) -> int:
     num_rows, num_columns = len(kept.row_entries), kept.num_columns
     file = DenseFile(num_rows, num_columns, options.chunk_samples, options.filter, options.memory_bytes)
     spec: FileSpec = file.spec(
         scale=kept.scale, pattern=kept.pattern, attributes=_attributes(options), fields=fields, tables=tables
     )
-    new.allocate(spec)
-    file.write(new, kept.parts(index_dtype(num_columns)), wrote)
+    stored = stored_chunks(new.journal.records) if options.filter == "gzip" else []
+    if stored and new.allocate_beside(spec):
+        there = min(len(stored) * file.layout.chunk_samples, num_rows)
+        notify(f"continuing: {there:,} of {num_rows:,} rows are there")
+    else:
+        stored = []
+        new.allocate(spec)
+    file.write(new, kept.parts(index_dtype(num_columns)), wrote, stored)
     _write_rest(new, fields, tables, file.layout.chunk_samples)
     return file.layout.chunk_samples
 
@@ -183,63 +233,6 @@ def _attributes(options: SparseOptions) -> dict[str, Any]:
         "shuffled": options.shuffle,
         "options": json.dumps(options.recorded(), sort_keys=True),
     }
-
-
-def fields_of(kept: Kept) -> dict[str, np.ndarray]:
-    """Fields of the source, in the order of the file."""
-    fields: dict[str, np.ndarray] = {}
-    source, index = kept.read.source, kept.source_index
-    for name, values in source.row_fields.items():
-        if len(values) != len(kept.read.order):
-            raise SourceError(
-                f"{printable(source.path)}: field {name!r} has {len(values)} values, "
-                f"the matrix {len(kept.read.order)} rows"
-            )
-        if values.dtype.kind not in "biufS":
-            raise SourceError(f"{printable(source.path)}: field {name!r} is of type {values.dtype}")
-        given = field_name(name)
-        if given in fields:
-            raise SourceError(f"{printable(source.path)}: two fields would be called {given!r}")
-        kind = values.dtype.newbyteorder("<") if values.dtype.kind in "iuf" else values.dtype
-        fields[given] = values[index].astype(np.uint8 if values.dtype.kind == "b" else kind, copy=False)
-    return fields
-
-
-def field_name(name: str) -> str:
-    """The name of a dataset at the root for a column of a source.
-
-    >>> field_name("cell type"), field_name("n/a"), field_name("X")
-    ('cell type', 'n_a', 'X_')
-    """
-    name = name.replace("/", "_").replace("\0", "_")
-    return f"{name}_" if name in (MATRIX, GROUP, "", ".", "..") else name
-
-
-def tables_of(kept: Kept) -> dict[str, np.ndarray]:
-    """Datasets beside the data."""
-    read, source = kept.read, kept.read.source
-    index = kept.source_index
-    tables: dict[str, np.ndarray] = {"source_index": index}
-    rows = read.row_ids if read.row_ids is not None else source.row_names
-    columns = read.column_ids if read.column_ids is not None else source.column_names
-    if rows is not None:
-        tables["row_ids"] = rows[index]
-    if columns is not None:
-        tables["column_ids"] = columns if kept.columns is None else columns[kept.columns]
-    if kept.columns is not None:
-        tables["column_index"] = np.flatnonzero(kept.columns).astype(np.int64)
-    for name, names in source.categories.items():
-        if name in source.row_fields and names:
-            encoded = np.array([each.encode() for each in names], "S")
-            tables[f"categories/{field_name(name)}"] = encoded
-            if name == "labels":
-                tables["class_names"] = encoded
-    return {name: _not_empty(values) for name, values in tables.items()}
-
-
-def _not_empty(values: np.ndarray) -> np.ndarray:
-    """HDF5 has no strings of length 0."""
-    return values.astype("S1") if values.dtype == np.dtype("S0") else values
 
 
 def plan_sparse(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.layout import Layout, human_bytes, plan_layout
+from h5chunk.store.chunkwriter import StoredChunk
 from h5chunk.store.csr import DENSE, MATRIX, field_specs, field_tables, header_attributes
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import GROUP, GZIP_LEVEL, FieldSpec, FileSpec
 from h5chunk.store.newfile import NewFile
 from h5chunk.tools.sparse_keep import Part
+
+CHUNK = "chunk"  # of records of a journal
 
 
 class DenseFile:
@@ -74,16 +78,30 @@ class DenseFile:
             field_attributes={MATRIX: {"scale": np.float64(scale), "pattern": np.uint8(pattern)}},
         )
 
-    def write(self, new: NewFile, parts: Iterable[Part], wrote: Callable[[int], None]) -> None:
-        """Write all rows, compressing in threads."""
-        checksums = []
+    def write(
+        self, new: NewFile, parts: Iterable[Part], wrote: Callable[[int], None], stored: Sequence[StoredChunk] = ()
+    ) -> None:
+        """Write all rows, compressing in threads.
+
+        Parameters
+        ----------
+        new : NewFile
+        parts : iterable of Part
+        wrote : callable
+            Told how many entries were written since the last call.
+        stored : sequence of StoredChunk
+            The first compressed chunks, which may be in the old part file (`NewFile.allocate_beside`). Those that
+            are made here are added to the journal.
+        """
         chunks = self._chunks(parts, wrote)
         if self._filter == "gzip":
-            with new.chunk_writer(MATRIX) as write, ThreadPoolExecutor(self._threads) as pool:
-                for number, data in enumerate(_ahead(pool, chunks, self._threads)):
-                    write(number, data)
-                    checksums.append(zlib.crc32(data))
+            with new.chunk_writer(MATRIX, stored) as writer, ThreadPoolExecutor(self._threads) as pool:
+                for data in _ahead(pool, islice(chunks, len(writer.chunks), None), self._threads):
+                    number = len(writer.chunks)
+                    new.journal.add([CHUNK, number, *writer.write(data)])
+                checksums = [chunk.checksum for chunk in writer.chunks]
         else:
+            checksums = []
             for number, chunk in enumerate(chunks):
                 new.write_bytes(MATRIX, number * self.layout.chunk_bytes, chunk.data.cast("B"))
                 checksums.append(zlib.crc32(chunk.data))
@@ -120,3 +138,15 @@ def _ahead(pool: ThreadPoolExecutor, chunks: Iterable[np.ndarray], threads: int)
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
+
+
+def stored_chunks(records: Iterable[Any]) -> list[StoredChunk]:
+    """The first chunks, as far as a journal knows them."""
+    found: dict[int, StoredChunk] = {}
+    for record in records:
+        if isinstance(record, list) and len(record) == 5 and record[0] == CHUNK:
+            found[int(record[1])] = StoredChunk(*map(int, record[2:]))
+    chunks: list[StoredChunk] = []
+    while len(chunks) in found:
+        chunks.append(found[len(chunks)])
+    return chunks

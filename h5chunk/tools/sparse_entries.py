@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from h5chunk.errors import OptionError
+from h5chunk.store.crc import crc32
 from h5chunk.store.spool import Spool
 
 MAX_KEY_STEP = 1024  # of the keys in order, one of so many is kept in memory
 PART_ENTRIES = 1 << 19  # entries handed on at a time: a few MB
+
+
+class Run(NamedTuple):
+    """Sorted records on disk: the number of the first, how many, and their CRC-32."""
+
+    first: int
+    size: int
+    checksum: int
 
 
 class Entries:
@@ -65,7 +75,8 @@ class Entries:
         self._parts: list[np.ndarray] = []
         self._num_waiting = 0
         self._sorted: np.ndarray | None = None
-        self._runs: list[tuple[int, int, np.ndarray]] = []  # first record, records, keys
+        self._runs: list[Run] = []
+        self._keys_of_runs: list[np.ndarray] = []
         self._cuts: list[int] = []
 
     def __enter__(self) -> Entries:
@@ -141,12 +152,39 @@ class Entries:
         if not self._num_waiting:
             return
         records = self._sort_waiting()
-        self._runs.append((len(self._spool), len(records), self._keys(records[:: self._step]).copy()))
+        self._add_run(Run(len(self._spool), len(records), crc32(records.view(np.uint8))), records)
         self._spool.append(records)
+
+    def _add_run(self, run: Run, records: np.ndarray) -> None:
+        self._runs.append(run)
+        self._keys_of_runs.append(self._keys(records[:: self._step]).copy())
+
+    def keep(self, path: Path) -> list[Run] | None:
+        """Give what is on disk a name, so that it outlives the process; None if it cannot have one."""
+        return list(self._runs) if self._spool.keep(path) else None
+
+    def restore(self, path: Path, runs: list[Run]) -> bool:
+        """Take what was kept, instead of entries and `finish`; false if it is not there as it should be.
+
+        Raises
+        ------
+        OutputError
+            It is not there at all, or not as long.
+        """
+        self._spool.reopen(path, sum(run.size for run in runs) * self.record.itemsize)
+        for run in runs:
+            if not 0 < run.size <= self._limit:  # of another memory
+                return False
+            records = self._spool.read(run.first, run.first + run.size)
+            if crc32(records.view(np.uint8)) != run.checksum:
+                return False
+            self._add_run(run, records)
+        self._cuts = self._choose_cuts()
+        return True
 
     def _choose_cuts(self) -> list[int]:
         """Keys where ranges begin, but for the first."""
-        every = np.sort(np.concatenate([keys for _, _, keys in self._runs]))
+        every = np.sort(np.concatenate(self._keys_of_runs))
         # Of a range that holds n of the kept keys, each run may hold up to that step of records more.
         step = max(1, self._limit // self._step - len(self._runs))
         return np.unique(every[step::step]).tolist()
@@ -165,7 +203,7 @@ class Entries:
     def _range(self, low: int, high: int | None) -> np.ndarray:
         """The records of keys from ``low`` to ``high`` (excluded), of all runs in turn."""
         found = []
-        for first, size, keys in self._runs:
+        for (first, size, _), keys in zip(self._runs, self._keys_of_runs, strict=True):
             start = max(0, int(np.searchsorted(keys, np.uint64(low), "left")) - 1) * self._step
             stop = size
             if high is not None:
