@@ -234,11 +234,23 @@ def test_readers_of_the_old_file(tmp_path: Path) -> None:
         dataset[0]
         append(path, make_source(tmp_path / "new", range(22, 30)), workers=0)
         assert file["images"].shape[0] == 22 and file["images"][21].any()
-    loader = h5chunk.ChunkLoader(path, 8)
-    assert sum(len(images) for images, _ in loader) == 30
     dataset._reader.close()
     with pytest.raises(FileError, match="replaced or changed since it was first opened"):
         dataset[0]
+    with h5chunk.ChunkLoader(path, 8) as loader:
+        assert sum(len(images) for images, _ in loader) == 30
+
+
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_a_loop_that_still_reads_when_the_file_is_replaced(tmp_path: Path, reader: str) -> None:
+    path, source = make_file(tmp_path, 400), make_source(tmp_path / "new", range(400, 401))
+    with (
+        h5chunk.ChunkLoader(path, 8, reader=reader, window_chunks=2) as loader,
+        pytest.raises(FileError, match="replaced or changed since it was first opened: start again"),
+    ):
+        for number, _ in enumerate(loader):
+            if number == 1:
+                append(path, source, workers=0)
 
 
 # ---- classes and fields

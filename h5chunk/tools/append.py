@@ -52,8 +52,8 @@ def append(
 
     The old samples keep their places; the new ones come behind them. A longer file is written beside the old one, of
     which all chunks are checked on the way, and takes its place in one step: so room for both is needed, and the old
-    file can be read all the while. Who has it open goes on with the old samples; of our readers, the next that opens
-    the file anew in the midst of its work says that it was replaced. Equal file, source and options give equal bytes,
+    samples can be read all the while. Who has the old file open then still has it; our readers look, and end with a
+    FileError that says that it was replaced, rather than mix the two. Equal file, source and options give equal bytes,
     with any number of workers.
 
     New samples are permuted among themselves only. So the file no longer counts as shuffled, and windows are made as
