@@ -533,6 +533,21 @@ def test_a_file_without_samples_is_copied(tmp_path: Path) -> None:
         repack(tmp_path / "a.h5", tmp_path / "c.h5", shuffle=True)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_groups_of_many_links_and_attributes(tmp_path: Path, ordered: bool) -> None:
+    """HDF5 keeps those in heaps, whose places in the old file mean nothing in the new one."""
+    with h5py.File(tmp_path / "a.h5", "w", libver="v110") as file:
+        file["images"] = np.arange(200).reshape(40, 5)
+        group = file.create_group("many", track_order=ordered)
+        for i in reversed(range(30)):
+            group[f"{i}"] = np.arange(i)
+            group.attrs[f"{i}"] = i
+        group["inner/array"] = np.arange(3)
+    for old, new in (("a.h5", "b.h5"), ("b.h5", "c.h5")):
+        repack(tmp_path / old, tmp_path / new)
+        check_same(tmp_path / "a.h5", tmp_path / new)
+
+
 def test_an_axis_without_limit_that_is_not_the_first(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:  # HDF5 says wrong places of its chunks
         file.create_dataset("images", data=np.arange(24).reshape(4, 6), chunks=(2, 1), maxshape=(4, None))

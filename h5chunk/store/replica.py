@@ -175,9 +175,7 @@ class _Maker:
                 leads_to = b"/" + node.leads_to
                 new.links.create_hard(node.name, self._target, leads_to, lcpl=self._links(node.name))
             elif node.kind == "group":
-                h5g.create(
-                    new, node.name, lcpl=self._links(node.name), gcpl=h5g.open(old, node.name).get_create_plist()
-                )
+                self._group(old, new, node.name)
             elif node.path in self._made:
                 self._dataset(old, new, node.name, node.path)
             else:
@@ -187,9 +185,13 @@ class _Maker:
         return None if name.isascii() else self._utf8
 
     def _group(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes) -> None:
-        properties = h5g.open(old, name).get_create_plist()
-        properties.set_obj_track_times(False)
-        h5g.create(new, name, self._links(name), properties)
+        """A group with the orders of another; all properties of one of many links also say where those lie."""
+        said, properties = h5g.open(old, name).get_create_plist(), h5p.create(h5p.GROUP_CREATE)
+        properties.set_link_creation_order(said.get_link_creation_order())
+        properties.set_attr_creation_order(said.get_attr_creation_order())
+        properties.set_attr_phase_change(*said.get_attr_phase_change())
+        properties.set_obj_track_times(said.get_obj_track_times())
+        h5g.create(new, name, lcpl=self._links(name), gcpl=properties)
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes, path: bytes) -> None:
         options = h5p.create(h5p.OBJECT_COPY)
