@@ -12,7 +12,7 @@ from h5chunk.store.appended import OldDataset, OldFile
 from h5chunk.store.csr import CSR, MATRIX, read_matrix
 from h5chunk.store.format import GROUP
 from h5chunk.tools.append_fields import fit_columns, match_classes
-from h5chunk.tools.convert_sparse import fields_of, tables_of
+from h5chunk.tools.sparse_fields import fields_of, tables_of
 from h5chunk.tools.sparse_keep import Kept
 from h5chunk.tools.sparse_options import SparseOptions
 
