@@ -1,0 +1,222 @@
+"""Damaged copies of good files, each opened by info, verify and both readers in a child with limits.
+
+What must not be: a crash, a hang, memory out of proportion, an error that is not one of ours, and wrong values that
+were read although the file has checksums and they were asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import struct
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torture_files import Good, make_good
+from torture_result import Outcome, Result, in_children
+
+import h5chunk
+from h5chunk.errors import H5ChunkError
+
+PEAK_BYTES = 400 << 20
+MAX_SAMPLES = 128  # that are read, should a damaged file claim more than it had
+NEAR = 8  # metadata this close to a byte that is not zero counts
+DATA_SHARE = 0.2  # of the mutations are of values
+BATCH = 7
+NOT_OURS = "not our errors"
+NO_MEMORY = re.compile("nable to allocate|memory allocation failed|can't allocate|MemoryError|more memory than")
+NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)
+
+Mutate = Callable[[bytearray, int, np.random.Generator, list[Good]], None]
+
+
+def run(count: int, seed: int, folder: Path, first: int = 0) -> Result:
+    """So many mutated files, in turn of each good one; number i is the same whatever the count."""
+    torch.set_num_threads(1)
+    goods = make_good(folder)
+    places = [metadata_of(good) for good in goods]
+    result = Result("mutated files")
+    path = folder / "mutated.h5"
+
+    def work(number: int) -> dict[str, str]:
+        good = goods[number % len(goods)]
+        path.write_bytes(mutated(number, seed, goods, places)[0])
+        return look(path, good)
+
+    for number, outcome in in_children(work, range(first, first + count)):
+        good = goods[number % len(goods)]
+        what = f"mutation {number} of {good.name!r} ({mutated(number, seed, goods, places)[1]})"
+        judge(result, what, good, outcome)
+    if result.seconds:
+        result.counts["files/s"] = round(count / result.seconds)
+    return result
+
+
+def metadata_of(good: Good) -> np.ndarray:
+    """Places of the bytes of a file that are metadata, and not in the midst of zeros: (n,) int64."""
+    data = np.frombuffer(good.data, np.uint8)
+    near = np.convolve(data != 0, np.ones(2 * NEAR + 1), "same") > 0
+    return np.flatnonzero(near & ~good.is_data)
+
+
+def mutated(number: int, seed: int, goods: list[Good], places: list[np.ndarray]) -> tuple[bytes, str]:
+    """A damaged copy, and what was done to it."""
+    rng = np.random.default_rng([seed, number])
+    which = number % len(goods)
+    good, metadata = goods[which], places[which]
+    data = bytearray(good.data)
+    names = []
+    for _ in range(int(rng.choice([1, 1, 1, 2, 4]))):
+        name = str(rng.choice(list(MUTATIONS), p=WEIGHTS))
+        anywhere = rng.random() < DATA_SHARE
+        at = int(rng.integers(len(good.data)) if anywhere else rng.choice(metadata))
+        MUTATIONS[name](data, min(at, max(0, len(data) - 1)), rng, goods)
+        names.append(f"{name} at {at}")
+    return bytes(data), ", ".join(names)
+
+
+def flip(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
+    if data:
+        data[at] ^= 1 << int(rng.integers(8))
+
+
+def byte(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
+    if data:
+        data[at] = int(rng.integers(256))
+
+
+def number(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
+    """An odd number of 1 to 8 bytes, at a place where numbers are."""
+    size = int(rng.choice([1, 2, 4, 8]))
+    at -= at % size if rng.random() < 0.5 else 0
+    value = int(rng.choice(np.array(NUMBERS, object)))
+    if rng.random() < 0.3:
+        value = len(data) + int(rng.integers(-16, 16))
+    put = struct.pack("<Q", value % (1 << 64))[:size]
+    data[at : at + len(put)] = put[: max(0, len(data) - at)]
+
+
+def zeros(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
+    stop = min(len(data), at + int(rng.integers(1, 64)))
+    data[at:stop] = bytes(stop - at)
+
+
+def splice(data: bytearray, at: int, rng: np.random.Generator, goods: list[Good]) -> None:
+    """Bytes of this or another file in the place of some."""
+    other = goods[int(rng.integers(len(goods)))].data if rng.random() < 0.5 else bytes(data)
+    size = min(int(rng.choice([8, 16, 64, 512])), len(data) - at)
+    start = int(rng.integers(max(1, len(other) - size)))
+    data[at : at + size] = other[start : start + size]
+
+
+def cut(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
+    del data[int(rng.integers(len(data) + 1)) :]
+
+
+def shift(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
+    """Some bytes are lost, or come twice."""
+    size = int(rng.integers(1, 32))
+    data[at : at + size] = b"" if rng.random() < 0.5 else data[at : at + size] * 2
+
+
+MUTATIONS: dict[str, Mutate] = {
+    "flip": flip,
+    "byte": byte,
+    "number": number,
+    "zeros": zeros,
+    "splice": splice,
+    "cut": cut,
+    "shift": shift,
+}
+WEIGHTS = (0.3, 0.15, 0.25, 0.1, 0.1, 0.05, 0.05)
+
+
+def look(path: Path, good: Good) -> dict[str, str]:
+    """What each part of h5chunk says of a file: "same", "other", "whole", "damaged", or "error: message"."""
+    return {
+        "info": _said(lambda: str(h5chunk.info(path)) and "read"),
+        "verify": _said(lambda: "whole" if h5chunk.verify(path).ok else "damaged"),
+        **{name: _said(lambda read=read: _compare(read(path), good)) for name, read in READERS.items()},
+    }
+
+
+def _said(work: Callable[[], str]) -> str:
+    try:
+        return work()
+    except H5ChunkError as error:
+        return f"error: {error}"
+    except Exception:
+        return NOT_OURS + ": " + " < ".join(line.strip() for line in traceback.format_exc().splitlines()[:-9:-1])
+
+
+def through_hdf5(path: Path, **options: Any) -> list[np.ndarray]:
+    """All samples by a ChunkDataset."""
+    dataset = h5chunk.ChunkDataset(path, **options)
+    return [np.asarray(field) for field in dataset[list(range(min(len(dataset), MAX_SAMPLES)))]]
+
+
+def by_ranges(path: Path, **options: Any) -> list[np.ndarray]:
+    """All samples by a ChunkLoader."""
+    with h5chunk.ChunkLoader(path, BATCH, shuffle=False, num_threads=2, reader="direct", **options) as loader:
+        batches = [batch for batch, _ in zip(loader, range(MAX_SAMPLES // BATCH), strict=False)]
+        return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
+
+
+CHECKED = {"checksums": "always"}
+READERS: dict[str, Callable[[Path], list[np.ndarray]]] = {
+    "h5py": through_hdf5,
+    "direct": by_ranges,
+}
+if "checksums" in inspect.signature(h5chunk.ChunkDataset).parameters:
+    READERS["h5py, checked"] = lambda path: through_hdf5(path, **CHECKED)
+if "checksums" in inspect.signature(h5chunk.ChunkLoader).parameters:
+    READERS["direct, checked"] = lambda path: by_ranges(path, **CHECKED)
+
+
+def _compare(found: list[np.ndarray], good: Good) -> str:
+    same = len(found) == len(good.expected) and all(
+        one.dtype == two.dtype and np.array_equal(one, two) for one, two in zip(found, good.expected, strict=True)
+    )
+    return "same" if same else "other"
+
+
+def judge(result: Result, what: str, good: Good, outcome: Outcome) -> None:
+    """Count what was seen, and note what must not be."""
+    result.cases += 1
+    ours = good.has_checksums
+    for name in ("crashes", "hangs", NOT_OURS, "over 400 MiB", "wrong though checked"):
+        result.add(name, 0)
+    if outcome.ended == "raised":
+        _bad(result, NOT_OURS, f"{what}: {outcome.value}")
+        return
+    if outcome.ended:
+        kind = "hangs" if outcome.ended in ("timeout", "SIGXCPU") else "crashes"
+        _bad(result, kind, f"{what}: {outcome.ended}")
+        return
+    said: dict[str, str] = outcome.value
+    for name, text in said.items():
+        if text.startswith(NOT_OURS):
+            _bad(result, NOT_OURS, f"{what}: {name}: {text}")
+    texts = " ".join(said.values())
+    if outcome.peak_bytes > PEAK_BYTES or NO_MEMORY.search(texts):
+        _bad(result, "over 400 MiB", f"{what}: {outcome.peak_bytes >> 20} MiB: {said}")
+    others = [name for name, word in said.items() if word == "other"]
+    checked = [name for name in others if name.endswith("checked")]
+    if checked and ours:
+        _bad(result, "wrong though checked", f"{what}: {said}")
+    if others:
+        result.add(f"wrong values, {'of ours' if ours else 'of others'}, verify says {said['verify'].split(':')[0]}")
+        if ours and said["verify"] == "whole":
+            _bad(result, "wrong and verify says whole", f"{what}: {said}")
+    kinds = Counter(word.split(":")[0] for word in said.values())
+    result.add("refused by all" if kinds["error"] == len(said) else "read as if whole" if not others else "read wrong")
+
+
+def _bad(result: Result, kind: str, what: str) -> None:
+    result.add(kind)
+    result.bad.append(f"{kind}: {what}")

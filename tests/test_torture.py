@@ -1,0 +1,100 @@
+"""Short versions of scripts/torture.py; and that its counts see what must not be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import torture_attacks  # noqa: E402
+import torture_flips  # noqa: E402
+import torture_mutated  # noqa: E402
+import torture_zoo  # noqa: E402
+from torture_result import Outcome, Result, in_children  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks, limits and counts as only Linux can"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+def misbehave(what: str) -> str:
+    if what == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "hang":
+        time.sleep(60)
+    if what == "spin":
+        while True:
+            pass
+    if what == "raise":
+        raise KeyError("images")
+    return what if what != "grow" else str(len(np.ones(100 << 20, "u1")))
+
+
+def test_children_that_misbehave_are_told_apart() -> None:
+    items = ["fine", "crash", "fine", "hang", "raise", "grow", "fine"]
+    found = list(in_children(misbehave, items, timeout_s=1.0, memory_bytes=1 << 30))
+    assert [item for item, _ in found] == items
+    assert [outcome.ended for _, outcome in found] == ["", "SIGSEGV", "", "timeout", "raised", "", ""]
+    assert "KeyError: 'images'" in found[4][1].value
+    assert 100 << 20 <= found[5][1].peak_bytes < 200 << 20 and found[6][1].peak_bytes < 10 << 20
+
+
+def test_limits_of_children() -> None:
+    [(_, spun)] = in_children(misbehave, ["spin"], cpu_s=0)
+    [(_, grown)] = in_children(misbehave, ["grow"], memory_bytes=10 << 20)
+    assert spun.ended == "SIGXCPU" and grown.ended == "raised" and "Unable to allocate" in grown.value
+
+
+@pytest.mark.parametrize(
+    ("outcome", "what"),
+    [
+        (Outcome("SIGSEGV"), "crashes"),
+        (Outcome("timeout"), "hangs"),
+        (Outcome("SIGXCPU"), "hangs"),
+        (Outcome("raised", "KeyError"), "not our errors"),
+        (Outcome("", {"verify": "whole", "h5py": "same"}, 500 << 20), "over 400 MiB"),
+        (Outcome("", {"verify": "whole", "h5py": "other"}), "wrong and verify says whole"),
+        (Outcome("", {"verify": "damaged", "h5py, checked": "other"}), "wrong though checked"),
+        (Outcome("", {"verify": "damaged", "h5py": "other"}), ""),
+    ],
+)
+def test_what_must_not_be_is_noticed(tmp_path: Path, outcome: Outcome, what: str) -> None:
+    [good] = torture_mutated.make_good(tmp_path, ["images"])
+    result = Result("files")
+    torture_mutated.judge(result, "a file", good, outcome)
+    assert [each.split(":")[0] for each in result.bad] == ([what] if what else [])
+
+
+def test_attacks(tmp_path: Path) -> None:
+    result = torture_attacks.run(tmp_path, ["external link", "inflating chunks", "a pipe", "huge shape, chunked"], 1.0)
+    assert result.cases == 4 and not result.bad, result.bad
+    assert result.counts["h5py: waits"] == result.counts["h5py: raises"] == 1
+
+
+def test_flipped_bits(tmp_path: Path) -> None:
+    result = torture_flips.run(64, 0, tmp_path)
+    assert result.cases > 64 and not result.bad, result.bad
+
+
+def test_flips_that_verify_misses_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5chunk.store.checks.crc32", lambda *_: 0)
+    assert torture_flips.run(16, 0, tmp_path).bad
+
+
+def test_zoos_have_enough_kinds() -> None:
+    assert len(torture_zoo.images()) >= 30 and len(torture_zoo.good_matrices()) >= 20
+
+
+def test_images(tmp_path: Path) -> None:
+    result = torture_zoo.run_images(tmp_path)
+    assert not result.bad, result.bad
