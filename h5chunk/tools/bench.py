@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,9 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, Wor
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.fields import Field
+from h5chunk.store.files import Paths, open_reader
+from h5chunk.store.filesdirect import files_fields
+from h5chunk.store.fileset import FileSet
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import open_file
 from h5chunk.store.reader import H5Reader
@@ -42,7 +44,7 @@ NOISY = 1.5  # of a limit: more is the time of day
 
 
 def bench(
-    path: str | os.PathLike[str],
+    path: Paths,
     *,
     batch_size: int = 256,
     device: str = "cpu",
@@ -56,7 +58,8 @@ def bench(
 
     Parameters
     ----------
-    path : path
+    path : path or sequence of paths
+        A file; or several as one data set, named as for `ChunkDataset`.
     batch_size : int
     device : str
         Where `ChunkLoader` brings batches: ``"cpu"`` or ``"cuda"``.
@@ -87,11 +90,11 @@ def bench(
     numbers = _workers(workers, num_cores)
     _check_numbers(batch_size, seconds)
     device_name = check_device(device)
-    reader = H5Reader(path, field_mapping(fields))
-    subject = Subject(str(path), fields, reader, batch_size, device, num_cores, available_bytes(), reader.num_samples)
+    reader = open_reader(path, field_mapping(fields))
+    subject = Subject(path, fields, reader, batch_size, device, num_cores, available_bytes(), reader.num_samples)
     _check_subject(subject, max(numbers))
     clock = Clock(seconds, progress)
-    with _named_errors(subject.path), ExitStack() as closing:
+    with _named_errors(str(reader.path)), ExitStack() as closing:
         stages, notes, stored, not_direct = _measure(subject, numbers, cold, clock, closing)
     limits = {(stage.group, stage.name): stage.limits for stage in stages}
     figures = with_ratios([stage.figure() for stage in stages], limits)
@@ -99,7 +102,7 @@ def bench(
         notes.append("some figures are above their limit: the machine was busy with other things: run it again")
     fits = stored is None or stored.num_bytes < subject.room_bytes
     return BenchReport(
-        path=printable(path),
+        path=printable(reader.path),
         fields=list(reader.fields),
         num_samples=reader.num_samples,
         sample_bytes=subject.sample_bytes,
@@ -129,7 +132,7 @@ def _measure(
     if stored is None:
         read_stages = [Stage(LIMITS, CACHED, 1, note=why), Stage(LIMITS, DISK, 1, note=why)]
     else:
-        reads = FileReads(stored.path)
+        reads = FileReads(*stored.paths)
         closing.callback(reads.close)
         disk = measure_disk(stored, reads, cold, clock)
         notes += fill_page_cache(subject, stored, reads, clock)
@@ -195,11 +198,11 @@ def _check_numbers(batch_size: int, seconds: float) -> None:
 def _check_subject(subject: Subject, num_workers: int) -> None:
     """There are bytes to move, and room for batches."""
     if subject.reader.matrix is not None:
-        raise FieldError(f"{printable(subject.path)}: holds a sparse matrix, which bench does not measure yet")
+        raise FieldError(f"{printable(subject.reader.path)}: holds a sparse matrix, which bench does not measure yet")
     if not subject.reader.num_samples:
-        raise FieldError(f"{printable(subject.path)}: has no samples: nothing can be measured")
+        raise FieldError(f"{printable(subject.reader.path)}: has no samples: nothing can be measured")
     if not subject.sample_bytes:
-        raise FieldError(f"{printable(subject.path)}: its samples have no bytes: nothing can be measured")
+        raise FieldError(f"{printable(subject.reader.path)}: its samples have no bytes: nothing can be measured")
     batch = min(subject.batch_size, subject.reader.num_samples) * subject.sample_bytes
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.room_bytes:
@@ -211,6 +214,9 @@ def _check_subject(subject: Subject, num_workers: int) -> None:
 
 def _why_not_direct(reader: H5Reader) -> str:
     """Why byte ranges cannot be read; empty if they can."""
+    if isinstance(reader, FileSet):
+        name, reason = next(iter(files_fields(reader)[1].items()), ("", ""))
+        return f"field {name!r} cannot be read by byte ranges: {reason}" if reason else ""
     with open_file(reader.path) as file:
         for name, each in reader.fields.items():
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -14,8 +15,10 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.claims import KNOWN_FILTERS
 from h5chunk.store.csr import MATRIX
+from h5chunk.store.files import Paths, list_files
 from h5chunk.store.format import GROUP, Header, open_file, read_header
 from h5chunk.store.guard import Guard, Refusal, Trusted
+from h5chunk.tools.info_folder import FolderInfo, info_folder
 from h5chunk.tools.info_matrix import MatrixInfo, info_matrix
 
 _LAYOUTS = {
@@ -123,24 +126,37 @@ class FileInfo:
             return f"{len(self.datasets)} datasets, not written by h5chunk"
         header = self.header
         order = f"shuffled with seed {header.seed}" if header.shuffled else "in the order of the source"
+        if not header.shuffled and '"appended"' in header.options:
+            order = "appended to, parts not mixed"
         classes = f", {len(header.class_names)} classes" if header.class_names else ""
         return f"h5chunk format {header.format_version}, {header.num_samples:,} samples{classes}, {order}"
 
 
-def info(path: str | os.PathLike[str], *, trusted: Trusted = False) -> FileInfo:
+def info(path: Paths, *, trusted: Trusted = False) -> FileInfo | FolderInfo:
     """Look at all datasets of a file; reads no data, but of a sparse matrix of ours the lengths of rows, and values.
 
     Parameters
     ----------
-    path : path
+    path : path or sequence of paths
+        Of several files, named as for `ChunkDataset`, also whether they read as one data set.
     trusted : bool, path or sequence of paths
         Whether links and views of other files are followed: not; in the folder of the file; or in these folders.
+
+    Returns
+    -------
+    FileInfo, or FolderInfo of a folder, a pattern or a list
 
     Raises
     ------
     FileError
-        It is missing, not HDF5, or cut short.
+        It is missing, not HDF5, or cut short; or there is no file in the folder.
     """
+    if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
+        return _info_file(Path(path), trusted)
+    return info_folder(path, partial(_info_file, trusted=trusted), trusted)
+
+
+def _info_file(path: Path, trusted: Trusted) -> FileInfo:
     with open_file(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)
@@ -152,7 +168,7 @@ def info(path: str | os.PathLike[str], *, trusted: Trusted = False) -> FileInfo:
         cache = CacheSettings(int(nslots), int(nbytes), float(w0))
         return FileInfo(
             path=printable(path),
-            num_bytes=Path(path).stat().st_size,
+            num_bytes=path.stat().st_size,
             header=header,
             default_cache=cache,
             datasets=[_describe(dataset, cache, matrix) for dataset in found],

@@ -1,4 +1,7 @@
-"""Reading a file's own bytes, found through its chunk tables, from the page cache and from the disk."""
+"""Reading a file's own bytes, found through its chunk tables, from the page cache and from the disk.
+
+The bytes of several files are numbered as if these lay one behind the other, each from a page on that is its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.fields import Field
+from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import open_file
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import NotMeasured, threads_rate
@@ -31,21 +36,26 @@ Ranges = Sequence[tuple[int, int]]  # offset and size
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the bytes of some fields lie in the file, in the order of their samples.
+    """Where the bytes of some fields lie in the file, or files, in the order of their samples.
 
     Attributes
     ----------
-    path : Path
+    paths : tuple of Path
     num_samples : int
     offsets, sizes, first_samples : (n,) int64
         Of each chunk, or run of rows.
     """
 
-    path: Path
+    paths: tuple[Path, ...]
     num_samples: int
     offsets: np.ndarray
     sizes: np.ndarray
     first_samples: np.ndarray
+
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return self.paths[0]
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +64,7 @@ class Stored:
     def head(self, num_samples: int) -> Stored:
         """Only chunks that hold some of the first samples."""
         some = self.first_samples < num_samples
-        return Stored(self.path, num_samples, self.offsets[some], self.sizes[some], self.first_samples[some])
+        return Stored(self.paths, num_samples, self.offsets[some], self.sizes[some], self.first_samples[some])
 
     def chunks(self) -> Ranges:
         """The chunks, without those that are smaller than a page if there are others."""
@@ -93,14 +103,27 @@ def locate(reader: H5Reader) -> Stored:
     FileError
         The list of chunks makes no sense.
     """
-    with open_file(reader.path) as file:
-        fields = [field for field in reader.fields.values() if isinstance(field, Field)]
-        parts = [_locate_field(file, field, reader.chunk_samples) for field in fields]
+    readers = reader.readers if isinstance(reader, FileSet) else (reader,)
+    paths = tuple(each.path for each in readers)
+    parts, first = [], 0
+    for each, base in zip(readers, _bases([os.stat(path).st_size for path in paths]), strict=True):
+        with open_file(each.path) as file:
+            for field in each.fields.values():
+                if isinstance(field, Field) and each.num_samples:
+                    offsets, sizes, firsts = _locate_field(file, field, each.chunk_samples)
+                    parts.append((offsets + base, sizes, firsts + first))
+        first += each.num_samples
     offsets, sizes, firsts = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not sizes.sum():
         raise NotMeasured("nothing was written into it yet")
     order = np.argsort(firsts, kind="stable")
-    return Stored(reader.path, reader.num_samples, offsets[order], sizes[order], firsts[order])
+    return Stored(paths, reader.num_samples, offsets[order], sizes[order], firsts[order])
+
+
+def _bases(sizes: Sequence[int]) -> list[int]:
+    """The number of each file's first byte: a multiple of a page, with a page between."""
+    pages = (size // mmap.PAGESIZE + 2 for size in sizes)
+    return [0, *itertools.accumulate(count * mmap.PAGESIZE for count in pages)][: len(sizes)]
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -124,11 +147,18 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Reads ranges of a file, by threads into memory that is used again. Keeps the file open until it is closed."""
+    """Reads ranges of files, by threads into memory that is used again. Keeps the files open until it is closed."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._descriptors: list[int] = []
+        for path in paths:
+            try:
+                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                self.close()
+                raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+        self._bases = _bases([os.fstat(descriptor).st_size for descriptor in self._descriptors])
         self._buffers: list[np.ndarray] = []
         self.num_read = 0  # ranges, by the last call
 
@@ -151,15 +181,20 @@ class FileReads:
         return rate
 
     def _read(self, offset: int, size: int, buffer: np.ndarray) -> None:
-        done = 0
+        number, done = self._file_of(offset), 0
+        offset -= self._bases[number]
         while done < size:
             try:
-                more = os.preadv(self._descriptor, [buffer[: size - done].data], offset + done)
+                more = os.preadv(self._descriptors[number], [buffer[: size - done].data], offset + done)
             except OSError as error:
-                raise FileError(f"{printable(self._path)}: cannot be read: {error.strerror}") from error
+                raise FileError(f"{printable(self._paths[number])}: cannot be read: {error.strerror}") from error
             if not more:
-                raise FileError(f"{printable(self._path)}: the file ends in the middle of its data: it was cut short")
+                where = printable(self._paths[number])
+                raise FileError(f"{where}: the file ends in the middle of its data: it was cut short")
             done += more
+
+    def _file_of(self, offset: int) -> int:
+        return bisect_right(self._bases, offset) - 1
 
     def drop(self, ranges: Ranges) -> None:
         """Drop ranges from the page cache; if their neighbours keep them there, all of the file.
@@ -173,10 +208,12 @@ class FileReads:
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
         for offset, size in ranges:
-            start = offset // page * page
-            os.posix_fadvise(self._descriptor, start, -(-(offset + size) // page) * page - start, _DONTNEED)
+            start, number = offset // page * page, self._file_of(offset)
+            length = -(-(offset + size) // page) * page - start
+            os.posix_fadvise(self._descriptors[number], start - self._bases[number], length, _DONTNEED)
         if self.cached_share(ranges) > STILL_CACHED:
-            os.posix_fadvise(self._descriptor, 0, 0, _DONTNEED)
+            for descriptor in self._descriptors:
+                os.posix_fadvise(descriptor, 0, 0, _DONTNEED)
             if (share := self.cached_share(ranges)) > STILL_CACHED:
                 raise NotMeasured(
                     f"{share:.0%} of it stays in the page cache: the file system is in memory (tmpfs), or the file "
@@ -186,27 +223,35 @@ class FileReads:
     @property
     def can_be_checked(self) -> bool:
         """Whether the system tells us what is cached: it does so for files that we may write."""
-        return os.access(self._path, os.W_OK) or os.stat(self._path).st_uid == os.geteuid()
+        return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:
         """Part of the pages of some ranges that is in the page cache; 0 if nobody says. Source: mincore(2)."""
         if not self.can_be_checked or not ranges:
             return 0.0
-        cached = pages = 0
-        with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as mapped:
+        states: list[np.ndarray] = []
+        some = sorted(ranges[:: max(1, len(ranges) // 256)])
+        for number, of_file in itertools.groupby(some, lambda each: self._file_of(each[0])):
+            states += self._states(number, list(of_file))
+        return sum(int((state & 1).sum()) for state in states) / max(1, sum(map(len, states)))
+
+    def _states(self, number: int, ranges: Ranges) -> Iterator[np.ndarray]:
+        """Of ranges of one file: of each page, whether it is cached."""
+        with mmap.mmap(self._descriptors[number], 0, access=mmap.ACCESS_READ) as mapped:
             whole = np.frombuffer(mapped, np.uint8)
-            for offset, size in ranges[:: max(1, len(ranges) // 256)]:
+            for offset, size in ranges:
+                offset -= self._bases[number]
                 start = offset // mmap.PAGESIZE * mmap.PAGESIZE
                 state = np.zeros(-(-(offset + size - start) // mmap.PAGESIZE), np.uint8)
-                if _mincore(whole.ctypes.data + start, offset + size - start, state.ctypes.data):
-                    continue
-                cached, pages = cached + int((state & 1).sum()), pages + len(state)
+                if not _mincore(whole.ctypes.data + start, offset + size - start, state.ctypes.data):
+                    yield state
             del whole
-        return cached / max(1, pages)
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the files."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
 
 
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)

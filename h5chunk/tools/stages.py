@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.plan.layout import human_bytes
+from h5chunk.store.files import Paths
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.benchreport import (
     CACHED,
@@ -60,9 +61,9 @@ class Stage:
 
 @dataclass
 class Subject:
-    """The file and how it shall be read; ``num_samples``: how many of it figures from the page cache are of."""
+    """What is measured; ``num_samples``: how many samples of it figures from the page cache are of."""
 
-    path: str
+    path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
     reader: H5Reader
     batch_size: int
