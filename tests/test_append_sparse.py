@@ -116,6 +116,41 @@ def test_training_on_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.sort(rows @ np.arange(40)), np.sort(dense @ np.arange(40)))
 
 
+@pytest.mark.parametrize(("num_old", "num_new", "size"), [(60, 40, 8), (64, 3, 8), (61, 1, 8), (3, 50, None)])
+@pytest.mark.parametrize("filter", ["gzip", "none"])
+@pytest.mark.parametrize("ids", [False, True])
+def test_dense_rows(tmp_path: Path, num_old: int, num_new: int, size: int | None, filter: str, ids: bool) -> None:
+    dense, path = ratings(num_old + num_new), tmp_path / "x.h5"
+    columns = list(range(40))
+    save = (lambda path, part: save_csv(path, part, 0, columns)) if ids else save_npz
+    dense[0] = 1
+    sources = [
+        save(tmp_path / f"{n}{'.csv' if ids else '.npz'}", part) for n, part in enumerate(np.split(dense, [num_old]))
+    ]
+    h5chunk.convert(sources[0], path, dense=True, filter=filter, chunk_samples=size)
+    report = append(path, sources[1])
+    assert h5chunk.verify(path).ok and (report.kind, report.num_added) == ("dense", num_new)
+    with h5py.File(path) as file:
+        index = file["h5chunk/source_index"][()]
+        there = file["h5chunk/column_ids"][()] if ids else columns
+        values = (file["X"][()] / file["X"].attrs["scale"])[np.argsort(index)]
+        np.testing.assert_array_equal(values, dense[:, there])
+        assert file["X"].compression == (None if filter == "none" else "gzip")
+        assert file["h5chunk"].attrs["shuffled"] == 0 and file["h5chunk"].attrs["kind"] == b"dense"
+
+
+def test_dense_rows_that_are_packed_otherwise(tmp_path: Path) -> None:
+    dense, path = ratings(60), tmp_path / "x.h5"
+    source = save_npz(tmp_path / "a.npz", dense)
+    h5chunk.convert(source, path, dense=True, chunk_samples=8)
+    with h5py.File(path, "r+") as file:
+        values, attributes = file["X"][()], dict(file["X"].attrs)
+        del file["X"]
+        file.create_dataset("X", data=values, chunks=(8, 40), compression="lzf").attrs.update(attributes)
+    with pytest.raises(FileError, match=r"its rows are not in chunks of 8 rows packed by gzip.*repack it"):
+        append(path, source)
+
+
 # ---- columns
 
 

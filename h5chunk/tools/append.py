@@ -7,8 +7,8 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 from h5chunk.errors import FileError, OptionError, OutputError, printable
 from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.appended import OldFile, open_old
+from h5chunk.store.csr import CSR
 from h5chunk.store.newfile import NewFile, check_room
+from h5chunk.tools.append_dense import write_dense_rows
 from h5chunk.tools.append_images import Addition, OldImages, plan_addition
 from h5chunk.tools.append_longer import plan_longer, write_longer
 from h5chunk.tools.append_report import AppendPlan, AppendReport
 from h5chunk.tools.append_rows import OldRows, plan_rows
-from h5chunk.tools.append_sparse import estimate_rows, read_rows, write_csr_rows
+from h5chunk.tools.append_sparse import estimate_rows, open_mapped, read_rows, write_csr_rows
 from h5chunk.tools.convert_images import Progress, count_written, estimate_s, prepare
 from h5chunk.tools.sparse_options import MEMORY_BYTES
 
@@ -102,9 +104,9 @@ def append(
     given = dict(locals())
     started = time.perf_counter()
     path = _check_paths(given.pop("path"), source, manifest)
-    with NewFile(path, overwrite=True) as new, open_old(path) as old:
+    with open_old(path) as old:
         _check_options(old, given)
-        return (_append_images if old.kind == "images" else _append_rows)(new, old, given, started)
+        return (_append_images if old.kind == "images" else _append_rows)(old, given, started)
 
 
 def plan_append(path: str | os.PathLike[str], source: str | os.PathLike[str], **options: Any) -> AppendPlan:
@@ -165,13 +167,13 @@ def _addition(old: OldFile, given: dict[str, Any]) -> Addition:
     return plan_addition(before, job, options["fit"], given["new_classes"], printable(given["source"]))
 
 
-def _append_images(new: NewFile, old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
+def _append_images(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
     addition = _addition(old, given)
     job, progress = addition.job, given["progress"]
-    longer, filled = write_longer(
-        new, addition, _telling("copy", old.path.stat().st_size, progress), count_written(len(job.order), progress)
-    )
-    _take_place(new, old)
+    with _taking_place(old) as new:
+        longer, filled = write_longer(
+            new, addition, _telling("copy", old.path.stat().st_size, progress), count_written(len(job.order), progress)
+        )
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
     return AppendReport(
         path=old.shown,
@@ -207,15 +209,15 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
     )
 
 
-def _append_rows(new: NewFile, old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
+def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
     rows, progress = OldRows(old), given["progress"]
-    with ExitStack() as stack:
-        source_bytes = os.stat(given["source"]).st_size
-        kept, source = read_rows(rows, given, stack, _telling("read", source_bytes, progress))
+    source = open_mapped(rows, given)
+    with _taking_place(old) as new, ExitStack() as stack:
+        kept = read_rows(rows, source, given, stack, _telling("read", source.num_bytes, progress))
         more = plan_rows(rows, kept, new_classes=given["new_classes"])
-        write_csr_rows(new, rows, kept, more, given, _telling("copy", old.path.stat().st_size, progress))
-        _take_place(new, old)
-    dropped = {"entries in columns that the file does not have": source.num_dropped} if source.num_dropped else {}
+        write = write_csr_rows if old.kind == CSR else write_dense_rows
+        write(new, rows, kept, more, given, _telling("copy", old.path.stat().st_size, progress))
+    dropped = {"entries in columns that the file does not have": source.num_dropped}
     return AppendReport(
         path=old.shown,
         kind=old.kind,
@@ -235,11 +237,15 @@ def _plan_rows(old: OldFile, given: dict[str, Any]) -> AppendPlan:
     return replace(plan, notes=[unmixed(old)])
 
 
-def _take_place(new: NewFile, old: OldFile) -> None:
-    """Put the new file in the place of the old one, with its permissions."""
-    new.part.chmod(old.mode)
-    old.check_unchanged()
-    new.commit()
+@contextmanager
+def _taking_place(old: OldFile) -> Iterator[NewFile]:
+    """The new file, which takes the place of the old one in the end, with its permissions."""
+    with NewFile(old.path, overwrite=True) as new:
+        old.check_unchanged()  # by who had the lock before
+        yield new
+        new.part.chmod(old.mode)
+        old.check_unchanged()
+        new.commit()
 
 
 def _telling(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import h5chunk
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.store.appended import OldFile
-from h5chunk.store.format import FORMAT_VERSION
+from h5chunk.store.format import FORMAT_VERSION, Header
 
 
 def header_attributes(num_samples: int, window_chunks: int, cache: CacheSettings, options: str) -> dict[str, Any]:
@@ -26,6 +28,15 @@ def header_attributes(num_samples: int, window_chunks: int, cache: CacheSettings
         "shuffled": np.uint8(0),
         "options": options,
     }
+
+
+def longer_layout(header: Header, num_samples: int, sample_bytes: int) -> tuple[Layout, CacheSettings]:
+    """Layout and cache of a longer file: its own chunks; its own window and cache where a tuner settled them."""
+    size = header.chunk_samples
+    was, layout = (plan_layout(count, sample_bytes, size) for count in (header.num_samples, num_samples))
+    if header.window_chunks != was.window_chunks:
+        layout = replace(layout, window_chunks=header.window_chunks)
+    return layout, layout.cache if header.cache == was.cache else header.cache
 
 
 def options_with(old: OldFile, **record: Any) -> str:

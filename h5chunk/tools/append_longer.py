@@ -5,14 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import SampleError, SourceError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import Layout, plan_layout
+from h5chunk.plan.layout import Layout
 from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.store.appended import OldDataset, Told
 from h5chunk.store.csr import field_checksums
@@ -20,7 +20,7 @@ from h5chunk.store.fill import Filled, fill
 from h5chunk.store.filltask import FillJob
 from h5chunk.store.format import GROUP, FieldSpec, FileSpec
 from h5chunk.store.newfile import NewFile
-from h5chunk.tools.append_header import header_attributes, options_with
+from h5chunk.tools.append_header import header_attributes, longer_layout, options_with
 from h5chunk.tools.append_images import Addition
 from h5chunk.tools.convert_images import IMAGES
 
@@ -108,13 +108,9 @@ class Longer:
 def plan_longer(addition: Addition, order: np.ndarray) -> Longer:
     """The file with these of the new samples."""
     before, listing = addition.before, addition.job.listing
-    old, num_samples = before.old, before.num_samples + len(order)
+    old = before.old
     sample_bytes = int(np.prod(before.sample_shape))
-    size, header = old.header.chunk_samples, old.header
-    was, layout = (plan_layout(count, sample_bytes, size) for count in (before.num_samples, num_samples))
-    if header.window_chunks != was.window_chunks:  # a tuner said so
-        layout = replace(layout, window_chunks=header.window_chunks)
-    cache = layout.cache if header.cache == was.cache else header.cache
+    layout, cache = longer_layout(old.header, before.num_samples + len(order), sample_bytes)
     index, ends, names = (old.table(name) for name in ("source_index", "source_name_ends", "source_names"))
     assert index is not None and ends is not None and names is not None
     lengths = listing.names.offsets[order + 1] - listing.names.offsets[order]

@@ -116,7 +116,7 @@ def plan_rows(rows: OldRows, kept: Kept, *, new_classes: bool) -> MoreRows:
         They do not agree.
     """
     old, source = rows.old, printable(kept.read.source.path)
-    if rows.matrix.pattern and not kept.pattern and kept.row_entries.any():
+    if rows.matrix.kind == CSR and rows.matrix.pattern and not kept.pattern and kept.row_entries.any():
         raise SourceError(
             f"{source}: has values, but {old.shown} holds a pattern, where all are one: convert all sources together"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +24,11 @@ from h5chunk.tools.append_header import header_attributes, options_with
 from h5chunk.tools.append_report import AppendPlan
 from h5chunk.tools.append_rows import MoreRows, OldRows
 from h5chunk.tools.convert_sparse import plan_sparse
-from h5chunk.tools.sparse_keep import Kept, choose_what_to_keep
+from h5chunk.tools.sparse_keep import Kept, Part, choose_what_to_keep
 from h5chunk.tools.sparse_read import Budget, UnfitError, read_source
 
 
-def read_rows(rows: OldRows, given: Mapping[str, Any], stack: ExitStack, told: Told) -> tuple[Kept, MappedSource]:
+def read_rows(rows: OldRows, source: MappedSource, given: Mapping[str, Any], stack: ExitStack, told: Told) -> Kept:
     """Read and sort all of a source.
 
     Raises
@@ -37,14 +37,13 @@ def read_rows(rows: OldRows, given: Mapping[str, Any], stack: ExitStack, told: T
         It cannot be used, has columns that the file does not have, or values without a code.
     """
     old, options = rows.old, rows.options(dict(given))
-    source = open_mapped(rows, given)
     folder = Path(os.path.realpath(old.path)).parent
     seed = options.seed if options.shuffle else None
     try:
         budget = Budget(options.memory_bytes)
         read = read_source(source, options.coding(), folder, budget, seed, stack, told)
         source.check_known()
-        return choose_what_to_keep(read, options.min_row_count, 0), source
+        return choose_what_to_keep(read, options.min_row_count, 0)
     except UnfitError as error:
         raise SourceError(
             f"{error.what}: values must have codes with the scale {rows.matrix.scale:g} of {old.shown}, as its "
@@ -78,16 +77,21 @@ def write_csr_rows(
     with new.flusher():
         if rows.matrix.num_entries:
             _carry(new, rows, layout, writer, {name: region.offset for name, region in regions.items()}, told)
-        numbers = kept.read.column_ids
-        if numbers is not None and kept.columns is not None:
-            numbers = numbers[kept.columns]
-        for part in kept.parts(np.dtype(np.int64)):
-            columns = part.columns if numbers is None else numbers[part.columns]
-            writer.append(columns.astype(layout.index_dtype), None if layout.pattern else part.values)
+        for part in parts_of(kept):
+            writer.append(part.columns.astype(layout.index_dtype), None if layout.pattern else part.values)
         writer.finish(row_entries)
         write_fields(new, more.fields, layout.chunk_samples)
         for name, values in more.tables.items():
             new.write(f"{GROUP}/{name}", values)
+
+
+def parts_of(kept: Kept) -> Iterator[Part]:
+    """The new entries, in columns of the file."""
+    numbers = kept.read.column_ids
+    if numbers is not None and kept.columns is not None:
+        numbers = numbers[kept.columns]
+    for part in kept.parts(np.dtype(np.int64)):
+        yield part if numbers is None else part._replace(columns=numbers[part.columns])
 
 
 def _layout(rows: OldRows, num_rows: int, num_entries: int) -> CsrLayout:
@@ -106,15 +110,7 @@ def _layout(rows: OldRows, num_rows: int, num_entries: int) -> CsrLayout:
 
 def _spec(rows: OldRows, kept: Kept, more: MoreRows, layout: CsrLayout, given: Mapping[str, Any]) -> FileSpec:
     old = rows.old
-    options = options_with(
-        old,
-        samples=len(kept.row_entries),
-        first_index=rows.first_index(),
-        seed=given["seed"],
-        shuffle=given["shuffle"],
-        drop_columns=given["drop_columns"],
-    )
-    own = header_attributes(layout.num_rows, layout.window_chunks, layout.cache, options)
+    own = header_attributes(layout.num_rows, layout.window_chunks, layout.cache, recorded(rows, kept, given))
     spec = csr_spec(
         layout,
         scale=rows.matrix.scale,
@@ -131,6 +127,12 @@ def _spec(rows: OldRows, kept: Kept, more: MoreRows, layout: CsrLayout, given: M
             **{name: old.attributes(name) for name in more.fields},
         },
     )
+
+
+def recorded(rows: OldRows, kept: Kept, given: Mapping[str, Any]) -> str:
+    """The options of the file, with what was asked for now."""
+    taken = {name: given[name] for name in ("seed", "shuffle", "drop_columns")}
+    return options_with(rows.old, samples=len(kept.row_entries), first_index=rows.first_index(), **taken)
 
 
 def _carry(

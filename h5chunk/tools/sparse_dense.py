@@ -93,10 +93,10 @@ class DenseFile:
             The first compressed chunks, which may be in the old part file (`NewFile.allocate_beside`). Those that
             are made here are added to the journal.
         """
-        chunks = self._chunks(parts, wrote)
+        chunks = self.chunks(parts, wrote)
         if self._filter == "gzip":
             with new.chunk_writer(MATRIX, stored) as writer, ThreadPoolExecutor(self._threads) as pool:
-                for data in _ahead(pool, islice(chunks, len(writer.chunks), None), self._threads):
+                for data in compressed(pool, islice(chunks, len(writer.chunks), None), self._threads):
                     number = len(writer.chunks)
                     new.journal.add([CHUNK, number, *writer.write(data)])
                 checksums = [chunk.checksum for chunk in writer.chunks]
@@ -107,7 +107,7 @@ class DenseFile:
                 checksums.append(zlib.crc32(chunk.data))
         new.write(f"{GROUP}/checksums/{MATRIX}", np.array(checksums, np.uint32))
 
-    def _chunks(self, parts: Iterable[Part], wrote: Callable[[int], None]) -> Iterator[np.ndarray]:
+    def chunks(self, parts: Iterable[Part], wrote: Callable[[int], None]) -> Iterator[np.ndarray]:
         """(chunk_samples, columns) uint8 each; rows behind the last are zero."""
         size = self.layout.chunk_samples
         number, chunk = 0, self._empty()
@@ -129,7 +129,7 @@ class DenseFile:
         return np.zeros((self.layout.chunk_samples, self._shape[1]), np.uint8)
 
 
-def _ahead(pool: ThreadPoolExecutor, chunks: Iterable[np.ndarray], threads: int) -> Iterator[bytes]:
+def compressed(pool: ThreadPoolExecutor, chunks: Iterable[np.ndarray], threads: int) -> Iterator[bytes]:
     """The chunks, compressed, in order."""
     waiting: deque[Future[bytes]] = deque()
     for chunk in chunks:
