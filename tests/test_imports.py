@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "tools": {"sources", "plan", "store", "feed", "errors", "__init__"},
     "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},
+    "__main__": {"cli"},
     "__init__": set(),
 }
 ONLY_IN = {
