@@ -348,13 +348,22 @@ def test_ranks_read_different_chunks(order):
         assert not shared
 
 
-@given(order=lane_orders)
+@given(order=lane_orders, start=st.integers(0, 60))
 @many
-def test_windows_say_where_each_sample_lies(order):
+def test_windows_say_where_each_sample_lies(order, start):
+    """And hold nothing of batches before the start: what was trained already is not read again."""
     for each in ranks_of(order, 1 if order.lanes == 1 else order.lanes // 2 if order.lanes % 2 == 0 else 1):
-        for window in each.windows():
+        wanted = dict(enumerate(each.batches()))
+        found = {}
+        for window in each.windows(start):
             assert window.samples[window.places].tolist() == window.rows.tolist()
             assert sorted(window.places.tolist()) == list(range(len(window.rows)))
+            assert len(window.samples) == sum(len(wanted[number]) for number in window.batches)
+            cuts = range(each.batch_size, each.batch_size * len(window.batches), each.batch_size)
+            found.update(zip(window.batches, np.split(window.samples, cuts), strict=True))
+        assert {number: batch.tolist() for number, batch in found.items()} == {
+            number: batch.tolist() for number, batch in wanted.items() if number >= start
+        }
 
 
 picked = st.builds(

@@ -83,7 +83,6 @@ class WindowStream:
         self._late, self._echo = late, echo
         self._seed, self._batch_size = order.seed, order.batch_size
         self._windows = _windows(order, once, start)
-        self._first = order.epoch, start
         self._places: dict[tuple[int, int], tuple[_Open, int]] = {}
         self._echoing: _Open | None = None  # its batches were given; kept for more of them while others are late
         self._fill()
@@ -91,11 +90,9 @@ class WindowStream:
     def _fill(self) -> None:
         while self._free and (following := next(self._windows, None)) is not None:
             epoch, window = following
-            start = self._first[1] if epoch == self._first[0] else 0
-            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size, self._maker, start)
+            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size, self._maker)
             for place, number in enumerate(window.batches):
-                if number >= start:
-                    self._places[epoch, number] = opened, place
+                self._places[epoch, number] = opened, place
 
     def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from ``start`` on, which only the first has; epochs come one after the other."""
@@ -152,11 +149,11 @@ class WindowStream:
 
 
 class _Open:
-    """A window whose batches are being taken, from batch ``start`` of the epoch on; its length is their number."""
+    """A window whose batches are being taken; its length is their number."""
 
-    def __init__(self, load: Load, epoch: int, batch_size: int, maker: Maker, start: int) -> None:
+    def __init__(self, load: Load, epoch: int, batch_size: int, maker: Maker) -> None:
         self.load, self._epoch, self._batch_size, self._maker = load, epoch, batch_size, maker
-        self.left, self.num_echoed = sum(number >= start for number in load.window.batches), 0
+        self.left, self.num_echoed = len(load.window.batches), 0
         self._received = False
         self._together = maker.num_together(batch_size)
         self._made: dict[int, Tensors] = {}

@@ -246,7 +246,10 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """The windows that hold batches from ``start`` on, in the order in which they are first wanted."""
+        """The windows that hold batches from ``start`` on, in the order in which they are first wanted.
+
+        Of those that hold batches before it as well, what is left.
+        """
         line, lanes = self._line(), self._lanes()
         for each in self.rounds():
             if each.first_batch + each.num_windows * each.window_batches <= start:
@@ -258,9 +261,16 @@ class Order:
                 numbers = range(each.first_batch + window, stop, each.num_windows)
                 if numbers[-1] >= start:
                     some = slice(window * size, (window + 1) * size)
-                    samples = np.empty_like(rows[some])
-                    samples[places[some]] = rows[some]
-                    yield Window(samples, rows[some], places[some], numbers)
+                    yield self._window(rows[some], places[some], numbers, start)
+
+    def _window(self, rows: Indices, places: Indices, numbers: range, start: int) -> Window:
+        done = sum(number < start for number in numbers)
+        if done:
+            left = places >= done * self.batch_size
+            rows, places, numbers = rows[left], places[left] - done * self.batch_size, numbers[done:]
+        samples = np.empty_like(rows)
+        samples[places] = rows
+        return Window(samples, rows, places, numbers)
 
     def _line(self) -> Line:
         if self.picks is not None:
