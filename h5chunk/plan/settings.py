@@ -24,7 +24,8 @@ from h5chunk.plan.order import Order, with_full_windows
 from h5chunk.plan.slots import plan_slots
 
 LOADER, DATASET = "loader", "dataset"
-CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20)  # chunks that a repacked file may have
+CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # chunks that a repacked file may have; and larger ones than
+PAST_CACHE = 8 << 20  # HDF5's default cache: plain readers of single samples go past it, and read nothing else
 FEWEST_CHUNKS = 16  # of a repacked file
 MAX_SLOTS = 1 << 20
 PREFETCH = 2  # batches that a DataLoader's worker prepares
@@ -189,13 +190,18 @@ def enumerate_settings(facts: Facts, *, workers: Sequence[int], windows: Iterabl
 
 
 def other_chunks(facts: Facts) -> list[int]:
-    """Samples a chunk that a repacked file may have."""
+    """Samples a chunk that a repacked file may have.
+
+    None between 2 MiB and what HDF5 caches by default: of those, plain h5py reads a whole chunk for each sample.
+    """
     if facts.fixed:
         return []
     size = max(1, facts.grid.sample_bytes)
+    past = 1 << (PAST_CACHE // size).bit_length()
     chosen = plan_layout(facts.num_samples, size).chunk_samples if size <= MAX_CHUNK_BYTES else 1
     most = max(1, facts.num_samples // FEWEST_CHUNKS)
-    counts = {chosen, *(min(most, 1 << max(0, (target // size).bit_length() - 1)) for target in CHUNK_BYTES)}
+    counts = {chosen} | ({past} if past <= most else set())
+    counts |= {min(most, 1 << max(0, (target // size).bit_length() - 1)) for target in CHUNK_BYTES}
     if facts.is_good and facts.grid.chunks:
         counts.discard(facts.chunk_samples)
     return sorted(counts)
