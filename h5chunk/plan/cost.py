@@ -41,7 +41,7 @@ class Machine:
     call_s : float
         Seconds of a call of HDF5 that reads one sample, without the bytes.
     decode_rate : float
-        Decoded bytes, one core; infinite without a filter.
+        Bytes of chunks decoded, or of samples put together from several chunks, one core; infinite where neither is.
     hop_rate : float
         From a worker to the main process, all workers together.
     device_rate : float
@@ -69,7 +69,7 @@ class Reads:
     bytes_read : float
         Of the file.
     decoded : float
-        Bytes that filters gave.
+        Bytes that filters gave, or that were put together from several chunks.
     calls : float
         Of HDF5, or chunks read by their byte ranges.
     amplification : float

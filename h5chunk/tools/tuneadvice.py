@@ -72,6 +72,7 @@ def find_advice(study: Study, model: Model | None, machine: Machine, cache: Trip
     if not study.matrix:
         found += advise_layout(facts.grid, usable(cache), repack)
         found += [each for each in _of_header(study, repack) if each.code not in {one.code for one in found}]
+    if facts.grid.filtered and not study.matrix:
         found += advise_filter(machine.decode_rate, machine.read_rate, machine.num_cores, repack)
     return found + advise_w0(max(float(cache[2]), stored_w0(str(study.reader.path))))
 

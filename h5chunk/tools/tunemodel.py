@@ -54,10 +54,12 @@ class Model:
         stored = study.stored_share if not setting.repack else 1.0
         rest = study.facts.sample_bytes - grid.sample_bytes
         if grid.chunks is None or study.matrix or not self.uses_hdf5(setting):
-            amplification = 1.0 if study.matrix or not grid.filtered else _window_amplification(order)
+            in_pieces = not study.matrix and grid.chunks_per_sample > 1
+            amplification = _window_amplification(order) if grid.filtered and not study.matrix else 1.0
             main = grid.sample_bytes * amplification
-            decoded = main if grid.filtered else 0.0
-            return Reads(main * stored + rest, decoded, 1 / setting.chunk_samples, amplification, None)
+            decoded = main if grid.filtered or in_pieces else 0.0
+            calls = (grid.chunks_per_sample if in_pieces else 1) / setting.chunk_samples
+            return Reads(main * stored + rest, decoded, calls, amplification, None)
         workers = max(1, setting.num_workers)
         cache = cache_of(setting, study.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)

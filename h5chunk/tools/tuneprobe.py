@@ -12,6 +12,7 @@ import numpy as np
 
 from h5chunk.plan.cost import Machine
 from h5chunk.store.decoded import DecodedChunks, NotDirect
+from h5chunk.store.direct import direct_field
 from h5chunk.store.fields import Field
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import open_file
@@ -101,9 +102,13 @@ def _call_seconds(study: Study, copy_rate: float, seconds: float) -> float:
 
 
 def _decode_rate(study: Study, seconds: float) -> float:
-    """Decoded bytes/s of one core; infinite without a filter."""
+    """Bytes/s of one core that decodes chunks, or puts samples together from several; infinite if neither is needed."""
     main = study.reader.main
-    if not isinstance(main, Field) or not main.grid.filtered or not main.grid.chunks:
+    if not isinstance(main, Field) or not main.grid.chunks:
+        return math.inf
+    if main.grid.chunks_per_sample > 1 and study.facts.direct:
+        return _piece_rate(study, main, seconds)
+    if not main.grid.filtered:
         return math.inf
     with open_file(study.reader.path, rdcc_nbytes=1, rdcc_nslots=1, rdcc_w0=0.0) as file:  # each call decodes
         dataset = file[main.dataset]
@@ -114,6 +119,27 @@ def _decode_rate(study: Study, seconds: float) -> float:
             dataset[tuple(slice(0, size) for size in main.grid.chunks)]
             done += 1
         return done * main.grid.chunk_bytes / (time.perf_counter() - started)
+
+
+def _piece_rate(study: Study, main: Field, seconds: float) -> float:
+    with open_file(study.reader.path) as file:
+        field = direct_field(study.reader.path, file, main)
+    rows = np.arange(min(main.grid.band_samples or 1, study.num_measured))
+    out = np.empty((len(rows), main.grid.sample_bytes), np.uint8)
+    places = np.random.default_rng(0).permutation(len(rows))
+    descriptor = open_descriptor(study.reader.path)
+    try:
+        for part in field.parts(rows, places, out):
+            part(descriptor)
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() < started + seconds or not done:
+            for part in field.parts(rows, places, out):
+                part(descriptor)
+            done += out.nbytes
+        return done / (time.perf_counter() - started)
+    finally:
+        os.close(descriptor)
+        field.forget()
 
 
 def _decode_directly(study: Study, dataset: h5py.Dataset, seconds: float) -> float:
