@@ -383,7 +383,7 @@ def append(file: str, source: str, no_shuffle: bool, dry_run: bool, quiet: bool,
 
     with _progress(quiet) as progress:
         call = plan_append if dry_run else run
-        result = call(file, source, shuffle=not no_shuffle, progress=progress, **options)
+        result = call(file, source, shuffle=not no_shuffle, progress=progress, notify=_note, **options)
     if as_json:
         click.echo(result.to_json())
     elif not quiet:

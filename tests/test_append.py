@@ -7,6 +7,7 @@ import errno
 import inspect
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -61,9 +62,11 @@ def make_file(tmp_path: Path, count: int, chunk_samples: int | None = 4, **optio
     return tmp_path / "x.h5"
 
 
-def check_left(path: Path, old: bytes) -> None:
+def check_left(path: Path, old: bytes, *, kept: bool = False) -> None:
+    """The file is as it was; beside it is nothing, or, after some work, what it is continued from."""
     assert path.read_bytes() == old
-    assert [each.name for each in path.parent.iterdir() if "h5chunk-" in each.name] == []
+    beside = sorted(each.name for each in path.parent.iterdir() if "h5chunk-" in each.name)
+    assert beside == ([".x.h5.h5chunk-journal", ".x.h5.h5chunk-part"] if kept else [])
 
 
 # ---- what is in the file
@@ -369,7 +372,9 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     old = path.read_bytes()
     with pytest.raises(FileError, match="changed while it was read: nothing was appended"):
         append(path, source, workers=0, progress=change)
-    check_left(path, old)
+    check_left(path, old, kept=True)
+    append(path, source, workers=0)
+    check_file(path, *expected(range(30)))
 
 
 # ---- images that cannot be used
@@ -475,7 +480,7 @@ import sys, time
 import h5chunk.sources.images as images
 read = images.ImageSource.read_into
 def slow(self, index, out):
-    time.sleep(0.01)
+    time.sleep(0.004)
     return read(self, index, out)
 images.ImageSource.read_into = slow
 import h5chunk
@@ -487,19 +492,49 @@ h5chunk.append(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_in_the_middle(tmp_path: Path, workers: int) -> None:
     path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 322))
-    old, part = path.read_bytes(), tmp_path / ".x.h5.h5chunk-part"
+    old, journal = path.read_bytes(), tmp_path / ".x.h5.h5chunk-journal"
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(path), str(source), str(workers)])
     deadline = time.monotonic() + 60
-    while not (part.exists() and part.stat().st_size > len(old)):
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.2)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     assert path.read_bytes() == old
-    append(path, source, workers=2)
+    shutil.copy(path, tmp_path / "whole.h5")
+    told: list[str] = []
+    append(path, source, workers=2, notify=told.append)
     check_file(path, *expected(range(322)))
-    assert not part.exists()
+    assert told and re.fullmatch(r"continuing: \d+ of 300 samples are there", told[0])
+    append(tmp_path / "whole.h5", source, workers=0)
+    assert path.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["new", "old", "whole.h5", "x.h5"]
+
+
+def test_what_was_done_before_an_error_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 322))
+    kept, old = tmp_path / "kept.h5", path.read_bytes()
+    shutil.copy(path, kept)
+    broken = source / "class1" / "0319.png"
+    image = broken.read_bytes()
+    broken.write_bytes(b"broken")
+    with pytest.raises(SampleError, match=r"class1/0319\.png: is no image .*--on-error skip"):
+        append(path, source, shuffle=False, workers=0)
+    check_left(path, old, kept=True)
+    broken.write_bytes(image)
+    numbers: list[int] = []
+    read = ImageSource.read_into
+    monkeypatch.setattr(
+        ImageSource, "read_into", lambda self, index, out: numbers.append(index) or read(self, index, out)
+    )
+    append(path, source, shuffle=False, workers=0)
+    assert 0 < len(numbers) < 300
+    append(kept, source, shuffle=False, workers=0)
+    assert path.read_bytes() == kept.read_bytes()
+    told: list[str] = []
+    with pytest.raises(SourceError):
+        append(path, make_source(tmp_path / "other", range(9), width=9), workers=0, notify=told.append)
+    assert not told
 
 
 # ---- the plan
@@ -528,12 +563,8 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_of_the_command_are_those_of_the_function() -> None:
     names = {parameter.name for parameter in main.commands["append"].params}
     parameters = inspect.signature(append).parameters
-    expected_names = {*parameters, "file", "no_shuffle", "dry_run", "quiet", "as_json"} - {
-        "path",
-        "progress",
-        "shuffle",
-    }
-    assert names == expected_names
+    asked = set(parameters) - {"path", "progress", "notify", "shuffle"}
+    assert names == asked | {"file", "no_shuffle", "dry_run", "quiet", "as_json"}
     for each in main.commands["append"].params:
         if each.name in parameters and isinstance(each, click.Option):
             assert each.default == parameters[each.name].default or not parameters[each.name].default, each.name

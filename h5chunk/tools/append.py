@@ -25,6 +25,7 @@ from h5chunk.tools.append_report import AppendPlan, AppendReport
 from h5chunk.tools.append_rows import OldRows, plan_rows
 from h5chunk.tools.append_sparse import estimate_rows, open_mapped, read_rows, write_csr_rows
 from h5chunk.tools.convert_images import Progress, count_written, estimate_s, prepare
+from h5chunk.tools.convert_resume import Notify, say_nothing, telling
 from h5chunk.tools.sparse_options import MEMORY_BYTES
 
 IMAGES_ONLY = {"manifest": None, "fit": None, "workers": None, "on_error": "fail", "max_pixels": MAX_PIXELS}
@@ -49,6 +50,7 @@ def append(
     drop_columns: bool = False,
     memory_bytes: int = MEMORY_BYTES,
     progress: Progress | None = None,
+    notify: Notify | None = None,
 ) -> AppendReport:
     """Add the samples of a source to a file that `h5chunk.convert` made.
 
@@ -89,6 +91,8 @@ def append(
         or names where the file has any, else by their numbers.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
+    notify : callable, optional
+        Called with a line for people: that what an earlier call had done of the same images is used, or is kept.
 
     Raises
     ------
@@ -170,10 +174,10 @@ def _addition(old: OldFile, given: dict[str, Any]) -> Addition:
 def _append_images(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
     addition = _addition(old, given)
     job, progress = addition.job, given["progress"]
-    with _taking_place(old) as new:
-        longer, filled = write_longer(
-            new, addition, _telling("copy", old.path.stat().st_size, progress), count_written(len(job.order), progress)
-        )
+    notify = given["notify"] or say_nothing
+    carried = _telling("copy", old.path.stat().st_size, progress)
+    with _taking_place(old, notify) as new:
+        longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
     return AppendReport(
         path=old.shown,
@@ -212,7 +216,7 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
 def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
     rows, progress = OldRows(old), given["progress"]
     source = open_mapped(rows, given)
-    with _taking_place(old) as new, ExitStack() as stack:
+    with _taking_place(old, say_nothing) as new, ExitStack() as stack:
         kept = read_rows(rows, source, given, stack, _telling("read", source.num_bytes, progress))
         more = plan_rows(rows, kept, new_classes=given["new_classes"])
         write = write_csr_rows if old.kind == CSR else write_dense_rows
@@ -238,9 +242,10 @@ def _plan_rows(old: OldFile, given: dict[str, Any]) -> AppendPlan:
 
 
 @contextmanager
-def _taking_place(old: OldFile) -> Iterator[NewFile]:
+def _taking_place(old: OldFile, notify: Notify) -> Iterator[NewFile]:
     """The new file, which takes the place of the old one in the end, with its permissions."""
-    with NewFile(old.path, overwrite=True) as new:
+    new = NewFile(old.path, overwrite=True)
+    with telling(new, notify), new:
         old.check_unchanged()  # by who had the lock before
         yield new
         new.part.chmod(old.mode)

@@ -10,7 +10,8 @@ import numpy as np
 from h5chunk.errors import FileError, SourceError
 from h5chunk.sources.images import shape_text
 from h5chunk.store.appended import OldDataset, OldFile
-from h5chunk.store.format import GROUP
+from h5chunk.store.format import GROUP, checksums_of
+from h5chunk.store.journal import key_of
 from h5chunk.tools.append_fields import Matched, fit_columns, match_classes
 from h5chunk.tools.convert_images import IMAGES, Conversion
 
@@ -100,6 +101,12 @@ class Addition:
     columns: dict[str, np.ndarray]
     classes: Matched
     fit: str
+
+    def key(self) -> str:
+        """What stands for all that decides the bytes of new chunks but the bytes of the samples."""
+        old = self.before.old
+        was = {"num_samples": old.header.num_samples, "chunk_samples": old.header.chunk_samples}
+        return key_of({"append": was, "checksums": checksums_of(old.file), "source": self.job.key(1)})
 
     @property
     def first_chunk(self) -> int:

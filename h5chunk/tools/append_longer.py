@@ -23,6 +23,7 @@ from h5chunk.store.newfile import NewFile
 from h5chunk.tools.append_header import header_attributes, longer_layout, options_with
 from h5chunk.tools.append_images import Addition
 from h5chunk.tools.convert_images import IMAGES
+from h5chunk.tools.convert_resume import Notify, TaskLog
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ class _Behind:
 
 
 def write_longer(
-    new: NewFile, addition: Addition, carried: Told, written: Callable[[int], None]
+    new: NewFile, addition: Addition, carried: Told, written: Callable[[int], None], notify: Notify
 ) -> tuple[Longer, Filled]:
-    """Write the whole file, but for its commit.
+    """Write the whole file, but for its commit; what a journal knows of new samples is not done again.
 
     Returns
     -------
@@ -178,8 +179,11 @@ def write_longer(
     """
     before, job, first = addition.before, addition.job, addition.first_chunk
     longer = plan_longer(addition, job.order)
-    offset = new.allocate(longer.spec())[IMAGES].offset
     size, sample_bytes = longer.layout.chunk_samples, longer.layout.sample_bytes
+    new.journal.open(addition.key())
+    log = TaskLog(new.journal, [(len(job.order), size)], notify)
+    regions = new.reallocate(longer.spec()) if log.claims(0) else new.allocate(longer.spec())
+    offset = regions[IMAGES].offset
     with new.flusher():
         before.images.carry(first, new.part, offset, carried)
         num_tail = before.num_samples - first * size
@@ -189,7 +193,8 @@ def write_longer(
         order = np.concatenate([-1 - np.arange(num_tail), job.order])
         start = offset + first * size * sample_bytes
         task = FillJob(new.part, start, before.sample_shape, size, _Behind(job.source, tail), order)
-        filled = fill(task, job.num_workers, not job.skip, written)
+        filled = fill(task, job.num_workers, not job.skip, written, log.claims(0), log.adder(0))
+    log.finish()
     filled.failures = [failure._replace(row=failure.row - num_tail) for failure in filled.failures]
     checksums = np.concatenate([before.images.checksums[:first], filled.checksums])
     if filled.failures:
