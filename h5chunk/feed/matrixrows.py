@@ -20,7 +20,7 @@ from h5chunk.store.csrrows import CsrField
 from h5chunk.store.decoded import NotDirect
 from h5chunk.store.filesdirect import close_descriptors, files_fields, open_descriptors
 from h5chunk.store.fileset import FileSet
-from h5chunk.store.format import open_file
+from h5chunk.store.format import opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 
@@ -133,7 +133,7 @@ def _plain_field(reader: H5Reader, matrix: MatrixField) -> CsrField | None:
     if isinstance(reader, FileSet):
         field = files_fields(reader)[0].get(matrix.name)
     else:
-        with open_file(reader.path) as file, suppress(NotDirect):
+        with opened(reader.path) as file, suppress(NotDirect):
             field = CsrField(reader.path, file, matrix, reader.indptr, reader.sums)
     return field if field is not None and field.is_plain else None
 

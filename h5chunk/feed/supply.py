@@ -23,7 +23,7 @@ from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.files import cache_bytes
 from h5chunk.store.filesdirect import files_fields
 from h5chunk.store.fileset import FileSet
-from h5chunk.store.format import open_file
+from h5chunk.store.format import opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
 
@@ -195,7 +195,7 @@ def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:
     if isinstance(reader, FileSet):
         found, why = files_fields(reader)
         return {**found}, why
-    with open_file(reader.path) as file:
+    with opened(reader.path) as file:
         for name, field in reader.fields.items():
             try:
                 if isinstance(field, MatrixField):

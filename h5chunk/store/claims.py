@@ -33,6 +33,21 @@ KNOWN_FILTERS = {
 }  # numbers as registered with The HDF Group
 
 
+def address_of(item: h5py.HLObject) -> tuple[int, ...]:
+    """What is the same for two names of an object, and of no other one: the file, and the place in it.
+
+    ``h5o.get_info`` would tell as well, but it also reads the index of chunks, and crashes where that is damaged.
+    """
+    about = h5py.h5g.get_objinfo(item.id)
+    return (*about.fileno, *about.objno)
+
+
+def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
+    """Whether two objects lie in one file."""
+    one, two = (h5py.h5g.get_objinfo(each.id).fileno for each in (item, other))
+    return bool(one == two)
+
+
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool) -> None:
     """Raise TrustError for a filter that is not known, FieldError for one that comes twice."""
     codes = []

@@ -18,6 +18,7 @@ import numpy as np
 from h5chunk.errors import printable
 from h5chunk.store.checksums import NO_SUMS, ChunkChecks, Sums, checks_of
 from h5chunk.store.chunktable import list_chunks
+from h5chunk.store.claims import same_file
 from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.direct import check_bytes
 from h5chunk.store.matrixfield import MatrixField
@@ -72,8 +73,8 @@ class CsrField:
     def __init__(
         self, path: Path, file: h5py.File, field: MatrixField, indptr: np.ndarray, sums: Sums = NO_SUMS
     ) -> None:
-        group, here = file[field.dataset], h5py.h5o.get_info(file.id).fileno
-        if any(h5py.h5o.get_info(group[part].id).fileno != here for part in ("indices", "data")):
+        group = file[field.dataset]
+        if not all(same_file(group[part], file) for part in ("indices", "data")):
             raise NotDirect("a link leads to it in another file")
         self.name, self.indptr = field.name, indptr
         self._indices = _entries(path, f"{field.name}/indices", group["indices"], sums, indptr)

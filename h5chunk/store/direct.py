@@ -20,6 +20,7 @@ import numpy as np
 from h5chunk.errors import printable
 from h5chunk.store.checksums import NO_SUMS, Sums, checks_of
 from h5chunk.store.chunktable import list_chunks
+from h5chunk.store.claims import same_file
 from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.fields import Field
 from h5chunk.store.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, read_bytes, vector_parts
@@ -46,7 +47,7 @@ def direct_field(
         The layout or a filter needs HDF5.
     """
     dataset = file[field.dataset]
-    if h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno:
+    if not same_file(dataset, file):
         raise NotDirect("a link leads to it in another file")
     check_bytes(dataset, field.dtype)
     if dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]:

@@ -17,7 +17,7 @@ from h5chunk.store.csrrows import CsrField, CsrRoom, _EncodedEntries
 from h5chunk.store.decoded import DecodedChunks, NotDirect
 from h5chunk.store.direct import EncodedField, PlainField, direct_field
 from h5chunk.store.fileset import FileSet, with_remedy
-from h5chunk.store.format import open_file
+from h5chunk.store.format import opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.reader import H5Reader
@@ -262,7 +262,7 @@ def files_fields(reader: FileSet) -> tuple[dict[str, FilesField | FilesMatrix], 
     found: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for each in reader.readers:
-        with open_file(each.path) as file:
+        with opened(each.path) as file:
             each.check_unchanged()
             for name in each.fields:
                 try:

@@ -106,8 +106,8 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.guard import check_beside
+from h5chunk.store.guard import check_beside, damages
 
 FORMAT_VERSION = 1
 GROUP = "h5chunk"
@@ -380,6 +380,19 @@ def checksums_of(file: h5py.File, start: int = 0) -> int:
     if isinstance(group, h5py.Group):
         group.visititems(add)
     return found[0]
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
+    """A file that is open for a while; whatever HDF5 then says of damage in it is a FileError.
+
+    Raises
+    ------
+    FileError
+        As of `open_file`.
+    """
+    with damages(path), open_file(path, **options) as file:
+        yield file
 
 
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 
-from h5chunk.errors import FieldError, FileError, TrustError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, printable
 from h5chunk.store.chunktable import is_variable
-from h5chunk.store.claims import check_attributes, check_claims, check_filters, small_attribute
+from h5chunk.store.claims import address_of, check_attributes, check_claims, check_filters, small_attribute
 from h5chunk.store.trust import Trust
 
 Trusted = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -34,6 +35,17 @@ Trusted = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 MAX_DEPTH = 32  # links that lead to links
 REMEDY = "to let it through, pass trusted=True, or the folders that it may lead to"
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, MemoryError)  # what h5py raises
+
+
+@contextmanager
+def damages(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What HDF5 raises of a file that is damaged becomes a FileError."""
+    try:
+        yield
+    except H5ChunkError:
+        raise
+    except DAMAGES as error:
+        raise FileError(f"{printable(path)}: damaged, or of a kind that is not known: HDF5: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -177,15 +189,22 @@ class Guard:
 
     def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | Refusal]]:
         """All datasets in a group, by path from there, each once; and what is not looked at, such as links."""
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:
             prefix, inside = stack.pop()
-            for part in inside:
+            try:
+                parts = list(inside)
+            except DAMAGES as error:
+                name = prefix.rstrip("/") or "/"
+                where = f"{printable(self.path)}: {name!r}"
+                yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot list what is in it: {error}"))
+                continue
+            for part in parts:
                 name = f"{prefix}{part}"
                 try:
                     item = self._member(inside, part, name)
-                    about = h5py.h5o.get_info(item.id)
+                    address = address_of(item)
                 except FieldError as error:
                     yield name, Refusal(name, error)
                     continue
@@ -193,9 +212,9 @@ class Guard:
                     where = f"{printable(self.path)}: {name!r}"
                     yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot open it: {error}"))
                     continue
-                if (about.fileno, about.addr) in seen:
+                if address in seen:
                     continue
-                seen.add((about.fileno, about.addr))
+                seen.add(address)
                 if isinstance(item, h5py.Group):
                     stack.append((f"{name}/", item))
                 elif isinstance(item, h5py.Dataset):

@@ -24,8 +24,8 @@ from h5chunk.store.claims import check_chunks
 from h5chunk.store.csrhdf5 import CsrHandle
 from h5chunk.store.csrrows import CsrRoom
 from h5chunk.store.fields import Field, look_at, usual_fields
-from h5chunk.store.format import Header, checksums_of, open_file, read_header
-from h5chunk.store.guard import Guard, Trusted
+from h5chunk.store.format import Header, checksums_of, open_file, opened, read_header
+from h5chunk.store.guard import Guard, Trusted, damages
 from h5chunk.store.matrixfield import MatrixField, read_indptr
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
@@ -93,7 +93,7 @@ class H5Reader:
         self.path = Path(path)
         self.trusted, self.checksums = trusted, checksums
         self._stamp = _stamp(self.path)  # before opening it; compared after opening it: no replacement slips between
-        with open_file(self.path) as file:
+        with opened(self.path) as file:
             self.header: Header | None = read_header(file)
             if fields is None:
                 fields = usual_fields(file, self.path)
@@ -143,7 +143,7 @@ class H5Reader:
             ]
             found = zlib.crc32(repr(about).encode())
             if self.header is not None:
-                with open_file(self.path) as file:
+                with opened(self.path) as file:
                     self.check_unchanged()
                     found = checksums_of(file, found)
             self._fingerprint = found
@@ -160,7 +160,7 @@ class H5Reader:
         """
         if self._indptr is None:
             assert self.matrix is not None
-            with open_file(self.path) as file:
+            with opened(self.path) as file:
                 self.check_unchanged()
                 self._check_indptr(file, self.matrix)
                 self._indptr = read_indptr(file[self.matrix.dataset], self.path, self.matrix)
@@ -231,9 +231,10 @@ class H5Reader:
         """The open datasets of this process; those inherited by a fork are left alone."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = None
-            file = open_file(self.path)
-            self.check_unchanged()
-            self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
+            with damages(self.path):
+                file = open_file(self.path)
+                self.check_unchanged()
+                self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
         return self._opened[1]
 
     def _handle(self, file: h5py.File, field: Field | MatrixField) -> _Handle | CsrHandle:

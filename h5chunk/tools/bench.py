@@ -18,7 +18,7 @@ from h5chunk.store.files import Paths, open_reader
 from h5chunk.store.filesdirect import files_fields
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.fill import available_cores
-from h5chunk.store.format import open_file
+from h5chunk.store.format import opened
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.benchreport import CACHED, DISK, FRESH, LIMITS, BenchReport, verdict, with_ratios
 from h5chunk.tools.limits import NotMeasured, available_bytes
@@ -217,7 +217,7 @@ def _why_not_direct(reader: H5Reader) -> str:
     if isinstance(reader, FileSet):
         name, reason = next(iter(files_fields(reader)[1].items()), ("", ""))
         return f"field {name!r} cannot be read by byte ranges: {reason}" if reason else ""
-    with open_file(reader.path) as file:
+    with opened(reader.path) as file:
         for name, each in reader.fields.items():
             try:
                 assert isinstance(each, Field)  # see _check_subject

@@ -16,7 +16,7 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.store.claims import KNOWN_FILTERS
 from h5chunk.store.csr import MATRIX
 from h5chunk.store.files import Paths, list_files
-from h5chunk.store.format import GROUP, Header, open_file, read_header
+from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard import Guard, Refusal, Trusted
 from h5chunk.tools.info_folder import FolderInfo, info_folder
 from h5chunk.tools.info_matrix import MatrixInfo, info_matrix
@@ -157,7 +157,7 @@ def info(path: Paths, *, trusted: Trusted = False) -> FileInfo | FolderInfo:
 
 
 def _info_file(path: Path, trusted: Trusted) -> FileInfo:
-    with open_file(path) as file:
+    with opened(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)
         if header and isinstance(guard.find(file, MATRIX), h5py.Group):

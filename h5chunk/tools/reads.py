@@ -22,7 +22,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.store.chunktable import list_chunks
 from h5chunk.store.fields import Field
 from h5chunk.store.fileset import FileSet
-from h5chunk.store.format import open_file
+from h5chunk.store.format import opened
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import NotMeasured, threads_rate
 
@@ -107,7 +107,7 @@ def locate(reader: H5Reader) -> Stored:
     paths = tuple(each.path for each in readers)
     parts, first = [], 0
     for each, base in zip(readers, _bases([os.stat(path).st_size for path in paths]), strict=True):
-        with open_file(each.path) as file:
+        with opened(each.path) as file:
             for field in each.fields.values():
                 if isinstance(field, Field) and each.num_samples:
                     offsets, sizes, firsts = _locate_field(file, field, each.chunk_samples)

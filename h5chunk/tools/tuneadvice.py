@@ -12,7 +12,7 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.clustering import Clustering, find_clustering
 from h5chunk.plan.cost import Machine
 from h5chunk.plan.settings import LOADER, Setting
-from h5chunk.store.format import GROUP, open_file
+from h5chunk.store.format import GROUP, opened
 from h5chunk.tools.tunemodel import Model
 from h5chunk.tools.tunestudy import Study
 
@@ -28,7 +28,7 @@ def default_cache() -> Triple:
 
 def stored_w0(path: str) -> float:
     """What a file of ours says of w0; 0 for others."""
-    with open_file(path) as file:
+    with opened(path) as file:
         group = file.get(GROUP)
         return float(group.attrs.get("rdcc_w0", 0.0)) if isinstance(group, h5py.Group) else 0.0
 

@@ -14,7 +14,7 @@ from h5chunk.errors import FieldError, OptionError, printable
 from h5chunk.plan.settings import Facts, Setting
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.fields import Field
-from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, open_file
+from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import available_bytes
@@ -141,7 +141,7 @@ def look_at_file(
     study = Study(reader, named, facts, None, folder, reader.num_samples, why_not_direct=why)
     study.groups = _read_groups(study, group_by)
     if isinstance(reader.main, Field) and reader.main.grid.filtered:
-        with open_file(path) as file:
+        with opened(path) as file:
             dataset = file[reader.main.dataset]
             study.stored_share = dataset.id.get_storage_size() / max(1, dataset.nbytes)
     return study
@@ -149,7 +149,7 @@ def look_at_file(
 
 def _why_not_direct(reader: H5Reader) -> str:
     """Why byte ranges cannot be read; empty if they can."""
-    with open_file(reader.path) as file:
+    with opened(reader.path) as file:
         for name, each in reader.fields.items():
             try:
                 if isinstance(each, Field) and each.dtype.kind != "S":
@@ -162,7 +162,7 @@ def _why_not_direct(reader: H5Reader) -> str:
 def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
     """The field that says which samples are alike."""
     name = group_by or "labels"
-    with open_file(study.reader.path) as file:
+    with opened(study.reader.path) as file:
         item = file.get(study.fields.get(name, name))
         reason = ""
         if not isinstance(item, h5py.Dataset):
@@ -187,7 +187,7 @@ def read_rows(reader: H5Reader, num_samples: int, budget: Budget) -> dict[str, n
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     wanted = min(num_samples, max(1, SAMPLE_BYTES // sample_bytes))
     until = budget.taken_s + SAMPLE_SHARE * budget.seconds
-    with open_file(reader.path) as file:
+    with opened(reader.path) as file:
         for name, each in reader.fields.items():
             assert not isinstance(each, MatrixField)
             dataset = file[each.dataset]

@@ -18,7 +18,7 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.rowreads import find_reads
 from h5chunk.plan.selections import find_row_accesses
 from h5chunk.store.chunktable import ChunkTable, list_chunks
-from h5chunk.store.format import open_file
+from h5chunk.store.format import opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 
@@ -78,7 +78,7 @@ def verify_order(reader: H5Reader, order: Order, cache: CacheSettings, seconds: 
     if isinstance(main, MatrixField) or main.grid.chunks is None:
         what = "a sparse matrix is" if isinstance(main, MatrixField) else "data without chunks is"
         return Verified(0, 0, 0, 0, 0, 0, triple, f"{what} not read through the chunk cache: there is nothing to count")
-    with open_file(reader.path) as file:
+    with opened(reader.path) as file:
         table = list_chunks(file[main.dataset])
     if (table.offsets < 0).any():
         return Verified(0, 0, 0, 0, 0, 0, triple, "chunks that were never written cost no read: the model has no such")

@@ -20,7 +20,7 @@ from h5chunk.store.checks import MEMORY_BYTES, CheckedDataset, Damage, Look, che
 from h5chunk.store.csr import MATRIX
 from h5chunk.store.files import Paths, list_files
 from h5chunk.store.fill import available_cores
-from h5chunk.store.format import GROUP, Header, open_file, read_header
+from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard import DAMAGES, Guard, Refusal, Trusted
 from h5chunk.store.ranges import open_descriptor
 from h5chunk.tools.verify_folder import FolderReport, verify_folder
@@ -95,7 +95,7 @@ def _verify_file(
     progress: Progress | None,
 ) -> VerifyReport:
     started = time.perf_counter()
-    with open_file(path) as file:
+    with opened(path) as file:
         job = _survey(file, path, trusted, quick)
         read_bytes = _check_all(job, progress)
         for matrix in job.matrices.values():

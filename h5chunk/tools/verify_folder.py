@@ -15,7 +15,7 @@ from h5chunk.errors import FileError, H5ChunkError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.files import Paths, list_files
 from h5chunk.store.fileset import FileSet
-from h5chunk.store.format import open_file, read_header
+from h5chunk.store.format import opened, read_header
 from h5chunk.store.newfolder import shard_name
 from h5chunk.tools.verify_report import VerifyReport
 
@@ -192,8 +192,8 @@ def _numbers(files: list[Path]) -> Iterator[str]:
 def _said(file: Path) -> tuple[int, int] | None:
     """Number and count of shards, as a file of ours says; None if it does not."""
     try:
-        with open_file(file) as opened:
-            header = read_header(opened)
+        with opened(file) as shard:
+            header = read_header(shard)
         options: Any = json.loads(header.options) if header is not None else {}
         return int(options["shard"]), int(options["shards"])
     except (H5ChunkError, ValueError, KeyError, TypeError, RecursionError):
