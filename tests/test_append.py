@@ -97,6 +97,7 @@ def test_old_and_new_samples_are_all_there(tmp_path: Path, count: int, more: int
     assert (report.num_added, report.num_samples, report.num_bytes) == (more, count + more, path.stat().st_size)
     assert report.counts == {"RGB": more} and not report.skipped
     assert h5chunk.verify(path).ok
+    assert "appended to, parts not mixed" in str(h5chunk.info(path))
 
 
 def test_new_samples_are_permuted_among_themselves(tmp_path: Path) -> None:
@@ -254,6 +255,21 @@ def test_a_loop_that_still_reads_when_the_file_is_replaced(tmp_path: Path, reade
         for number, _ in enumerate(loader):
             if number == 1:
                 append(path, source, workers=0)
+
+
+def test_repair_from_the_source_of_each_part(tmp_path: Path) -> None:
+    """Those of the old source, and of new ones of another size; not a chunk with samples of both."""
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(30), height=20, width=30)
+    append(path, source, fit="crop", workers=0)
+    whole, bad = path.read_bytes(), [each for each in places(path) if each[0] == "images"]
+    for _, _, offset, _ in bad:
+        flip(path, offset + 1)
+    report = h5chunk.verify(path, repair=tmp_path / "old")
+    assert [each.chunk for each in report.repaired] == [0, 1, 2, 3, 4]
+    report = h5chunk.verify(path, repair=source)
+    assert [each.chunk for each in report.repaired] == list(range(6, 13)) and [each.chunk for each in report.bad] == [5]
+    flip(path, bad[5][2] + 1)
+    assert path.read_bytes() == whole
 
 
 # ---- classes and fields

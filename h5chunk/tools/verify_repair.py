@@ -1,9 +1,9 @@
 """Writes bad chunks of a file of images anew, from the images that it was converted from.
 
-A chunk is made again with the options that the file records, from the samples that it names, and written in its place
-only if its checksum is the one in the file: so a repaired file is what it was, byte for byte. A process that is killed
-while a chunk is written leaves that chunk as bad as it was, or half new: verify says so, and repairing goes on from
-there. No chunk that was right is ever written to.
+A chunk is made again with the options that the file records, from the samples that it names (of a file that was
+appended to: with the options of their part), and written in its place only if its checksum is the one in the file: so a
+repaired file is what it was, byte for byte. A process that is killed while a chunk is written leaves that chunk as bad
+as it was, or half new: verify says so, and repairing goes on from there. No chunk that was right is ever written to.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _options(file: h5py.File, path: Path) -> dict[str, Any]:
     try:
         options = json.loads(header.options)
         found = {name: options[name] for name in OPTIONS}
+        found["parts"] = [(int(part["first_index"]), str(part["fit"])) for part in options.get("appended", [])]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FileError(f"{shown}: does not say how its images were decoded: convert or repack it again") from None
     return found
@@ -125,9 +126,9 @@ class _Maker:
         manifest: str | os.PathLike[str] | None,
     ) -> None:
         listing = list_images(source) if manifest is None else list_manifest(manifest, source)
-        size = options["size"]
-        options = {**options, "size": tuple(size) if size is not None else None}
-        self.source = ImageSource(listing, ImageOptions(**options))
+        size, parts = options.pop("size"), options.pop("parts")
+        self.source = ImageSource(listing, ImageOptions(size=None if size is None else tuple(size), **options))
+        self._parts = [(first, self._of_part(fit, options, file)) for first, fit in parts]
         self._file = file
         self._class_names = _class_names(file)
         try:
@@ -138,6 +139,19 @@ class _Maker:
         except (KeyError, TypeError, OSError) as error:
             raise FileError(f"{printable(path)}: does not say where its samples came from: {error}") from None
         self._by_name: dict[bytes, int] | None = None
+
+    def _of_part(self, fit: str, options: dict[str, Any], file: h5py.File) -> ImageSource:
+        """Images as they were appended: of the size that the file had."""
+        shape = file[IMAGES].shape
+        size = shape[2:] if options["layout"] == "nchw" else shape[1:3]
+        return ImageSource(self.source.listing, ImageOptions(**{**options, "fit": fit, "size": tuple(size)}))
+
+    def _source(self, row: int) -> ImageSource:
+        """What decodes a row as it was decoded."""
+        index, found = int(self._index[row]), self.source
+        for first, source in self._parts:
+            found = source if index >= first else found
+        return found
 
     def why_not(self, each: BadChunk) -> str | None:
         """Why a chunk cannot be made; None: it can."""
@@ -167,7 +181,7 @@ class _Maker:
             index = self._find(row, name)
             try:
                 if each.field == IMAGES:
-                    self.source.read_into(index, values[place])
+                    self._source(row).read_into(index, values[place])
                 else:
                     values[place] = self._value(each.field, index)
             except SampleError as error:
@@ -180,7 +194,8 @@ class _Maker:
     def _find(self, row: int, name: bytes) -> int:
         """Where a sample is in the source now: where it was, or where one of its name is."""
         names = self.source.listing.names
-        index = int(self._index[row])
+        first = max((first for first, _ in self._parts if first <= self._index[row]), default=0)
+        index = int(self._index[row]) - first
         if index < len(names) and names[index] == name:
             return index
         if self._by_name is None:
