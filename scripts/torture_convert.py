@@ -309,14 +309,18 @@ def boundaries(paths: Sequence[Path]) -> list[int]:
     for path in paths:
         places |= {path.stat().st_size - 1, path.stat().st_size}
         with h5py.File(path) as file:
-            datasets: list[h5py.Dataset] = []
-            file.visititems(lambda _, item: datasets.append(item) if isinstance(item, h5py.Dataset) else None)  # noqa: B023
-            for dataset in datasets:
-                if dataset.chunks is None:
-                    places.add(dataset.id.get_offset() or 0)
-                else:
-                    dataset.id.chunk_iter(lambda chunk: places.add(chunk.byte_offset))  # noqa: B023
+            file.visititems(lambda _, item: places.update(_beginnings(item)))  # noqa: B023
     return sorted(places)
+
+
+def _beginnings(item: h5py.Dataset | h5py.Group) -> set[int]:
+    found: set[int] = set()
+    if isinstance(item, h5py.Dataset):
+        if item.chunks is None:
+            found.add(item.id.get_offset() or 0)
+        else:
+            item.id.chunk_iter(lambda chunk: found.add(chunk.byte_offset))
+    return found
 
 
 def _limit_from_the_start(num_bytes: int) -> None:

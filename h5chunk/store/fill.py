@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections import Counter
@@ -113,10 +114,16 @@ def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
 
 def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
     context = multiprocessing.get_context(_start_method())
-    stop = context.RawValue("b", 0)  # no lock: a worker that is killed must not hold one
-    pool = ProcessPoolExecutor(
-        min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, stop)
-    )
+    try:
+        stop = context.RawValue("b", 0)  # no lock: a worker that is killed must not hold one
+        pool = ProcessPoolExecutor(
+            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, stop)
+        )
+    except OSError as error:
+        raise WorkerError(
+            f"no worker can be started: {error.strerror}: look at the room in /dev/shm and {tempfile.gettempdir()}, or "
+            "use --workers 0"
+        ) from None
     waiting: set[Future[Done]] = set()
     left = iter(tasks)
     try:
