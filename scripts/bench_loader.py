@@ -3,6 +3,7 @@
     python scripts/bench_loader.py [--sizes 224 32 28] [--rounds 5] [--peers ffcv-random lmdb ...] [--json FILE]
     python scripts/bench_loader.py --python ffcv-random=ENV/bin/python --python ffcv-quasi=ENV/bin/python
     python scripts/bench_loader.py --tune lmdb              # every setting that peers/lmdb.py lists, on one size
+    python scripts/bench_loader.py --ways                   # what ranks, lanes, states and resuming cost ChunkLoader
 
 12,000 images of 3 x 224 x 224, 50,000 of 3 x 32 x 32 and 60,000 of 1 x 28 x 28, random pixels made once in
 ``bench-data/`` and packed once for each contender; batches of 256 as uint8 and int64 tensors, page cache warm. Each
@@ -17,6 +18,10 @@ Prints a table for each size: images/s (median of the rounds, and the range); th
 rounds' own ratios): of reused memory for what hands out memory that it uses again, else of fresh memory; how much
 faster ChunkLoader is, without and with ``reuse=True``; seconds from construction to the first batch. The limits are
 those of `peers/limits.py` that were fastest. ``--json FILE`` writes all rounds with settings, versions and machine.
+
+``--ways`` runs ChunkLoader alone, in the same rounds: as one of several ranks, with lanes, saving a state with each
+batch, resumed from one in the middle of an epoch; each over the plain one, in images/s and in images a second of
+processor time, which other processes disturb less; and what is resumed over what is begun anew, threads and all.
 
 The peers: ``pip install mosaicml-streaming litdata webdataset datasets tensorstore lmdb``; FFCV 1.0.2 is compiled: it
 needs libopencv-dev, libturbojpeg0-dev, pkg-config and g++, numba, opencv-python-headless, pytorch-pfn-extras, fastargs,
@@ -40,7 +45,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from peers import CONTENDERS, REUSED, Source
+from peers import CONTENDERS, REUSED, WAYS, Source
 from peers.limits import FRESH_WAYS, REUSED_WAYS
 
 HERE = Path(__file__).parent
@@ -136,6 +141,11 @@ class Contender:
         return [each["images"] / each["seconds"] for each in self.rounds]
 
     @property
+    def cpu_us(self) -> list[float]:
+        """Processor time an image, of all threads."""
+        return [1e6 * each["cpu_seconds"] / each["images"] for each in self.rounds]
+
+    @property
     def median(self) -> float:
         return statistics.median(self.rates) if self.rates and not self.trouble else 0.0
 
@@ -204,6 +214,23 @@ def print_table(source: Source, contenders: list[Contender]) -> None:
         print("  ".join(cells))
 
 
+def print_ways(source: Source, contenders: list[Contender]) -> None:
+    by_name = {each.name: each for each in contenders}
+    count, *shape = source.shape
+    print(f"\n{count:,} images of {' x '.join(map(str, shape))}")
+    print(f"{'':36s} {'images/s':>10s}  {'min .. max':>23s}  {'cpu us':>7s}  over: images/s, cpu")
+    for each in contenders:
+        if each.trouble or not each.rounds:
+            print(f"{each.label:36s} {each.trouble[:90]}")
+            continue
+        line = f"{each.label:36s} {each.median:>10,.0f}  {min(each.rates):>10,.0f} .. {max(each.rates):<9,.0f}"
+        line += f"  {statistics.median(each.cpu_us):7.2f}"
+        if other := by_name.get(WAYS[each.name][2]):
+            cpu = statistics.median(a / b for a, b in zip(other.cpu_us, each.cpu_us, strict=True))
+            line += f"  {other.name} {ratio(each, other):.3f} {cpu:.3f}"
+        print(line)
+
+
 def report(source: Source, contenders: list[Contender]) -> dict[str, Any]:
     return {
         each.name: {
@@ -243,6 +270,8 @@ def cpu_name() -> str:
 
 def chosen(args: argparse.Namespace, size: int) -> list[tuple[str, str, str, dict]]:
     """(name, module, label, settings) of all that run."""
+    if args.ways:
+        return [(name, "ours", label, settings) for name, (label, settings, _) in WAYS.items()]
     rows = []
     limits = [] if args.no_limits else [*REUSED_WAYS, *FRESH_WAYS]
     for way in limits:
@@ -288,7 +317,7 @@ def run_size(size: int, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         for contender in contenders:
             contender.close()
-    print_table(source, contenders)
+    (print_ways if args.ways else print_table)(source, contenders)
     return report(source, contenders)
 
 
@@ -308,6 +337,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=[name for name in CONTENDERS if not name.startswith("ours")])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--tune", nargs="+", choices=CONTENDERS, help="time all settings that were tried of these")
+    parser.add_argument("--ways", action="store_true", help="ChunkLoader alone, by all its ways")
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -155,3 +155,13 @@ CONTENDERS = {
     "mds": Entry("mds", "MosaicML Streaming", "mosaicml-streaming", {224: {"indexed": True, "threads": 2}}),
     "webdataset": Entry("webdataset", "WebDataset", "webdataset", {224: {"workers": 2}}),
 }
+WAYS = {  # of the same loader: name, label, settings, and what it is compared with
+    "plain": ("ChunkLoader", {}, ""),
+    "plain-again": ("the same again: chance", {}, "plain"),
+    "alone": ("rank 0 of 1", {"way": "alone"}, "plain"),
+    "lanes": ("4 lanes, on one rank", {"way": "lanes"}, "plain"),
+    "rank": ("rank 1 of 2, its half", {"way": "rank"}, "plain"),
+    "saved": ("state_dict() with each batch", {"way": "saved"}, "plain"),
+    "begun": ("started anew, first half", {"way": "begun"}, ""),
+    "resumed": ("resumed from a state, second half", {"way": "resumed"}, "begun"),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ from peers import REUSED, Source
 from peers.reading import Batch
 
 BLOCK = 512
+WAYS: dict[str, dict[str, Any]] = {  # how an epoch is come by, which should cost nothing
+    "plain": {},
+    "alone": {"rank": 0, "world_size": 1},
+    "lanes": {"rank": 0, "world_size": 1, "lanes": 4},
+    "rank": {"rank": 1, "world_size": 2, "lanes": 2},
+    "saved": {},  # a state with each batch
+    "begun": {},  # the first half of an epoch, threads and all started anew
+    "resumed": {},  # the second half, likewise
+}
+PARTS = ("rank", "begun", "resumed")  # ways that give a part of the samples
 
 
 class Contender:
@@ -47,9 +58,26 @@ class Contender:
             new.write("labels", order.astype(np.int64))
             new.commit()
 
-    def __init__(self, source: Source, path: Path, batch_size: int, memory: str = "fresh", **options: Any) -> None:
+    def __init__(
+        self, source: Source, path: Path, batch_size: int, memory: str = "fresh", way: str = "plain", **options: Any
+    ) -> None:
+        options |= WAYS[way]
         self.loader = h5chunk.ChunkLoader(path, batch_size, seed=source.seed, reuse=memory == REUSED, **options)
+        self._way, self.is_part = way, way in PARTS
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number  # each iteration is the next epoch
+        """Each iteration is the next epoch; one that is begun or resumed is that of this number."""
+        if self._way == "saved":
+            return self._saved()
+        if self._way in ("begun", "resumed"):
+            self.loader.close()
+            half = len(self.loader) // 2
+            begin = half if self._way == "resumed" else 0
+            self.loader.load_state_dict(self.loader.state_dict() | {"epoch": number, "batch": begin})
+            return islice(self.loader, half)
         return iter(self.loader)
+
+    def _saved(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            self.loader.state_dict()
+            yield batch
