@@ -90,6 +90,7 @@ def read_plainly(path: Path) -> str:
 
 
 def _read(item: Any) -> str:
+    dict(item.attrs)
     if isinstance(item, h5py.Group):
         return ", ".join(f"{name} {_read(part)}" for name, part in item.items())
     values = item[()]

@@ -105,6 +105,25 @@ def _anndata(path: Path) -> None:
         group.create_dataset("data", data=matrix.data, chunks=(100,), compression="gzip")
 
 
+def _many(path: Path) -> None:
+    """Groups and attributes in heaps, which are kept so where there are more than eight of them."""
+    _plain({"libver": "latest"}, chunks=CHUNKS)(path)
+    with h5py.File(path, "r+", libver="latest") as file:
+        group = file.create_group("many", track_order=True)
+        for number in range(20):
+            group[f"array {number}"] = np.arange(number)
+            file["images"].attrs[f"attribute {number}"] = number
+
+
+def _plugin(name: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        import hdf5plugin
+
+        _plain({}, chunks=CHUNKS, **getattr(hdf5plugin, name)())(path)
+
+    return make
+
+
 CHUNKS = (3, 3, SIDE, SIDE)
 OURS: dict[str, Callable[[Path], None]] = {
     "images": _images,
@@ -120,6 +139,10 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "h5py, latest, fixed array": _plain({"libver": "latest"}, chunks=CHUNKS, compression="gzip"),
     "h5py, latest, extensible array": _plain({"libver": "latest"}, chunks=CHUNKS, maxshape=(None, 3, SIDE, SIDE)),
     "h5py, latest, B-tree 2": _plain({"libver": "latest"}, chunks=CHUNKS, maxshape=(None, None, SIDE, SIDE)),
+    "h5py, latest, many links": _many,
+    "h5py, LZF": _plain({}, chunks=CHUNKS, compression="lzf"),
+    "h5py, scale-offset": _plain({}, chunks=CHUNKS, scaleoffset=0),
+    **{f"h5py, {name}": _plugin(name) for name in ("Zstd", "LZ4", "Blosc", "Bitshuffle", "Blosc2")},
     "h5py, AnnData": _anndata,
 }
 

@@ -203,7 +203,9 @@ def judge(result: Result, what: str, good: Good, outcome: Outcome) -> None:
         if text.startswith(NOT_OURS):
             _bad(result, NOT_OURS, f"{what}: {name}: {text}")
     texts = " ".join(said.values())
-    if outcome.peak_bytes > PEAK_BYTES or NO_MEMORY.search(texts):
+    if NO_MEMORY.search(texts):
+        result.add("asked for more than 2 GiB, in vain")
+    if outcome.peak_bytes > PEAK_BYTES:
         _bad(result, "over 400 MiB", f"{what}: {outcome.peak_bytes >> 20} MiB: {said}")
     others = [name for name, word in said.items() if word == "other"]
     checked = [name for name in others if name.endswith("checked")]

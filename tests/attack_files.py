@@ -193,6 +193,22 @@ def matrix(part: str, make: Callable[[h5py.Group], object]) -> Callable[[Path], 
     return instead(change)
 
 
+def empty_chunk(path: Path) -> None:
+    """The first chunk, which ends with a checksum, is stored in no bytes."""
+    make_images(path, N, 4, fletcher32=True)
+    data, size = path.read_bytes(), struct.pack("<II", 204, 0)
+    path.write_bytes(data.replace(size, bytes(8), 1))
+
+
+def endless_heap(path: Path) -> None:
+    """A string of variable length, in a heap whose first object is free space of no bytes."""
+    matrix("data", lambda group: group.update(data=np.ones(3, "u1")))(path)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"GCOL") + 16
+    data[at : at + 16] = bytes(16)
+    path.write_bytes(data)
+
+
 def pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -253,6 +269,10 @@ ATTACKS: dict[str, Attack] = {
     "no gzip": Attack(instead(direct_chunk(40)), "gzip: .*(BAD_DATA|incorrect header)", "OSError: inflate() failed"),
     "overlapping chunks": Attack(overlapping, "its chunks 0 and 1 overlap in the file", "shows one twice"),
     "chunk beyond the file": Attack(beyond, "a chunk that ends at byte .* but the file has only", "OSError, once read"),
+    "chunk of no bytes": Attack(
+        empty_chunk, "its chunk 0 is stored in 0 bytes, which is less than its filters need", "crashes"
+    ),
+    "endless heap": Attack(endless_heap, "string 0 is not in the heap: the file is damaged", "goes round for ever"),
     "values of variable length": Attack(
         instead(lambda f, _: f.update(images=["a"] * N)), "has the type object", "may hang where the file is damaged"
     ),

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "plan": {"errors"},
     "sources": {"errors"},
-    "store": {"plan", "errors"},
+    "store": {"sources", "plan", "errors"},
     "feed": {"store", "plan", "errors"},
     "tools": {"sources", "plan", "store", "feed", "errors", "__init__"},
     "lightning": {"feed", "errors"},

@@ -15,6 +15,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 
 NUMBERS_AT_A_TIME = 1 << 17
+CHECKSUM_BYTES = 4  # that Fletcher-32 puts behind a chunk
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,11 @@ def _check_apart(table: ChunkTable, name: str) -> None:
 
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     """HDF5 believes the stored length of a chunk, and writes it into memory of the length that it should have."""
-    if dataset.chunks is None or dataset.id.get_create_plist().get_nfilters():
+    if dataset.chunks is None:
+        return
+    properties = dataset.id.get_create_plist()
+    if properties.get_nfilters():
+        _check_not_empty(properties, table, name)
         return
     if is_variable(dataset.id.get_type()):  # HDF5 does not say what these take in the file
         return
@@ -106,6 +111,21 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
         first = int(wrong.argmax())
         raise FileError(
             f"{name}: its chunk {first} is stored in {sizes[first]} bytes for {chunk_bytes} of data: it is damaged"
+        )
+
+
+def _check_not_empty(properties: h5py.h5p.PropDCID, table: ChunkTable, name: str) -> None:
+    """Filters of HDF5 take bytes off the end of a chunk, and crash where there are none."""
+    least = np.where(table.offsets >= 0, 1, 0)
+    for number in range(properties.get_nfilters()):
+        if properties.get_filter(number)[0] == h5py.h5z.FILTER_FLETCHER32:
+            least[(table.offsets >= 0) & (table.filter_masks >> number & 1 == 0)] += CHECKSUM_BYTES
+    wrong = table.sizes < least
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise FileError(
+            f"{name}: its chunk {first} is stored in {table.sizes[first]} bytes, which is less than its filters need: "
+            "it is damaged"
         )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.sparse import plan_csr
-from h5chunk.store.claims import small_attribute
+from h5chunk.sources.sparse.heap import POINTER, Bytes, attribute_bytes, resolve
+from h5chunk.store.claims import address_of, small_attribute
 
 MAX_RATIO = 1032  # of gzip, the most that a stored byte can stand for
 SLACK_BYTES = 1 << 20
@@ -141,7 +142,9 @@ def _codes(group: h5py.Group, where: str) -> tuple[bool, float]:
 def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
     """Rows and columns; that they are rows which are compressed has to be said, as a CSC matrix looks the same."""
     try:
-        kind = _text(group.attrs.get("encoding-type", group.attrs.get("h5sparse_format", b"")))
+        kind = _word(group, "encoding-type", where) or _word(group, "h5sparse_format", where)
+    except FileError:
+        raise
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise FileError(f"{where} is damaged: what it says of itself cannot be read: {error}") from None
     if kind not in ("csr_matrix", "csr"):
@@ -156,8 +159,26 @@ def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+def _word(group: h5py.Group, name: str, where: str) -> str:
+    """An attribute that is a string; of variable length, it is looked up without HDF5, which hangs on damaged ones."""
+    if name not in group.attrs:
+        return ""
+    attribute = group.attrs.get_id(name)
+    kind = attribute.get_type()
+    if not isinstance(kind, h5py.h5t.TypeStringID) or attribute.shape != ():
+        return ""
+    if not kind.is_variable_str():
+        return bytes(small_attribute(group, name, b"")).rstrip(b"\0").decode("utf-8", "replace")
+    file = group.file
+    descriptor = os.open(file.filename, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        num_bytes = os.fstat(descriptor).st_size
+        raw = Bytes(descriptor, num_bytes, lambda what: FileError(f"{where}: {what}"), file.userblock_size)
+        pointer = attribute_bytes(raw, address_of(group)[-2], name, POINTER.itemsize)
+        [word] = resolve(raw, np.frombuffer(pointer, POINTER)).tolist()
+    finally:
+        os.close(descriptor)
+    return word.decode("utf-8", "replace")
 
 
 def _nominal_chunk(group: h5py.Group, num_rows: int, num_columns: int, num_entries: int) -> int:

@@ -1,7 +1,7 @@
 """Strings of variable length, and attributes that hold them, read from an HDF5 file without the library.
 
 HDF5 believes the lengths that it finds: one damaged byte makes it take gigabytes. Here everything is checked against
-the file first. Files have addresses of 8 bytes and start at byte 0. Source: HDF5 File Format Specification, III.E
+the file first. Files have addresses of 8 bytes. Source: HDF5 File Format Specification, III.E
 (global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from h5chunk.errors import SourceError
+from h5chunk.errors import H5ChunkError
 
 MAX_STRING_BYTES = 256
 MAX_HEAP_BYTES = 1 << 30
@@ -28,16 +28,20 @@ ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 @dataclass(frozen=True)
 class Bytes:
-    """An open file, of which ranges are read; ``error`` makes an error that names what is read."""
+    """An open file, of which ranges are read; ``error`` makes an error that names what is read.
+
+    Addresses are counted from byte ``base``, behind what a user put there.
+    """
 
     descriptor: int
     num_bytes: int
-    error: Callable[[str], SourceError]
+    error: Callable[[str], H5ChunkError]
+    base: int = 0
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        if address + num_bytes > self.num_bytes:
+        if address + num_bytes > self.num_bytes - self.base:
             raise self.error("its strings lie beyond the end of the file: it is cut short or damaged")
-        data = os.pread(self.descriptor, num_bytes, address)
+        data = os.pread(self.descriptor, num_bytes, address + self.base)
         if len(data) != num_bytes:
             raise self.error("the file is cut short")
         return data
@@ -53,8 +57,8 @@ def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
 
     Raises
     ------
-    SourceError
-        A string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
+    H5ChunkError
+        What ``file.error`` makes: a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
@@ -111,8 +115,8 @@ def attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> byt
 
     Raises
     ------
-    SourceError
-        The header is damaged, or keeps its attributes elsewhere.
+    H5ChunkError
+        What ``file.error`` makes: the header is damaged, or keeps its attributes elsewhere.
     """
     wanted = name.encode()
     for kind, message in _messages(file, address):
