@@ -69,6 +69,16 @@ class _Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+_trusted = click.option(
+    "--trusted",
+    multiple=True,
+    type=click.Path(),
+    metavar="FOLDER",
+    callback=lambda _context, _option, folders: list(folders) or False,
+    help="Follow links, views and external storage into FOLDER, and load plugins for filters; again for more.",
+)
+
+
 class _Seconds(click.ParamType):
     name = "SECONDS"
 
@@ -392,15 +402,16 @@ def append(file: str, source: str, no_shuffle: bool, dry_run: bool, quiet: bool,
 
 @main.command()
 @click.argument("file", type=click.Path())
+@_trusted
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def info(file: str, as_json: bool) -> None:
+def info(file: str, as_json: bool, **options: Any) -> None:
     """Say what is in any HDF5 FILE, and whether samples lie well in it for training.
 
     Of a folder, or a quoted pattern such as 'shards/*.h5': what its files are, and whether they read as one data set.
     """
     from h5chunk.tools.info import info as run
 
-    result = run(file)
+    result = run(file, **options)
     click.echo(result.to_json() if as_json else str(result))
 
 
@@ -432,6 +443,7 @@ def info(file: str, as_json: bool) -> None:
 @click.option(
     "--cold/--no-cold", default=True, help="Also read from the disk, after parts of FILE left the page cache. [default]"
 )
+@_trusted
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
     """Measure what this machine gives for FILE, and name the slowest stage.
@@ -489,6 +501,7 @@ def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json:
 @click.option("--plot", type=click.Path(), metavar="PNG", help="Draw rate against effective batch; needs matplotlib.")
 @click.option("--apply", is_flag=True, help="Store window and cache in SRC (of another's file: beside it) for readers.")
 @click.option("--verify", is_flag=True, help="Count what HDF5 really reads against what was predicted.")
+@_trusted
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON, which convert and repack take with --tuned.")
 def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
     """Find the fastest chunks, window, cache and workers for SRC on this machine that still mix well.
@@ -512,6 +525,7 @@ def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json
 @click.option(
     "--manifest", type=click.Path(), metavar="FILE.csv", help="To repair: the manifest that it was converted with."
 )
+@_trusted
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def verify(file: str, as_json: bool, **options: Any) -> None:
     """Check FILE: its structure, and every chunk against its checksum. Exit code 1 if anything is wrong.

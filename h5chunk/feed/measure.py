@@ -24,6 +24,7 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.line import Picks
 from h5chunk.plan.order import Order
 from h5chunk.store.files import Paths
+from h5chunk.store.guard import Trusted
 
 SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # for what is read ahead: at most, and how often it is looked
 LEAD = 0.15  # part of a slice that is taken before it, uncounted: batches that were read ahead during a pause
@@ -105,6 +106,7 @@ def loader_batches(
     device: str,
     num_samples: int,
     sample_bytes: int,
+    trusted: Trusted = False,
     reader: str = "auto",
     reuse: bool = False,
     resident: bool = False,
@@ -118,9 +120,8 @@ def loader_batches(
     """
     with warnings.catch_warnings():  # why HDF5 reads is said in the report
         warnings.simplefilter("ignore")
-        loader = ChunkLoader(
-            path, batch_size, fields=fields, device=device, reader=reader, reuse=reuse, resident=resident
-        )
+        options: dict[str, Any] = {"device": device, "reader": reader, "reuse": reuse, "resident": resident}
+        loader = ChunkLoader(path, batch_size, fields=fields, trusted=trusted, **options)
     loader._order = _first(loader.order, num_samples)
     try:
         return Batches(loader, sample_bytes, torch.device(device), loader.close)
@@ -137,6 +138,7 @@ def dataset_batches(
     num_workers: int,
     num_samples: int,
     sample_bytes: int,
+    trusted: Trusted = False,
 ) -> Batches:
     """Batches of `ChunkDataset` and `ChunkSampler` in a DataLoader, of the first ``num_samples`` samples of a file.
 
@@ -145,7 +147,7 @@ def dataset_batches(
     FileError, FieldError, OptionError
         As `ChunkDataset` and `ChunkSampler`.
     """
-    dataset = ChunkDataset(path, fields=fields)
+    dataset = ChunkDataset(path, fields=fields, trusted=trusted)
     sampler = ChunkSampler(dataset, batch_size)
     sampler._order = _first(sampler.order, num_samples)
     with warnings.catch_warnings():

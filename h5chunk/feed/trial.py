@@ -16,6 +16,7 @@ from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order
+from h5chunk.store.guard import Trusted
 
 Path = str | os.PathLike[str]
 
@@ -79,7 +80,7 @@ def _endless(batches: Iterable[Any]) -> Generator[Any, None, None]:
         yield from batches
 
 
-def loader_trial(path: Path, order: Order, *, fields: Fields | None, device: str) -> Trial:
+def loader_trial(path: Path, order: Order, *, fields: Fields | None, device: str, trusted: Trusted = False) -> Trial:
     """Batches of a `ChunkLoader` in this order; their `rate` is in samples/s.
 
     Raises
@@ -87,10 +88,12 @@ def loader_trial(path: Path, order: Order, *, fields: Fields | None, device: str
     FileError, FieldError, OptionError
         As `ChunkLoader`.
     """
-    return _batches(_loader(path, order, fields, device), device)
+    return _batches(_loader(path, order, fields, trusted, device), device)
 
 
-def dataset_trial(path: Path, order: Order, *, fields: Fields | None, num_workers: int) -> Trial:
+def dataset_trial(
+    path: Path, order: Order, *, fields: Fields | None, num_workers: int, trusted: Trusted = False
+) -> Trial:
     """Batches of `ChunkDataset` in a DataLoader in this order; their `rate` is in samples/s.
 
     Raises
@@ -98,15 +101,25 @@ def dataset_trial(path: Path, order: Order, *, fields: Fields | None, num_worker
     FileError, FieldError, OptionError
         As `ChunkDataset` and `ChunkSampler`.
     """
-    return _batches(_dataset(path, order, fields, num_workers), "cpu")
+    return _batches(_dataset(path, order, fields, trusted, num_workers), "cpu")
 
 
 def first_epoch(
-    path: Path, order: Order, seconds: float, *, fields: Fields | None, device: str, num_workers: int | None
+    path: Path,
+    order: Order,
+    seconds: float,
+    *,
+    fields: Fields | None,
+    device: str,
+    num_workers: int | None,
+    trusted: Trusted = False,
 ) -> int:
     """Samples that come within so many seconds of the first epoch; at least a batch. Without workers: `ChunkLoader`."""
     until = time.perf_counter() + seconds
-    made = _loader(path, order, fields, device) if num_workers is None else _dataset(path, order, fields, num_workers)
+    if num_workers is None:
+        made = _loader(path, order, fields, trusted, device)
+    else:
+        made = _dataset(path, order, fields, trusted, num_workers)
     num_samples = 0
     try:
         for batch in made.batches:
@@ -126,19 +139,18 @@ def _batches(made: Epochs, device: str) -> Trial:
         raise
 
 
-def _loader(path: Path, order: Order, fields: Fields | None, device: str) -> Epochs:
+def _loader(path: Path, order: Order, fields: Fields | None, trusted: Trusted, device: str) -> Epochs:
     with warnings.catch_warnings():  # why HDF5 reads is said in the report
         warnings.simplefilter("ignore")
-        loader = ChunkLoader(
-            path, order.batch_size, fields=fields, device=device, window_chunks=order.window_chunks, resident=False
-        )
+        options: dict[str, Any] = {"device": device, "window_chunks": order.window_chunks, "resident": False}
+        loader = ChunkLoader(path, order.batch_size, fields=fields, trusted=trusted, **options)
     loader._order = order
     loader._plan = loader._room.plan_windows(order, echo=1, least_chunks=None)
     return Epochs(loader, loader.close, loader._plan.num_slots * loader._plan.window_samples)
 
 
-def _dataset(path: Path, order: Order, fields: Fields | None, num_workers: int) -> Epochs:
-    dataset = ChunkDataset(path, fields=fields)
+def _dataset(path: Path, order: Order, fields: Fields | None, trusted: Trusted, num_workers: int) -> Epochs:
+    dataset = ChunkDataset(path, fields=fields, trusted=trusted)
     sampler = ChunkSampler(dataset, order.batch_size, window_chunks=order.window_chunks)
     sampler._order = dataset._order = order
     dataset._cache_known = None

@@ -57,7 +57,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool) -
             label = ascii(name.decode(errors="replace")[:40])
             raise TrustError(
                 f"{where} is packed with filter {code} ({label}), which would load a plugin: repack it; if you know "
-                "that plugin, pass trusted=True"
+                "that plugin, pass trusted=True (--trusted FOLDER)"
             )
         codes.append(code)
     twice = next((code for code in codes if codes.count(code) > 1), None)

@@ -33,7 +33,7 @@ from h5chunk.store.trust import Trust
 Trusted = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 MAX_DEPTH = 32  # links that lead to links
-REMEDY = "to let it through, pass trusted=True, or the folders that it may lead to"
+REMEDY = "to let it through, pass trusted=True, or the folders that it may lead to (--trusted FOLDER)"
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, MemoryError)  # what h5py raises
 
 

@@ -19,6 +19,7 @@ from h5chunk.store.filesdirect import files_fields
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.fill import available_cores
 from h5chunk.store.format import opened
+from h5chunk.store.guard import Trusted
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.benchreport import CACHED, DISK, FRESH, LIMITS, BenchReport, verdict, with_ratios
 from h5chunk.tools.limits import NotMeasured, available_bytes
@@ -52,6 +53,7 @@ def bench(
     seconds: float = 10.0,
     workers: Sequence[int] | None = None,
     cold: bool = True,
+    trusted: Trusted = False,
     progress: Progress | None = None,
 ) -> BenchReport:
     """Measure what this machine gives for a file, and name what bounds it.
@@ -71,6 +73,8 @@ def bench(
         Of the DataLoaders; default: 0, and one a core up to 4.
     cold : bool
         Also read from the disk: parts of the file are dropped from the page cache, and read again.
+    trusted : bool, path or sequence of paths
+        As for `ChunkDataset`.
     progress : callable, optional
         Called with ("bench", done, 100).
 
@@ -90,7 +94,7 @@ def bench(
     numbers = _workers(workers, num_cores)
     _check_numbers(batch_size, seconds)
     device_name = check_device(device)
-    reader = open_reader(path, field_mapping(fields))
+    reader = open_reader(path, field_mapping(fields), trusted=trusted)
     subject = Subject(path, fields, reader, batch_size, device, num_cores, available_bytes(), reader.num_samples)
     _check_subject(subject, max(numbers))
     clock = Clock(seconds, progress)

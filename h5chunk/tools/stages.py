@@ -225,6 +225,7 @@ class _Opener:
             "fields": subject.fields,
             "num_samples": subject.num_samples,
             "sample_bytes": subject.sample_bytes,
+            "trusted": subject.reader.trusted,
         }
 
     def loader(self, group: str, name: str, limits: tuple[str, ...], why_not: str, **options: Any) -> Stage:

@@ -22,6 +22,7 @@ from h5chunk.plan.clustering import LEAST_CHANCE
 from h5chunk.plan.cost import slowest
 from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
 from h5chunk.plan.shuffle import window_for
+from h5chunk.store.guard import Trusted
 from h5chunk.tools.limits import available_bytes
 from h5chunk.tools.tuneadvice import Triple, default_cache, find_advice, usable
 from h5chunk.tools.tuneapply import apply_recommendation
@@ -60,6 +61,7 @@ def tune(
     plot: str | os.PathLike[str] | None = None,
     apply: bool = False,
     verify: bool = False,
+    trusted: Trusted = False,
     progress: Progress | None = None,
 ) -> Recommendation:
     """Find the fastest setting that mixes well enough, by a cost model and by measuring the best few.
@@ -94,6 +96,8 @@ def tune(
         or beside one of others (``NAME.h5chunk.json``).
     verify : bool
         Read the order of that setting through HDF5, and count what it really reads against the model.
+    trusted : bool, path or sequence of paths
+        As for `ChunkDataset`.
     progress : callable, optional
         Called with ("tune", done, 100).
 
@@ -114,11 +118,13 @@ def tune(
     budget = Budget(budget_s, progress)
     with tempfile.TemporaryDirectory(prefix="h5chunk-tune-") as folder:
         if is_source(source):
-            check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields)
+            check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields, trusted=trusted)
             study = look_at_source(source, batch_size=batch_size, size=size, folder=Path(folder), budget=budget)
         else:
             named = field_mapping(fields)
-            study = look_at_file(source, named, batch_size=batch_size, group_by=group_by, folder=Path(folder))
+            study = look_at_file(
+                source, named, batch_size=batch_size, group_by=group_by, folder=Path(folder), trusted=trusted
+            )
         worth = min_effective_batch * min(batch_size, study.facts.num_samples)
         options = Options(min(memory_bytes, available_bytes()), worker_numbers(workers), device, worth)
         found = _tune(study, options, budget, plain_cache(h5py_cache), min_effective_batch)

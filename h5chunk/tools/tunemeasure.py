@@ -24,9 +24,10 @@ def open_trial(study: Study, setting: Setting, device: str, budget: Budget) -> A
 
     path, fields, num_samples = study.path_of(setting, budget)
     order = cut_order(order_of(setting, study.facts), num_samples)
+    trusted = study.reader.trusted
     if setting.way == LOADER:
-        return loader_trial(path, order, fields=fields, device=device)
-    return dataset_trial(path, order, fields=fields, num_workers=setting.num_workers)
+        return loader_trial(path, order, fields=fields, device=device, trusted=trusted)
+    return dataset_trial(path, order, fields=fields, num_workers=setting.num_workers, trusted=trusted)
 
 
 def measure(study: Study, setting: Setting, device: str, budget: Budget, seconds: float) -> float:
@@ -113,7 +114,8 @@ def measure_cold(study: Study, setting: Setting, device: str, budget: Budget, se
     started = time.perf_counter()
     trial_path, fields, num_samples = study.path_of(setting, budget)
     order = cut_order(order_of(setting, study.facts), num_samples)
-    num = first_epoch(trial_path, order, seconds, fields=fields, device=device, num_workers=_workers(setting))
+    options: dict[str, Any] = {"device": device, "num_workers": _workers(setting), "trusted": study.reader.trusted}
+    num = first_epoch(trial_path, order, seconds, fields=fields, **options)
     return num / (time.perf_counter() - started)
 
 

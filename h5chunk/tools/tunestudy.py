@@ -15,6 +15,7 @@ from h5chunk.plan.settings import Facts, Setting
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.fields import Field
 from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
+from h5chunk.store.guard import Guard, Trusted
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import available_bytes
@@ -106,6 +107,7 @@ def look_at_file(
     batch_size: int,
     group_by: str | None,
     folder: Path,
+    trusted: Trusted = False,
 ) -> Study:
     """What is known of a file before anything is measured.
 
@@ -118,7 +120,7 @@ def look_at_file(
     """
     from h5chunk.feed.dataset import ChunkDataset
 
-    reader = H5Reader(path, fields)
+    reader = H5Reader(path, fields, trusted=trusted)
     if not reader.num_samples:
         raise FieldError(f"{printable(path)}: has no samples: nothing can be tuned")
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
@@ -130,7 +132,7 @@ def look_at_file(
         sample_bytes=sample_bytes,
         chunk_samples=reader.chunk_samples,
         batch_size=batch_size,
-        window_chunks=ChunkDataset(path, fields=fields).window_chunks,
+        window_chunks=ChunkDataset(path, fields=fields, trusted=trusted).window_chunks,
         shuffled=reader.header is not None and reader.header.shuffled,
         direct=not why,
         given_bytes=0 if reader.matrix is None else reader.matrix.num_columns * DENSE_BYTES,
@@ -163,9 +165,10 @@ def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
     """The field that says which samples are alike."""
     name = group_by or "labels"
     with opened(study.reader.path) as file:
-        item = file.get(study.fields.get(name, name))
-        reason = ""
-        if not isinstance(item, h5py.Dataset):
+        item, reason = _find_groups(study, file, study.fields.get(name, name))
+        if reason:
+            pass
+        elif item is None:
             reason = "there is no such dataset"
         elif item.shape != (study.reader.num_samples,):
             reason = f"it has the shape {item.shape}, not one value a sample"
@@ -179,6 +182,19 @@ def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
         raise OptionError(f"group_by is {group_by!r}: {reason}: name a dataset of one number or string a sample")
     study.notes.append(f"shuffle quality is unknown: {name!r}: {reason}; --group-by FIELD names another dataset")
     return None
+
+
+def _find_groups(study: Study, file: h5py.File, name: str) -> tuple[h5py.Dataset | None, str]:
+    """A dataset, if there is one, or why it is not looked at."""
+    guard = Guard(study.reader.path, study.reader.trusted)
+    try:
+        item = guard.find(file, name)
+        if not isinstance(item, h5py.Dataset):
+            return None, ""
+        guard.check_field(item, name)
+        return item, ""
+    except FieldError as error:
+        return None, str(error).removeprefix(f"{printable(study.reader.path)}: ")
 
 
 def read_rows(reader: H5Reader, num_samples: int, budget: Budget) -> dict[str, np.ndarray]:

@@ -150,7 +150,7 @@ class _Job:
 def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
     """Look at the structure of everything, and say what is to be read."""
     job = _Job(path, read_header(file))
-    guard = Guard(path, trusted)
+    guard, here = Guard(path, trusted), h5py.h5o.get_info(file.id).fileno
     found: dict[str, h5py.Dataset] = {}
     for name, item in guard.walk(file):
         if isinstance(item, Refusal):
@@ -159,6 +159,9 @@ def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
         try:
             if not (job.header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
                 guard.check_field(item, name)
+            if h5py.h5o.get_info(item.id).fileno != here:
+                job.notes.append(f"{name!r} lies in another file: check that one")
+                continue
             found[name] = item
         except FileError as error:
             _refuse(job, error)
