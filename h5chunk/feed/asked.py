@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,12 @@ def counts_of(dataset: ChunkDataset, order: Order) -> np.ndarray | None:
 
 
 def check_asked(
-    reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None, timeout: float
+    reader: str,
+    resident: bool | str,
+    num_threads: int | None,
+    memory_bytes: int | None,
+    timeout: float,
+    transform: Callable[..., Any] | None = None,
 ) -> None:
     """Raise OptionError for what cannot be, whatever the file."""
     if reader not in ("auto", "direct", "mapped", "h5py"):
@@ -94,5 +100,7 @@ def check_asked(
             isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
         ):
             raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
+    if transform is not None and not callable(transform):
+        raise OptionError(f"transform is {transform!r}: give a function of a batch's tuple of tensors")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
         raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait for ever")

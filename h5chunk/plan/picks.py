@@ -92,7 +92,7 @@ def pick_samples(samples: Any, num_samples: int) -> Indices:
     OptionError
         A number is out of range or comes twice, or the mask has another length.
     """
-    given = np.asarray(samples)
+    given = as_array("subset", samples)
     if given.dtype == bool:
         if given.shape != (num_samples,):
             raise OptionError(f"subset is a mask of shape {given.shape}, but there are {num_samples} samples")
@@ -109,6 +109,22 @@ def pick_samples(samples: Any, num_samples: int) -> Indices:
     return numbers
 
 
+def as_array(name: str, values: Any) -> np.ndarray:
+    """What a user gives as an array of numbers.
+
+    Raises
+    ------
+    OptionError
+        It is none, such as lists of different lengths.
+    """
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"{name} cannot be made one array, such as lists of different lengths: give numbers"
+        ) from None
+
+
 def check_weights(weights: Any, num_samples: int) -> np.ndarray:
     """Weights as (n,) float64.
 
@@ -117,7 +133,10 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
     OptionError
         There are not as many as samples, one is negative or not finite, or none is positive.
     """
-    found = np.asarray(weights, np.float64)
+    given = as_array("weights", weights)
+    if given.dtype.kind not in "biuf":
+        raise OptionError(f"weights are of type {given.dtype}: give numbers, or the name of a field")
+    found = given.astype(np.float64)
     if found.shape != (num_samples,):
         raise OptionError(f"weights have the shape {found.shape}, but there are {num_samples} samples: give one each")
     wrong = np.flatnonzero(~np.isfinite(found) | (found < 0))
@@ -160,7 +179,10 @@ def split_samples(line: Indices, fractions: Sequence[float], groups: np.ndarray 
     >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
     [[1, 3], [0, 2]]
     """
-    shares = np.asarray(fractions, np.float64)
+    shares = as_array("fractions", fractions)
+    if shares.dtype.kind not in "biuf":
+        raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
+    shares = shares.astype(np.float64)
     if shares.ndim != 1 or not len(shares) or not (np.isfinite(shares).all() and (shares >= 0).all()):
         raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
     if shares.sum() > 1 + 1e-9:

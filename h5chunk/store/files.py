@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
 def list_files(path: Paths) -> list[Path]:
     """The files that are meant; see `open_reader`."""
     if not isinstance(path, (str, os.PathLike)):
+        if isinstance(path, bytes) or not isinstance(path, Iterable):
+            raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
         given = list(path)
         if not given:
             raise OptionError("path is an empty list: name at least one file")

@@ -97,8 +97,7 @@ class H5Reader:
             self.header: Header | None = read_header(file)
             if fields is None:
                 fields = usual_fields(file, self.path)
-            if not fields:
-                raise OptionError("fields is empty: name at least one dataset")
+            _check_names(fields)
             guard = Guard(self.path, trusted)
             self.fields = {
                 name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
@@ -257,6 +256,15 @@ class H5Reader:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": None, "_indptr": None}
+
+
+def _check_names(fields: Mapping[str, str]) -> None:
+    """Raise OptionError unless they name datasets."""
+    if not fields:
+        raise OptionError("fields is empty: name at least one dataset")
+    wrong = next((each for pair in fields.items() for each in pair if not isinstance(each, str)), None)
+    if wrong is not None:
+        raise OptionError(f"fields has {wrong!r}: give names of datasets")
 
 
 class _Handle:

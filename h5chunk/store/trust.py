@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Trust:
             folders = [path.resolve().parent]
         elif isinstance(folders, (str, os.PathLike)):
             folders = [folders]
+        if not isinstance(folders, Iterable) or not all(isinstance(each, (str, os.PathLike)) for each in folders):
+            raise OptionError(f"trusted is {folders!r}: give True, or the folders that data may come from")
         self.folders = [Path(folder).resolve() for folder in folders]
         for folder in self.folders:
             if not folder.is_dir():
