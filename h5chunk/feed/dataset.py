@@ -6,7 +6,7 @@ import math
 import operator
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import islice
 from typing import Any
@@ -27,6 +27,7 @@ from h5chunk.plan.line import ChunkLine, Line, PickLine, Picks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.plan.permute import SPLIT, permutation
 from h5chunk.plan.picks import pick_samples, split_samples
+from h5chunk.store.amplification import NOTABLE, read_amplification
 from h5chunk.store.checksums import OFF
 from h5chunk.store.files import Paths, chunk_starts, open_other, open_reader
 from h5chunk.store.fileset import FileSet
@@ -101,6 +102,8 @@ class ChunkDataset(Dataset[Any]):
         if convert is None and (dtype is not None or normalize is not None):
             name = "dtype" if dtype is not None else "normalize"
             raise OptionError(f"{name} is for matrices here: use transform, or a ChunkLoader")
+        if transform is not None and not callable(transform):
+            raise OptionError(f"transform is {transform!r}: give a function of a sample's first field")
         if convert is not None and convert.makes_csr and transform is not None:
             raise OptionError("transform is for single samples, and sparse='csr' gives batches: use collate_fn")
         self._matrix = None if convert is None else MatrixRows(self._reader, convert)
@@ -138,6 +141,8 @@ class ChunkDataset(Dataset[Any]):
     def subset(self, samples: Any) -> ChunkDataset:
         """Some of the samples, in the order of the file: chunks in which there are none of them are not read.
 
+        `read_amplification` says how much is read of the others.
+
         Parameters
         ----------
         samples : array of bool or of int
@@ -161,7 +166,8 @@ class ChunkDataset(Dataset[Any]):
         """Random parts, such as for training and validation.
 
         Of a file that was shuffled when it was packed they are made of whole chunks but for those at their borders,
-        which is as random and reads nothing in vain; of others, and where classes count, sample by sample.
+        which is as random and reads nothing in vain; of others, and where classes count, sample by sample. What a part
+        reads beside its own samples, its `read_amplification` says.
 
         Parameters
         ----------
@@ -206,6 +212,15 @@ class ChunkDataset(Dataset[Any]):
         found = np.empty(len(self), field.dtype)
         reader.read(name, self.samples, found)
         return found
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes that are read of the file when each sample is read once, chunk by chunk, over those of the samples.
+
+        More than 1 for a subset that wants only a part of chunks which have to be read whole, as they are compressed or
+        their samples small. See `ChunkLoader.read_amplification` for what that reads.
+        """
+        return read_amplification(self._reader, self._samples)
 
     @property
     def path(self) -> str:
@@ -373,9 +388,11 @@ class ChunkDataset(Dataset[Any]):
         fields = ", ".join(
             f"{field.name} {field.dtype}{list(field.sample_shape)}" for field in self._reader.fields.values()
         )
+        times = self.read_amplification
+        beside = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
         return (
             f"ChunkDataset({self.path!r}: {len(self)} samples of {fields}; chunks of {self.chunk_samples} samples; "
-            f"{self.cache})"
+            f"{beside}{self.cache})"
         )
 
 
@@ -383,12 +400,22 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     """Fields as users name them, as datasets by name."""
     if fields is None or isinstance(fields, Mapping):
         return fields
-    return {name: name for name in ((fields,) if isinstance(fields, str) else fields)}
+    names: Any = (fields,) if isinstance(fields, str) else fields
+    if isinstance(names, bytes) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"fields is {fields!r}: give names of datasets, or a mapping of names to datasets")
+    names = [str(name) for name in names]
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise OptionError(f"fields names {twice!r} twice: give each a name of its own: fields={{'name': {twice!r}}}")
+    return {name: name for name in names}
 
 
 def _numbers(indices: Any) -> np.ndarray:
     """Sample numbers as an array; what would be rounded or taken for 0 and 1 is refused."""
-    numbers = np.asarray(indices)
+    try:
+        numbers = np.asarray(indices)
+    except (TypeError, ValueError):
+        raise IndexError("indices are lists of different lengths: give one number or a list of them") from None
     if numbers.size and numbers.dtype.kind not in "iu":
         raise IndexError(f"indices are of type {numbers.dtype}: give whole numbers; for a mask, mask.nonzero()[0]")
     return numbers.astype(np.int64, copy=False)

@@ -14,24 +14,20 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.asked import check_asked, counts_of, dataset_of, order_of
-from h5chunk.feed.batchmaker import BatchMaker, Normalize, Tensors, make_convert
+from h5chunk.feed.batchmaker import Normalize, Tensors, make_convert
 from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.device import find_device
 from h5chunk.feed.orders import DataIdentity
 from h5chunk.feed.pipeline import TIMEOUT_S
 from h5chunk.feed.ranks import check_ranks, find_ranks
-from h5chunk.feed.resident import Resident, load_resident
+from h5chunk.feed.resident import Resident
 from h5chunk.feed.room import Room
 from h5chunk.feed.state import Resumable, State, save_state
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
-from h5chunk.plan.order import Order
 from h5chunk.store.files import Paths
-from h5chunk.store.fill import available_cores
 from h5chunk.store.guard import Trusted
-
-MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 
 
 class ChunkLoader(Resumable):
@@ -160,7 +156,7 @@ class ChunkLoader(Resumable):
         checksums: str | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        check_asked(reader, resident, num_threads, memory_bytes, timeout)
+        check_asked(reader, resident, num_threads, memory_bytes, timeout, transform)
         check_echo(echo)
         self._device = find_device(device)
         dataset = dataset_of(path, fields, subset, trusted, checksums)
@@ -182,7 +178,7 @@ class ChunkLoader(Resumable):
             self._reader,
             reader,
             self._device,
-            num_threads or min(MAX_THREADS, available_cores()),
+            num_threads,
             counts=counts_of(dataset, order),
             lanes=order.lanes // order.world_size,
             timeout_s=timeout or None,
@@ -215,6 +211,16 @@ class ChunkLoader(Resumable):
         return fresh if self._echo == AUTO else fresh + num_echoed(float(self._echo), fresh)
 
     @property
+    def read_amplification(self) -> float:
+        """Bytes that the next epoch reads of the file, on all ranks, over the bytes of its samples.
+
+        More than 1 where a subset, or weights, want only a part of chunks that have to be read whole, as they are
+        compressed or small; less than 1 where samples come more than once. Fields that are kept in memory, and what
+        ``checksums`` reads again, are not counted.
+        """
+        return self._supply.read_amplification(self._order)
+
+    @property
     def batch_sampler(self) -> Any:
         """Its ``sampler`` is this loader: there Lightning's Trainer looks for what has a ``set_epoch``."""
         return SimpleNamespace(sampler=self)
@@ -241,7 +247,9 @@ class ChunkLoader(Resumable):
         report = EpochReport(started=time.perf_counter())
         if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.resident):
             self.close()
-            self._feed = self._start(order, start)
+            plan = None if self.resident else self._plan
+            self._feed, close = self._room.start(order, start, plan, self._transform, self._echo)
+            self._finalizer = weakref.finalize(self, close)
         feed, self._feed_is_at, number = self._feed, None, start
         try:
             self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
@@ -262,25 +270,6 @@ class ChunkLoader(Resumable):
                 else:
                     self.close()
 
-    def _start(self, order: Order, start: int) -> WindowStream | Resident:
-        self._convert.to(self._device, self._supply.example)
-        keep = self.resident or (self._device.type == "cpu" and self._echo == 1)  # who changes a batch, changes no echo
-        maker = BatchMaker(self._convert, self._transform, keep=keep)
-        feed: WindowStream | Resident
-        close: Callable[[], None]
-        if self.resident:
-            size = self._room.loading_samples(order)
-            feed = load_resident(self._supply, size, self._device, maker, self._echo)
-            close = feed.close
-        else:
-            late = self._device.type == "cpu" and self._reuse
-            plan = self._plan
-            feed, close = self._supply.start(
-                order, plan.num_slots, plan.window_samples, maker, late=late, echo=self._echo, start=start
-            )
-        self._finalizer = weakref.finalize(self, close)
-        return feed
-
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
         if self._feed is not None:
@@ -288,8 +277,11 @@ class ChunkLoader(Resumable):
             self._feed = self._feed_is_at = None
             self._convert.forget()
 
+    def __getitem__(self, _: object) -> Any:
+        raise OptionError("a ChunkLoader gives batches, not samples: iterate it, without a DataLoader around it")
+
     def __reduce__(self) -> Any:
-        raise TypeError("a ChunkLoader stays in its process, with its threads: make one where it is used")
+        raise OptionError("a ChunkLoader stays in its process, with its threads: make one where it is used")
 
     def __enter__(self) -> ChunkLoader:
         return self
@@ -298,11 +290,6 @@ class ChunkLoader(Resumable):
         self.close()
 
     def __repr__(self) -> str:
-        supply = self._supply
-        how = ", ".join(f"{name}: {'h5py' if name in supply.why else 'direct'}" for name in supply.spaces)
         plan = None if self.resident else self._plan
-        echo = "" if self._echo == 1 else f"; echo {self._echo}"
-        return (
-            f"ChunkLoader({str(self._reader.path)!r} to {self._device}: {len(self)} batches of "
-            f"{self._order.batch_size}; {self._room.describe(plan)}{echo}; {supply.num_threads} threads; {how})"
-        )
+        batches = f"{len(self)} batches of {self._order.batch_size}"
+        return f"ChunkLoader({self._room.describe(batches, self._order, plan, self._echo)})"

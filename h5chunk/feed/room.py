@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from h5chunk.errors import OptionError
+from h5chunk.feed.batchmaker import BatchMaker, Tensors
 from h5chunk.feed.device import free_bytes
 from h5chunk.feed.memory import KEPT
 from h5chunk.feed.normalize import Convert
-from h5chunk.feed.resident import LOADING_SLOTS
+from h5chunk.feed.resident import LOADING_SLOTS, Resident, load_resident
 from h5chunk.feed.rowconvert import RowConvert
+from h5chunk.feed.stream import WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
+from h5chunk.store.amplification import NOTABLE
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
 RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
@@ -105,11 +110,44 @@ class Room:
         sample_bytes = sum(space.sample_bytes for space in self._supply.spaces.values())
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
-    def describe(self, plan: SlotPlan | None) -> str:
-        """What is held, in words; without a plan all of it stays on the device."""
+    def start(
+        self,
+        order: Order,
+        start: int,
+        plan: SlotPlan | None,
+        transform: Callable[[Tensors], Any] | None,
+        echo: float | str,
+    ) -> tuple[WindowStream | Resident, Callable[[], None]]:
+        """What gives batches in this order from batch ``start`` on, and what ends it.
+
+        Without a plan they are of data that stays on the device.
+        """
+        on_cpu = self._device.type == "cpu"
+        self._convert.to(self._device, self._supply.example)
+        keep = plan is None or (on_cpu and echo == 1)  # who changes a batch, changes no echo
+        maker = BatchMaker(self._convert, transform, keep=keep)
+        if plan is None:
+            resident = load_resident(self._supply, self.loading_samples(order), self._device, maker, echo)
+            return resident, resident.close
+        return self._supply.start(
+            order, plan.num_slots, plan.window_samples, maker, late=on_cpu and self._reuse, echo=echo, start=start
+        )
+
+    def describe(self, batches: str, order: Order, plan: SlotPlan | None, echo: float | str) -> str:
+        """All of it in words; without a plan the data stays on the device."""
         supply = self._supply
         if plan is None:
-            return f"all {supply.num_samples} samples resident ({human_bytes(supply.all_bytes)})"
-        held = human_bytes(plan.num_slots * supply.window_bytes(plan.window_samples))
-        batches = -(-plan.window_samples // plan.order.batch_size)
-        return f"windows of {batches} batches, {plan.num_slots} under way ({held})"
+            what = f"all {supply.num_samples} samples resident ({human_bytes(supply.all_bytes)})"
+        else:
+            held = human_bytes(plan.num_slots * supply.window_bytes(plan.window_samples))
+            what = (
+                f"windows of {-(-plan.window_samples // order.batch_size)} batches, {plan.num_slots} under way ({held})"
+            )
+        echoed = "" if echo == 1 else f"; echo {echo}"
+        times = supply.read_amplification(order)
+        beside = "" if times < NOTABLE else f"; reads {times:.2f} x the bytes of its samples"
+        how = ", ".join(f"{name}: {'h5py' if name in supply.why else 'direct'}" for name in supply.spaces)
+        return (
+            f"{str(supply.path)!r} to {self._device}: {batches}; {what}{echoed}{beside}; {supply.num_threads} threads; "
+            f"{how}"
+        )

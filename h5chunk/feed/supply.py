@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,19 @@ from h5chunk.feed.pipeline import TIMEOUT_S, Direct, Readers, is_kept_whole
 from h5chunk.feed.spaces import CsrRows, FieldSpace, MatrixSpace, Space, matrix_space, slot_bytes, torch_dtype
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
+from h5chunk.store.amplification import read_amplification
 from h5chunk.store.checksums import OFF, PIECE_BYTES
 from h5chunk.store.csrrows import CsrField
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.files import cache_bytes
 from h5chunk.store.filesdirect import files_fields
 from h5chunk.store.fileset import FileSet
+from h5chunk.store.fill import available_cores
 from h5chunk.store.format import opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader, model_cache
+
+MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 
 
 class Supply:
@@ -36,7 +41,8 @@ class Supply:
     reader : H5Reader
     how : {"auto", "direct", "mapped", "h5py"}
     device : torch.device
-    num_threads : int
+    num_threads : int, optional
+        Default: one a core, but at most 10.
     counts : (num_samples,) int64, optional
         How often each sample may come in an epoch; None: all of them once.
     lanes : int
@@ -63,21 +69,32 @@ class Supply:
         reader: H5Reader,
         how: str,
         device: torch.device,
-        num_threads: int,
+        num_threads: int | None,
         counts: np.ndarray | None = None,
         lanes: int = 1,
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self.spaces = {name: _space(reader, name, counts, lanes) for name in reader.fields}
-        self.num_threads = num_threads
+        self.num_threads = num_threads or min(MAX_THREADS, available_cores())
         self._reader, self._device = reader, device
         self._direct, self.why = _direct_fields(reader, how)
         self._mapped, self._timeout_s = how == "mapped", timeout_s
 
     @property
+    def path(self) -> Path:
+        """The file, or what messages call several."""
+        return self._reader.path
+
+    @property
     def num_samples(self) -> int:
         """Of the file."""
         return self._reader.num_samples
+
+    def read_amplification(self, order: Order) -> float:
+        """Bytes that the order's epoch reads, on all ranks, over those of its samples; but for small fields."""
+        rows = None if order.picks is None else order.picks.drawn(order.seed, order.epoch).samples
+        kept = [name for name, field in self._direct.items() if is_kept_whole(field)]
+        return read_amplification(self._reader, rows, self._direct, kept)
 
     @property
     def all_bytes(self) -> int:
