@@ -685,7 +685,7 @@ def test_axes_of_files_that_do_not_say(tmp_path, shape, axis):
 
 
 def test_a_loader_stays_in_its_process(path):
-    with pytest.raises(TypeError, match="stays in its process"):
+    with pytest.raises(OptionError, match="stays in its process"):
         pickle.dumps(ChunkLoader(path, 16))
 
 

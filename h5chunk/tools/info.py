@@ -19,7 +19,7 @@ from h5chunk.store.files import Paths, list_files
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard import Guard, Refusal, Trusted
 from h5chunk.tools.info_folder import FolderInfo, info_folder
-from h5chunk.tools.info_matrix import MatrixInfo, info_matrix
+from h5chunk.tools.info_matrix import ForeignMatrix, MatrixInfo, foreign_matrices, info_matrix
 
 _LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
@@ -91,6 +91,8 @@ class FileInfo:
         The sparse matrix in a file of ours.
     refused : list of str
         What was not looked at, and why: links, views of other files, claims that cannot be.
+    matrices : list of ForeignMatrix
+        Sparse matrices in a file of others.
     """
 
     path: str
@@ -100,6 +102,7 @@ class FileInfo:
     datasets: list[DatasetInfo]
     matrix: MatrixInfo | None = None
     refused: list[str] = field(default_factory=list)
+    matrices: list[ForeignMatrix] = field(default_factory=list)
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
@@ -109,6 +112,7 @@ class FileInfo:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._origin()}"]
         if self.matrix is not None:
             lines.append(f"  {self.matrix}")
+        lines += [f"  {each}" for each in self.matrices]
         for each in self.datasets:
             layout = each.layout
             if each.chunks is not None:
@@ -164,6 +168,9 @@ def _info_file(path: Path, trusted: Trusted) -> FileInfo:
             guard.check_matrix(file, MATRIX)
         matrix = info_matrix(file) if header else None
         found, refused = _look(file, guard, ours=header is not None)
+        names = [dataset.name.lstrip("/") for dataset in found]
+        others = foreign_matrices(file, path, names) if matrix is None else []
+        groups = [MATRIX] if matrix is not None else [each.name for each in others]
         nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
         cache = CacheSettings(int(nslots), int(nbytes), float(w0))
         return FileInfo(
@@ -171,8 +178,9 @@ def _info_file(path: Path, trusted: Trusted) -> FileInfo:
             num_bytes=path.stat().st_size,
             header=header,
             default_cache=cache,
-            datasets=[_describe(dataset, cache, matrix) for dataset in found],
+            datasets=[_describe(dataset, cache, groups) for dataset in found],
             matrix=matrix,
+            matrices=others,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
         )
 
@@ -195,7 +203,7 @@ def _look(file: h5py.File, guard: Guard, ours: bool) -> tuple[list[h5py.Dataset]
     return found, refused
 
 
-def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrix: MatrixInfo | None) -> DatasetInfo:
+def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) -> DatasetInfo:
     properties = dataset.id.get_create_plist()
     numbers = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
     grid = ChunkGrid(tuple(dataset.shape or ()), dataset.chunks, dataset.dtype.itemsize, bool(numbers))
@@ -216,12 +224,12 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrix: MatrixInfo | 
         chunks_per_sample=grid.chunks_per_sample if usable else 0,
         reads_per_sample=grid.reads_per_sample(cached) if usable else 0,
         amplification=amplification,
-        verdict=_verdict(dataset, grid, amplification, cached) if not _of(matrix, dataset) else _OF_MATRIX,
+        verdict=_OF_MATRIX if _is_part(dataset, matrices) else _verdict(dataset, grid, amplification, cached),
     )
 
 
-def _of(matrix: MatrixInfo | None, dataset: h5py.Dataset) -> bool:
-    return matrix is not None and dataset.name.startswith(f"/{MATRIX}/")
+def _is_part(dataset: h5py.Dataset, matrices: list[str]) -> bool:
+    return dataset.name.lstrip("/").rpartition("/")[0] in matrices
 
 
 def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, amplification: float, cached: bool) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.csr import CSR, MATRIX, read_matrix
+from h5chunk.store.matrixfield import look_at_matrix
 
 PART_ROWS = 1 << 20  # of indptr, and of data, read at a time
 LOOK_BYTES = 256 << 20  # codes of more than this are not looked at
@@ -63,6 +66,66 @@ class MatrixInfo:
             f"a row {self.median_row_entries:g} in the median, {self.max_row_entries:,} at most), "
             f"values {values}, {size}"
         )
+
+
+@dataclass(frozen=True)
+class ForeignMatrix:
+    """A sparse matrix in a file of others, such as one of AnnData's.
+
+    Attributes
+    ----------
+    name : str
+        Path of its group in the file.
+    num_rows, num_columns, num_entries : int or None
+        None where it is not of compressed rows.
+    dtype : str
+        Of the values.
+    stored_bytes : int
+        Of rows, columns and values.
+    verdict : str
+        How to train on it.
+    """
+
+    name: str
+    num_rows: int | None
+    num_columns: int | None
+    num_entries: int
+    dtype: str
+    stored_bytes: int
+    verdict: str
+
+    def __str__(self) -> str:
+        shape = f"{self.num_rows:,} x {self.num_columns:,}, " if self.num_rows is not None else ""
+        return (
+            f"sparse matrix {self.name!r}: {shape}{self.num_entries:,} entries, values {self.dtype}, "
+            f"{human_bytes(self.stored_bytes)}\n      {self.verdict}"
+        )
+
+
+def foreign_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[ForeignMatrix]:
+    """The groups among datasets of these names that hold what a sparse matrix is made of."""
+    there = set(names)
+    groups = sorted(name[: -len("/indptr")] for name in there if name.endswith("/indptr"))
+    return [
+        _foreign_matrix(file[name], path, name)
+        for name in groups
+        if {f"{name}/indices", f"{name}/data"} <= there and isinstance(file[name], h5py.Group)
+    ]
+
+
+def _foreign_matrix(group: h5py.Group, path: Path, name: str) -> ForeignMatrix:
+    parts = [group[part] for part in ("indptr", "indices", "data")]
+    about = (math.prod(parts[2].shape), str(parts[2].dtype), sum(part.id.get_storage_size() for part in parts))
+    try:
+        found = look_at_matrix(group, path, name, None)
+    except FileError as error:
+        return ForeignMatrix(name, None, None, *about, str(error).removeprefix(f"{printable(path)}: {name!r} "))
+    given = "" if name == MATRIX else f", fields=[{name!r}]"
+    verdict = (
+        f"its rows are samples as they are: h5chunk.ChunkLoader({printable(path)!r}, batch_size{given}); "
+        "h5chunk convert makes a file of it that is shuffled, and smaller where values are counts"
+    )
+    return ForeignMatrix(name, found.num_rows, found.num_columns, *about, verdict)
 
 
 def info_matrix(file: h5py.File) -> MatrixInfo | None:
