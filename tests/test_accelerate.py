@@ -13,12 +13,14 @@ from test_pipeline import nothing_is_left
 from torch import nn
 from torch.utils.data import DataLoader
 
+from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 
 accelerate = pytest.importorskip("accelerate")
 
+from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
@@ -89,6 +91,22 @@ def test_first_batches_are_skipped(path, num_workers):
         loader.set_epoch(epoch)
         assert labels_of(accelerator.skip_first_batches(loader, cut)) == epochs[epoch][cut:]
         loader.dataset.close()
+
+
+def dealt_out(path: Path, process: int, **ranks: int) -> Any:
+    """What ``prepare`` makes of a DataLoader on one of two processes."""
+    dataset = ChunkDataset(path)
+    loader = DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 16, **ORDER, **ranks))
+    return prepare_data_loader(loader, num_processes=2, process_index=process, put_on_device=False, even_batches=False)
+
+
+def test_a_sampler_is_dealt_out_once(path):
+    """By Accelerate, if it is told that it is alone; one that knows of ranks itself would lose half of the samples."""
+    each = [labels_of(dealt_out(path, rank, rank=0, world_size=1)) for rank in range(2)]
+    assert each == [expected_epochs(path)[0][rank::2] for rank in range(2)]
+    with pytest.raises(OptionError, match=r"rank 1 its part of 2 already.* give the sampler rank=0, world_size=1"):
+        dealt_out(path, 1, rank=1, world_size=2)
+    assert not hasattr(ChunkSampler(ChunkDataset(path), 16), "batch_size")
 
 
 def test_epochs_are_those_of_the_order(path):

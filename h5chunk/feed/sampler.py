@@ -115,6 +115,24 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         """Itself: Lightning's Trainer looks here for what has a ``set_epoch``."""
         return self
 
+    @property
+    def batch_size(self) -> int:
+        """Not to be had: who asks for it means to deal batches out to ranks, as Accelerate's ``prepare`` does.
+
+        Raises
+        ------
+        OptionError
+            They are dealt out already: each rank would get a part of its part.
+        """
+        order = self._order
+        if order.world_size > 1:
+            raise OptionError(
+                f"this sampler gives rank {order.rank} its part of {order.world_size} already, and something, such as "
+                "Accelerate's prepare(), is about to deal it out once more: give the sampler rank=0, world_size=1, or "
+                "leave the DataLoader out of prepare()"
+            )
+        raise AttributeError("batch_size")
+
     def __len__(self) -> int:
         return self._order.num_batches
 
