@@ -13,7 +13,7 @@ badly    4,000 images of 96 x 96 x 3 in the chunks that h5py guesses
 
 For each, `h5chunk.tune` runs with ``--budget`` seconds (60). Then every setting of its grid that memory and quality
 allow is measured for ``--seconds``; the best ``--finalists`` of them and the recommendation are measured again in
-``--rounds`` turns, and medians compared. Prints for each data set: the seconds that tune took; the rate of its
+``--rounds`` turns, and compared within each turn. Prints for each data set: the seconds that tune took; the rate of its
 recommendation over the best rate of the grid; the recommendation and that best setting; and how far predicted rates
 were from those that tune measured, for the settings that it measured last, in its turns. ``--json FILE`` writes it all.
 """
@@ -25,7 +25,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ import numpy as np
 
 import h5chunk
 from h5chunk.plan.settings import Setting
+from h5chunk.plan.turns import rates_in_turns
 from h5chunk.tools.tuneclock import Budget
 from h5chunk.tools.tunemeasure import measure
 from h5chunk.tools.tunestudy import Study, look_at_file
@@ -112,7 +112,7 @@ def best_of_grid(study: Study, found: h5chunk.Recommendation, args: argparse.Nam
     for _ in range(args.rounds):
         for setting, some in turns.items():
             some.append(rate(study, setting, args.seconds))
-    medians = {setting: statistics.median(some) for setting, some in turns.items()}
+    medians = rates_in_turns([{each: some[turn] for each, some in turns.items()} for turn in range(args.rounds)])
     winner = max(medians, key=lambda setting: medians[setting])
     return {
         "settings": len(allowed),

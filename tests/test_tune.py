@@ -310,7 +310,7 @@ def test_choice(candidates, least, memory):
     fitting = [each for each in candidates if allowed(each, least, memory)]
     assert (found is None) == (not fitting)
     if found is not None:
-        assert found in fitting and max(found.rate, found.peak or 0) >= 0.96 * max(each.rate for each in fitting)
+        assert found in fitting and found.rate >= 0.97 * max(each.rate for each in fitting)
         assert found.setting.repack <= all(
             each.setting.repack for each in fitting if each.rate >= 0.96 * max(e.rate for e in fitting)
         )

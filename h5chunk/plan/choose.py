@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from h5chunk.plan.settings import LOADER, Setting
 
-STAY = 0.96  # of the best rate: what needs no new file, or is simpler, is taken from here on
+STAY = 0.97  # of the best rate: what needs no new file, or is simpler, is taken from here on
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,12 @@ class Candidate:
     memory_bytes : int
     effective_batch : float or None
         None where no field says what is alike.
-    peak : float or None
-        Of several measurements the best: what else the machine does only slows a setting down.
     """
 
     setting: Setting
     rate: float
     memory_bytes: int
     effective_batch: float | None
-    peak: float | None = None
 
 
 def allowed(each: Candidate, min_effective: float, memory_bytes: int | None) -> bool:
@@ -55,7 +52,7 @@ def choose(
 ) -> Candidate | None:
     """The one to take, or None if none is allowed.
 
-    Of those within 4 % of the fastest, the one that changes least: the file as it is, then `ChunkLoader`, then fewer
+    Of those within 3 % of the fastest, the one that changes least: the file as it is, then `ChunkLoader`, then fewer
     workers, then smaller chunks, of which a single sample wants less, then less memory.
 
     Parameters
@@ -68,13 +65,8 @@ def choose(
     fitting = [each for each in candidates if allowed(each, min_effective, memory_bytes)]
     if not fitting:
         return None
-    best = max(map(_reached, fitting))
-    return min((each for each in fitting if _reached(each) >= STAY * best), key=_effort)
-
-
-def _reached(each: Candidate) -> float:
-    """Its best measurement."""
-    return max(each.rate, each.peak or 0.0)
+    best = max(each.rate for each in fitting)
+    return min((each for each in fitting if each.rate >= STAY * best), key=_effort)
 
 
 def _effort(each: Candidate) -> tuple[bool, bool, bool, int, int, int, float]:

@@ -117,12 +117,12 @@ def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
     if setting.shuffle:
         return "no window mixes the file as it lies well enough and fast; shuffled once on disk, any does"
     if setting == search.settings[0] and not search.study.converted:
-        return f"what convert chooses by itself is within 4 % of the fastest of {count} measured"
+        return f"what convert chooses by itself is within 3 % of the fastest of {count} measured"
     if setting == search.settings[0]:
-        return f"within 4 % of the fastest of {count} measured, and nothing has to change"
+        return f"within 3 % of the fastest of {count} measured, and nothing has to change"
     if setting.repack:
         return f"the fastest of {count} measured; worth a new file"
-    return f"the fastest of {count} measured, or within 4 % of it, without a new file"
+    return f"the fastest of {count} measured, or within 3 % of it, without a new file"
 
 
 def _reason_second(second: Candidate, chosen: Candidate) -> str:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from h5chunk.plan.choose import Candidate, allowed, choose
 from h5chunk.plan.settings import Setting
+from h5chunk.plan.turns import rates_in_turns
 from h5chunk.tools.tuneclock import Budget
 from h5chunk.tools.tunemeasure import measure
 from h5chunk.tools.tunemodel import Model
 from h5chunk.tools.tunestudy import Study
 
-SEARCH_SHARE, FINAL_SHARE = 0.5, 0.85  # of the budget, when a phase ends
+SEARCH_SHARE, FINAL_SHARE = 0.5, 0.82  # of the budget, when a phase ends
 FIRST_SHARE = 0.3  # of the budget: settings whose first window takes more are not measured
-LOOK = 0.4  # of a slice, for the first measurement of a setting
-FINALISTS, ROUNDS = 6, 6
+LOOK, TURN = 0.4, 0.6  # of a slice: the first measurement of a setting, and those in turns
+FINALISTS, TURNS, LEAST_TURNS = 6, 15, 2
 HOPELESS, WORTH = 0.4, 0.3  # of the best rate: what is predicted to give less is not measured, in each phase
-BEHIND = 0.88  # of the best rate: finalists that have not reached this leave the turns
+BEHIND = 0.88  # of the best rate: finalists that do not reach this leave the turns
+MOSTLY = 0.75  # of the turns
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Search:
         Today's first.
     rates : dict of Setting to list of float
         Samples/s of each measurement.
+    turns : list of dict of Setting to float
+        Those of the best, measured in turns.
     left_out : set of Setting
         Not measured, as they take too much memory or time.
     """
@@ -65,7 +69,9 @@ class Search:
     budget: Budget
     settings: list[Setting]
     rates: dict[Setting, list[float]] = field(default_factory=dict)
+    turns: list[dict[Setting, float]] = field(default_factory=list)
     left_out: set[Setting] = field(default_factory=set)
+    _steady: dict[Setting, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Look at one of each kind, then at all that may be worth it, the most promising first; then race the best."""
@@ -83,17 +89,19 @@ class Search:
     def _race(self) -> None:
         """The best in turns; who falls behind leaves, but for those that the table needs."""
         runners = self.finalists()
-        for _ in range(ROUNDS):
-            for setting in runners:
-                if self.budget.has(FINAL_SHARE):
-                    self.measure(setting)
-            peaks = {each: max(self.rates[each]) for each in runners if each in self.rates}
-            best = max((peak for each, peak in peaks.items() if self.allows(each)), default=0.0)
-            needed = self._kept(runners)
-            runners = [each for each in peaks if peaks[each] >= BEHIND * best or each in needed]
+        while len(self.turns) < TURNS and self.budget.has(FINAL_SHARE):
+            turn = {each: rate for each in runners if (rate := self.measure(each, TURN)) is not None}
+            if not turn:
+                break
+            self.turns.append(turn)
+            self._steady = rates_in_turns(self.turns)
+            best = max((self._steady[each] for each in turn if self.allows(each)), default=0.0)
+            needed = self._kept([each for each in runners if each in turn])
+            if len(self.turns) >= LEAST_TURNS:
+                runners = [each for each in turn if self._steady[each] >= BEHIND * best or each in needed]
 
-    def measure(self, setting: Setting, part: float = 1.0) -> None:
-        """Once, for this part of a slice, if it fits in memory, and its first window comes in time."""
+    def measure(self, setting: Setting, part: float = 1.0) -> float | None:
+        """Samples/s, over this part of a slice; None if it does not fit in memory, or takes too long to start."""
         window_samples = self.model.window_bytes(setting) / self.study.facts.sample_bytes
         first_s = min(window_samples, self.study.sample_count) / self.model.rate(setting)
         if (
@@ -101,10 +109,11 @@ class Search:
             or first_s > FIRST_SHARE * self.budget.seconds
         ):
             self.left_out.add(setting)
-            return
+            return None
         rate = measure(self.study, setting, self.options.device, self.budget, part * self.budget.slice_s)
         self.model.learn(setting, rate)
         self.rates.setdefault(setting, []).append(rate)
+        return rate
 
     def _anchors(self) -> Iterable[Setting]:
         """The second best of each kind that is not hopeless, so that the best is predicted from another one."""
@@ -142,11 +151,10 @@ class Search:
         return allowed(self.candidate(setting), self.options.min_effective, self.options.memory_bytes)
 
     def candidate(self, setting: Setting) -> Candidate:
-        """With its measured rate, else the predicted one."""
+        """With its rate in turns, else the measured, else the predicted one."""
         rates = self.rates.get(setting)
         rate = statistics.median(rates) if rates else self.model.rate(setting)
-        peak = self._bounded(setting, max(rates)) if rates else None
-        return replace(self.model.candidate(setting, self._bounded(setting, rate)), peak=peak)
+        return self.model.candidate(setting, self._bounded(setting, self._steady.get(setting, rate)))
 
     def _bounded(self, setting: Setting, rate: float) -> float:
         """No more than the disk gives, where the data does not fit in memory."""
@@ -169,10 +177,9 @@ class Search:
         return list(dict.fromkeys([*[each for each in ranked if not each.repack][:1], self.settings[0]]))
 
     def repack_pays(self, new: Setting, old: Setting) -> bool:
-        """Whether a new file is faster in each round: the time of day alone shall not ask for one."""
-        rates = self.rates.get(new, []), self.rates.get(old, [])
-        turns = min(map(len, rates))
-        return not turns or all(a > b for a, b in zip(rates[0][-turns:], rates[1][-turns:], strict=True))
+        """Whether a new file is faster in most of the turns: chance alone shall not ask for one."""
+        both = [turn for turn in self.turns if new in turn and old in turn]
+        return sum(turn[new] > turn[old] for turn in both) >= MOSTLY * len(both)
 
     def choose(self, settings: Sequence[Setting] | None = None) -> Candidate | None:
         """The one to take, of those measured; None if none is allowed."""
