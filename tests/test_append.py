@@ -491,6 +491,23 @@ def test_two_at_once(tmp_path: Path) -> None:
     append(path, source, workers=0)
 
 
+def test_another_appended_while_the_source_was_listed(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    other = make_source(tmp_path / "other", range(30, 35))
+
+    old = path.read_bytes()
+
+    def interfere(stage: str, done: int, total: int | None) -> None:
+        if stage == "list" and path.read_bytes() == old:
+            append(path, other, workers=0)
+
+    with pytest.raises(FileError, match="changed while it was read: nothing was appended: run it again"):
+        append(path, source, workers=0, progress=interfere)
+    samples, labels = expected(range(35))
+    names = {name for i, name in enumerate(samples) if not 22 <= i < 30}
+    check_file(path, {name: samples[name] for name in names}, labels)
+
+
 SLOW = """
 import sys, time
 import h5chunk.sources.images as images
