@@ -29,32 +29,42 @@ from h5chunk.tools.repack import repack
 
 LIMIT_S = 5.0
 ORPHAN_S = 10.0  # workers of torch look every 5 s whether their parent lives
-STOPPED_S = 2.0  # the timeout of a DataLoader whose worker is stopped
+TIMEOUT_S = 2.0  # of a DataLoader whose worker is stuck or stopped
+WATCH_S = 8.0  # after which torch is said to wait for ever
 ALL_S = 60.0
+ERRORS = (RuntimeError, ConnectionError, EOFError)  # the latter where torch was just asking the worker for a batch
 NUM_SAMPLES, CHUNK, BATCH = 4096, 16, 32
 
 
 def run(kills: int, seed: int, folder: Path) -> Result:
     """So many killed workers, and a tenth as many of the rest."""
-    torch.set_num_threads(1)
-    result, rng = Result("processes killed, stopped or left alone, and files cut short"), random.Random(seed)
-    path = make_file(folder / "a.h5")
-    few = max(2, kills // 10)
-    for _ in range(kills):
-        _stopped(result, rng, path, "worker killed", signal.SIGKILL)
+    result = run_killed(kills, seed, folder)
+    rng, path, few = random.Random(seed), folder / "a.h5", max(2, kills // 10)
     for _ in range(few):
-        _stopped(result, rng, path, "worker stopped", signal.SIGSTOP)
+        _stuck(result, rng, path)
+        _stopped(result, rng, path, "file_system")
+    _stopped(result, rng, path, "file_descriptor")
     for how in (signal.SIGKILL, signal.SIGINT):
         for _ in range(few):
-            _left_alone(result, rng, f"training, {how.name}", lambda: train(path), how)
+            left_alone(result, rng, f"training, {how.name}", lambda: train(path), how)
     photos = make_photos(folder / "photos", 600, side=64)
     big = folder / "big.h5"
     for _ in range(few):
-        _left_alone(result, rng, "convert, SIGKILL", lambda: _convert_for_ever(photos, big), signal.SIGKILL)
-        _left_alone(result, rng, "repack, SIGKILL", lambda: _repack_for_ever(path, big), signal.SIGKILL)
+        left_alone(result, rng, "convert, SIGKILL", lambda: _convert_for_ever(photos, big), signal.SIGKILL)
+        left_alone(result, rng, "repack, SIGKILL", lambda: _repack_for_ever(path, big), signal.SIGKILL)
     for name, make in (("ChunkLoader", _chunk_loader), ("DataLoader", _data_loader)):
         for _ in range(few):
             _cut_short(result, rng, path, name, make)
+    return result
+
+
+def run_killed(kills: int, seed: int, folder: Path) -> Result:
+    """Killed workers alone."""
+    torch.set_num_threads(1)
+    result, rng = Result("processes killed, stuck, stopped or left alone, and files cut short"), random.Random(seed)
+    path = make_file(folder / "a.h5")
+    for _ in range(kills):
+        _killed(result, rng, path)
     return result
 
 
@@ -72,9 +82,9 @@ def _chunk_loader(path: Path) -> Any:
     return h5chunk.ChunkLoader(path, BATCH, num_threads=2)
 
 
-def _data_loader(path: Path, timeout: float = 0) -> DataLoader[Any]:
-    dataset = h5chunk.ChunkDataset(path)
-    sampler = h5chunk.ChunkSampler(dataset, BATCH)
+def _data_loader(path: Path, timeout: float = 0, transform: Any = None) -> DataLoader[Any]:
+    dataset = h5chunk.ChunkDataset(path, transform=transform)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, interleave=2)
     return DataLoader(
         dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True, timeout=timeout,
         multiprocessing_context="fork",
@@ -83,42 +93,99 @@ def _data_loader(path: Path, timeout: float = 0) -> DataLoader[Any]:
 
 def train(path: Path) -> None:
     """Until somebody ends it."""
-    loader = _data_loader(path)
+    for _ in epochs(_data_loader(path)):
+        pass
+
+
+def epochs(loader: Any) -> Iterator[None]:
+    """One epoch after another; each batch is looked at: what is delivered is right, whatever happens."""
     while True:
-        check_epoch(loader)
+        for images, labels in loader:
+            wanted = np.asarray(labels).astype("<u2").view("u1").reshape(-1, 2)
+            found = np.asarray(images)
+            if not (found.reshape(len(found), 2, 512) == wanted[:, :, None]).all():
+                raise AssertionError("a batch has other images than its labels say")
+            yield
 
 
-def check_epoch(loader: Any) -> Iterator[None]:
-    """Look at each batch: what is delivered is right, whatever happens."""
-    for images, labels in loader:
-        wanted = np.asarray(labels).astype("<u2").view("u1").reshape(-1, 2)
-        found = np.asarray(images)
-        if not (found.reshape(len(found), 2, 512) == wanted[:, :, None]).all():
-            raise AssertionError("a batch has other images than its labels say")
-        yield
+def _killed(result: Result, rng: random.Random, path: Path) -> None:
+    """A worker is killed after some batches, and some more time."""
+    loader = _data_loader(path)
+    batches, workers = _some(loader, rng)
+    os.kill(rng.choice(workers), signal.SIGKILL)
+    _judge(result, "worker killed", *_until_error(batches), ERRORS)
+    _shut(result, loader, workers)
 
 
-def _stopped(result: Result, rng: random.Random, path: Path, what: str, how: signal.Signals) -> None:
-    """A worker gets a signal after some batches, and some more time."""
-    loader = _data_loader(path, STOPPED_S if how == signal.SIGSTOP else 0)
-    batches = (batch for _ in iter(int, 1) for batch in check_epoch(loader))
+def _stuck(result: Result, rng: random.Random, path: Path) -> None:
+    """A worker waits for something that does not come."""
+    loader = _data_loader(path, TIMEOUT_S, Stuck(rng.randrange(BATCH, 60 * BATCH)))
+    _judge(result, "worker stuck", *_until_error(epochs(loader)), RuntimeError)
+    _shut(result, loader, [worker.pid for worker in loader._iterator._workers])
+
+
+class Stuck:
+    """A transform that does not come back from one of its calls."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def __call__(self, image: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            time.sleep(3600)
+        return image
+
+
+class Waits(Exception):
+    """Nothing happened."""
+
+
+def _stopped(result: Result, rng: random.Random, path: Path, strategy: str) -> None:
+    """A worker is stopped. Where batches travel as file descriptors, torch asks it for each one, without a timeout."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    signal.signal(signal.SIGALRM, _wake)
+    try:
+        loader = _data_loader(path, TIMEOUT_S)
+        batches, workers = _some(loader, rng)
+        victim = rng.choice(workers)
+        os.kill(victim, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, WATCH_S)
+        seconds, error = _until_error(batches)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.kill(victim, signal.SIGKILL)
+        if isinstance(error, Waits) and strategy == "file_descriptor":
+            result.add(f"worker stopped, {strategy}: torch waits for it for ever")
+        else:
+            _judge(result, f"worker stopped, {strategy}", seconds, error, RuntimeError)
+        _shut(result, loader, workers)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def _wake(*_: object) -> None:
+    raise Waits
+
+
+def _some(loader: DataLoader[Any], rng: random.Random) -> tuple[Iterator[None], list[int]]:
+    """Take some batches; the rest of them, and the workers."""
+    batches = epochs(loader)
     for _ in range(rng.randrange(1, 60)):
         next(batches)
-    workers = list(loader._iterator._workers)  # type: ignore[union-attr]
     time.sleep(rng.random() * 0.01)
-    victim = rng.choice(workers).pid
-    os.kill(victim, how)
-    seconds, error = _until_error(batches)
-    if how == signal.SIGSTOP:
-        os.kill(victim, signal.SIGKILL)
-    _judge(result, what, seconds, error, RuntimeError)
-    batches.close()
-    del batches, loader
-    for worker in workers:
-        worker.join(ORPHAN_S)
-        if worker.is_alive():
-            result.bad.append(f"{what}: a worker of the loader lives on")
-            worker.kill()
+    return batches, [worker.pid for worker in loader._iterator._workers]
+
+
+def _shut(result: Result, loader: DataLoader[Any], workers: list[int]) -> None:
+    """No worker is left when nothing refers to a loader any more; one that is stuck is ended by torch."""
+    for _ in range(2):
+        with suppress(RuntimeError):  # that the worker died, told again
+            loader._iterator._shutdown_workers()
+    if not wait_for(lambda: not any(map(is_alive, workers)), ORPHAN_S):
+        result.bad.append("a worker lives on after its loader")
+        for pid in filter(is_alive, workers):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _until_error(batches: Iterator[Any]) -> tuple[float, BaseException | None]:
@@ -132,18 +199,28 @@ def _until_error(batches: Iterator[Any]) -> tuple[float, BaseException | None]:
     return time.perf_counter() - started, None
 
 
-def _judge(result: Result, what: str, seconds: float, error: BaseException | None, kind: type[BaseException]) -> None:
+def _judge(result: Result, what: str, seconds: float, error: BaseException | None, kind: Any) -> None:
     result.cases += 1
     result.add(what)
-    slowest = f"{what}: slowest, s"
-    result.counts[slowest] = max(result.counts.get(slowest, 0.0), round(seconds, 2))
+    _slowest(result, f"{what}: slowest error, s", seconds)
     if not isinstance(error, kind) or not str(error):
         result.bad.append(f"{what}: no error after {seconds:.1f} s" if error is None else f"{what}: {error!r}")
     elif seconds > LIMIT_S:
         result.bad.append(f"{what}: an error only after {seconds:.1f} s")
 
 
-def _left_alone(result: Result, rng: random.Random, what: str, work: Callable[[], None], how: signal.Signals) -> None:
+def _slowest(result: Result, name: str, seconds: float) -> None:
+    result.counts[name] = max(result.counts.get(name, 0.0), round(seconds, 2))
+
+
+def left_alone(
+    result: Result,
+    rng: random.Random,
+    what: str,
+    work: Callable[[], object],
+    how: signal.Signals,
+    limit_s: float = ORPHAN_S,
+) -> None:
     """A process that has others is ended at a random moment: it ends, and so do the others."""
     child = os.fork()
     if not child:
@@ -156,26 +233,27 @@ def _left_alone(result: Result, rng: random.Random, what: str, work: Callable[[]
             os._exit(1)
     wait_for(lambda: bool(children_of(child)), ALL_S)
     time.sleep(rng.random() * 0.2)
-    others = children_of(child)
+    others = some_children(child)
     started = time.perf_counter()
     if how == signal.SIGINT:  # as Ctrl-C does it
         os.killpg(child, how)
     else:
         os.kill(child, how)
-    ended = wait_for(lambda: os.waitpid(child, os.WNOHANG)[0] == child, ALL_S)
-    _judge(
-        result, f"{what}: ends", time.perf_counter() - started, RuntimeError("it ended") if ended else None, Exception
-    )
-    others |= group_of(child)
-    gone = wait_for(lambda: not any(map(is_alive, others)), ALL_S)
+    ended = wait_for(lambda: os.waitpid(child, os.WNOHANG)[0] == child, LIMIT_S)
+    others |= group_of(child) - {child}
+    gone = wait_for(lambda: not any(map(is_alive, others)), limit_s)
     seconds = time.perf_counter() - started
-    slowest = f"{what}: slowest to be gone, s"
-    result.counts[slowest] = max(result.counts.get(slowest, 0.0), round(seconds, 2))
-    result.add("other processes", len(others))
-    if not gone or seconds > ORPHAN_S or not others:
-        result.bad.append(f"{what}: {len(others)} other processes, left after {seconds:.1f} s: {not gone}")
+    result.cases += 1
+    result.add(what)
+    result.add("processes that these had", len(others))
+    _slowest(result, f"{what}: slowest until all are gone, s", seconds)
+    if not ended or not gone or not others:
+        what_is = "has no other processes" if not others else "leaves others" if ended else "does not end"
+        result.bad.append(f"{what}: {what_is} after {seconds:.1f} s")
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
+    if not ended:
+        os.waitpid(child, 0)
 
 
 def _convert_for_ever(photos: Path, path: Path) -> None:
@@ -193,14 +271,17 @@ def _cut_short(result: Result, rng: random.Random, path: Path, name: str, make: 
     copy = path.with_name("cut.h5")
     shutil.copy(path, copy)
     loader = make(copy)
-    batches = (batch for _ in iter(int, 1) for batch in check_epoch(loader))
+    batches = epochs(loader)
     for _ in range(rng.randrange(1, 60)):
         next(batches)
     os.truncate(copy, rng.randrange(1, path.stat().st_size // 2))
     seconds, error = _until_error(batches)
     _judge(result, f"file cut short under a {name}", seconds, error, FileError)
-    batches.close()
-    del batches, loader
+    if isinstance(loader, DataLoader):
+        with suppress(RuntimeError):
+            loader._iterator._shutdown_workers()
+    else:
+        loader.close()
     copy.unlink()
 
 
@@ -230,6 +311,15 @@ def children_of(pid: int) -> set[int]:
         if not more:
             return found - {pid}
         found |= more
+
+
+def some_children(pid: int) -> set[int]:
+    """The same, as soon as there are any."""
+    found: set[int] = set()
+    until = time.perf_counter() + ALL_S
+    while not found and time.perf_counter() < until:
+        found = children_of(pid)
+    return found
 
 
 def group_of(group: int) -> set[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 import torture_attacks  # noqa: E402
 import torture_flips  # noqa: E402
 import torture_mutated  # noqa: E402
+import torture_workers  # noqa: E402
 import torture_zoo  # noqa: E402
 from torture_result import Outcome, Result, in_children  # noqa: E402
 
@@ -98,3 +102,21 @@ def test_zoos_have_enough_kinds() -> None:
 def test_images(tmp_path: Path) -> None:
     result = torture_zoo.run_images(tmp_path)
     assert not result.bad, result.bad
+
+
+def test_mutated_files(tmp_path: Path) -> None:
+    result = torture_mutated.run(100, 5, tmp_path)
+    assert result.cases == 100 and not result.bad, result.bad
+    assert result.counts["refused by all"] > 10
+
+
+def test_killed_workers(tmp_path: Path) -> None:
+    result = torture_workers.run_killed(3, 0, tmp_path)
+    assert result.cases == 3 and not result.bad, result.bad
+
+
+def test_processes_that_outlive_are_noticed(tmp_path: Path) -> None:
+    result = Result("processes")
+    sleep = partial(subprocess.run, ["sleep", "60"])
+    torture_workers.left_alone(result, random.Random(0), "sleep", sleep, signal.SIGKILL, 0.5)
+    assert len(result.bad) == 1 and result.bad[0].startswith("sleep: leaves others after")

@@ -33,6 +33,9 @@ KNOWN_FILTERS = {
 }  # numbers as registered with The HDF Group
 
 
+BITSHUFFLE, BITSHUFFLE_SIZE = 32008, 2  # its number, and which of its values the plugin divides by, unchecked
+
+
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
     """What is the same for two names of an object, and of no other one: the file, and the place in it.
 
@@ -49,10 +52,12 @@ def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
 
 
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool) -> None:
-    """Raise TrustError for a filter that is not known, FieldError for one that comes twice."""
+    """Raise TrustError for a filter that is not known, FieldError for one that comes twice, or cannot work."""
     codes = []
     for number in range(properties.get_nfilters()):
-        code, _, _, name = properties.get_filter(number)
+        code, _, values, name = properties.get_filter(number)
+        if code == BITSHUFFLE and len(values) > BITSHUFFLE_SIZE and not values[BITSHUFFLE_SIZE]:
+            raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
         if code not in KNOWN_FILTERS and not trusted:
             label = ascii(name.decode(errors="replace")[:40])
             raise TrustError(
