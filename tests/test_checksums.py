@@ -111,13 +111,13 @@ def message(path: Path, name: str, chunk: int) -> str:
     return DAMAGED.format(name=path.name.replace(".", r"\."), field=name, chunk=chunk, first=first, last=last)
 
 
-def read_loader(path: Path, mode: str, **options: Any) -> list[bytes]:
+def read_loader(path: Path | list[Path], mode: str, **options: Any) -> list[bytes]:
     """All samples, in the order of the file, by a `ChunkLoader`."""
     with ChunkLoader(path, 16, shuffle=False, checksums=mode, **options) as loader:
         return [as_bytes(batch) for batch in loader]
 
 
-def read_dataset(path: Path, mode: str, num_workers: int = 0) -> list[bytes]:
+def read_dataset(path: Path | list[Path], mode: str, num_workers: int = 0) -> list[bytes]:
     """The same by a `ChunkDataset` in a DataLoader."""
     dataset = ChunkDataset(path, checksums=mode)
     sampler = ChunkSampler(dataset, 16, shuffle=False, interleave=1)
@@ -277,6 +277,42 @@ def test_several_files(images: Path, tmp_path: Path, reader: str) -> None:
         with pytest.raises(FileError, match=message(paths[1], name, -1)):
             ChunkDataset(paths, checksums="first")[[0, 2 * N - 1]]
         flip(paths[1], name, -1)
+
+
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_several_files_of_a_matrix(matrix: Path, tmp_path: Path, reader: str) -> None:
+    paths = [tmp_path / f"{i}" / "m.h5" for i in range(2)]
+    for each in paths:
+        each.parent.mkdir()
+        each.write_bytes(matrix.read_bytes())
+    expected = read_loader(paths, "off")
+    assert read_loader(paths, "first", reader=reader) == read_dataset(paths, "always") == expected
+    for name in parts_of(matrix):
+        flip(paths[1], name, -1)
+        with pytest.raises(FileError, match=message(paths[1], name, -1)):
+            read_loader(paths, "first", reader=reader)
+        with pytest.raises(FileError, match=message(paths[1], name, -1)):
+            read_dataset(paths, "first")
+        flip(paths[1], name, -1)
+
+
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_a_row_in_two_chunks_checks_both(matrix: Path, tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "m.h5"
+    path.write_bytes(matrix.read_bytes())
+    with h5py.File(path) as file:
+        size, indptr = file["X/indices"].chunks[0], file["X/indptr"][:]
+    cut = (indptr[:-1] // size + 1 == (indptr[1:] - 1) // size) & (np.diff(indptr) > 1)
+    row = int(np.flatnonzero(cut)[0])
+    chunk = int(indptr[row]) // size
+    for damaged in (chunk, chunk + 1):
+        flip(path, "X/indices", damaged)
+        with (
+            ChunkLoader(path, 1, subset=[row], checksums="first", reader=reader) as loader,
+            pytest.raises(FileError, match=message(path, "X/indices", damaged)),
+        ):
+            list(loader)
+        flip(path, "X/indices", damaged)
 
 
 @pytest.mark.parametrize("mode", ["first", "always"])
