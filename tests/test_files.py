@@ -305,7 +305,20 @@ def test_one_file_is_read_as_such(tmp_path: Path) -> None:
         assert dataset.path == str(path) and dataset.files == (str(path),)
 
 
+def test_a_field_of_another_type(tmp_path: Path) -> None:
+    """NumPy takes None for float64."""
+    for name, dtype in (("a", "i8"), ("b", "f8")):
+        make_file(tmp_path / f"{name}.h5", x=(np.arange(5, dtype=dtype), {}))
+    with pytest.raises(FieldError, match=r"b.h5: field 'x' has the dtype float64, but in .*a.h5 it is int64"):
+        ChunkDataset(tmp_path, fields=["x"])
+
+
 def test_no_files(tmp_path: Path) -> None:
+    for name in ("", "a\0b"):
+        with pytest.raises(OptionError, match=r"path is .*: give a path, a pattern, or a list of them"):
+            list_files(name)
+    with pytest.raises(FileError, match="x: cannot be opened: File name too long"):
+        list_files("x" * 300)
     with pytest.raises(OptionError, match="path is an empty list: name at least one file"):
         ChunkDataset([])
     with pytest.raises(FileError, match=r"a folder without files .h5"):

@@ -251,6 +251,8 @@ def test_memory_is_by_chunks_not_samples():
         ({"window_chunks": 0}, "window_chunks is 0"),
         ({"interleave": -1}, "interleave is -1"),
         ({"epoch": -1}, "epoch is -1: give a whole number, at least 0"),
+        ({"epoch": 2**63}, "epoch is 9223372036854775808: give less than 9223372036854775808"),
+        ({"rank": 0, "world_size": 0, "lanes": 0}, "world_size is 0"),
         ({"seed": -1}, "seed is -1: give a whole number from 0 to 18446744073709551615"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
@@ -262,9 +264,10 @@ def test_what_cannot_be(wrong, message):
 
 
 def test_numpy_numbers_will_do():
-    order = Order(np.int64(10), np.int32(2), np.int64(4), np.uint8(2))
+    order = Order(np.int64(10), np.int32(2), np.int64(4), np.uint8(2), seed=np.uint64(7))
     assert math.ceil(10 / 4) == order.num_batches
     check_epoch(order)
+    assert {type(value) for name, value in vars(order).items()} == {int, bool, type(None)}  # narrow ones wrap around
 
 
 lane_orders = st.builds(

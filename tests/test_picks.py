@@ -173,6 +173,7 @@ def test_states_of_other_samples_are_refused(path):  # noqa: F811
         (lambda: pick_samples([3, 3], 9), "names sample 3 twice"),
         (lambda: pick_samples([3, 9], 9), "names sample 9, but they are numbered from 0 to 8"),
         (lambda: pick_samples([-1], 9), "names sample -1"),
+        (lambda: pick_samples(np.array([1 << 63], np.uint64), 9), "names sample 9223372036854775808"),
         (lambda: pick_samples([True, False], 9), "a mask of shape"),
         (lambda: pick_samples([0.5], 9), "give whole numbers, or a mask"),
         (lambda: check_weights([1, 2], 3), "give one each"),
@@ -194,6 +195,14 @@ def test_fields_that_cannot_be_weights(path):  # noqa: F811
         ChunkLoader(path, 10, weights="nothing")
     with pytest.raises(FieldError, match="name one of a value a sample"):
         ChunkDataset(path).split((1.0,), stratify="images")
+    with pytest.raises(OptionError, match="the name of a field is wanted, but this is a ndarray"):
+        ChunkDataset(path).split((1.0,), stratify=LABELS)
     with pytest.raises(OptionError, match="the data set has its own"):
         ChunkLoader(ChunkDataset(path), 10, fields=("images",))
     assert balanced_weights(LABELS).tolist() == [1.0] * N
+
+
+@pytest.mark.parametrize("weight", [1e308, 1e-320, 1.0])
+def test_huge_and_tiny_weights_are_equal_ones(path, weight):  # noqa: F811
+    with ChunkLoader(path, 16, weights=np.full(N, weight)) as loader:
+        assert sorted(chain(*epoch_of(loader))) == list(range(N))

@@ -204,7 +204,11 @@ class ChunkDataset(Dataset[Any]):
         ------
         FieldError
             The file has no such field, or it has more than a value a sample.
+        OptionError
+            This is no name.
         """
+        if not isinstance(name, str):
+            raise OptionError(f"the name of a field is wanted, but this is a {type(name).__name__}: give a str")
         reader = self._reader if name in self._reader.fields else open_other(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, MatrixField) or field.sample_shape:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
@@ -164,8 +165,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         OptionError
             An epoch has no such number of batches.
         """
-        if batches is not None and not 0 <= batches <= len(self):
-            raise OptionError(f"batches is {batches}: an epoch has 0 to {len(self)}; count those of this epoch alone")
+        if batches is not None and not (_is_whole(batches) and 0 <= batches <= len(self)):
+            raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count those of this epoch alone")
         order, batch = self._position()
         if batches is not None:
             order, batch = self._running[0] if self._running else self._order, batches
@@ -173,3 +174,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self._order})"
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)

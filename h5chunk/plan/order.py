@@ -36,6 +36,7 @@ from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
 from h5chunk.plan.line import ChunkLine, FileLine, Lane, Line, PickLine, Picks
 from h5chunk.plan.permute import WINDOW, Indices, check_seed, random_bits, sorted_order
 
+MAX_EPOCHS = 1 << 63
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 
 
@@ -131,14 +132,18 @@ class Order:
             ("window_chunks", 1),
             ("interleave", 1),
             ("epoch", 0),
-            ("lanes", 1),
             ("rank", 0),
             ("world_size", 1),
+            ("lanes", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
+            object.__setattr__(self, name, int(value))  # NumPy's narrow ones wrap around
+        if self.epoch >= MAX_EPOCHS:
+            raise OptionError(f"epoch is {self.epoch}: give less than {MAX_EPOCHS}")
         check_seed(self.seed)
+        object.__setattr__(self, "seed", int(self.seed))
         self._check_lanes()
 
     def _check_lanes(self) -> None:

@@ -48,7 +48,7 @@ class WeightedPicks:
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, samples: Indices | None, num_draws: int) -> WeightedPicks:
         """By weights, (n,) float64 of any sum."""
-        expected = np.concatenate(([0.0], np.cumsum(weights)))
+        expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # the sum of huge ones is infinite
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
         return cls(chunks, samples, np.minimum(expected, num_draws))
@@ -99,14 +99,14 @@ def pick_samples(samples: Any, num_samples: int) -> Indices:
         return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise OptionError(f"subset has the shape {given.shape} and type {given.dtype}: give whole numbers, or a mask")
-    numbers = np.sort(given.astype(np.int64))
+    numbers = np.sort(given)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= num_samples):
         wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
         raise OptionError(f"subset names sample {wrong}, but they are numbered from 0 to {num_samples - 1}")
     twice = np.flatnonzero(numbers[1:] == numbers[:-1])
     if len(twice):
         raise OptionError(f"subset names sample {numbers[twice[0]]} twice: for more of some samples use weights")
-    return numbers
+    return numbers.astype(np.int64)
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
@@ -142,7 +142,7 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
     wrong = np.flatnonzero(~np.isfinite(found) | (found < 0))
     if len(wrong):
         raise OptionError(f"weights[{wrong[0]}] is {found[wrong[0]]}: give finite numbers, 0 or more")
-    if not found.sum() > 0:
+    if not found.any():
         raise OptionError("weights are all 0: nothing can be drawn")
     return found
 

@@ -77,7 +77,7 @@ def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], 
     for reader in readers[1:]:
         for what in traits:
             here, there = getattr(reader.fields[name], what), getattr(first, what)
-            if here != there:
+            if (here is None) != (there is None) or here != there:  # NumPy takes None for float64
                 raise FieldError(
                     f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(what, here)}, "
                     f"but in {printable(readers[0].path)} it is {_text(what, there)}: {remedy}"
@@ -95,7 +95,9 @@ def with_chunks(field: Field | MatrixField, chunk_samples: int) -> Field | Matri
 def _text(what: str, value: object) -> str:
     if what == "value_dtype" and value is None:
         return "none (all are ones)"
-    return str(list(value)) if isinstance(value, tuple) else str(value) if value not in ("", None) else "unknown"
+    if value is None or (isinstance(value, str) and not value):
+        return "unknown"
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def joined_header(readers: Sequence[H5Reader], num_samples: int, chunk_samples: int, chunk_bytes: int) -> Header | None:

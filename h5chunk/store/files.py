@@ -69,7 +69,17 @@ def list_files(path: Paths) -> list[Path]:
         if not given:
             raise OptionError("path is an empty list: name at least one file")
         return [file for each in given for file in list_files(each)]
-    path = Path(path)
+    if not str(path) or "\0" in str(path):
+        raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
+    try:
+        return _list_files(Path(path))
+    except OSError as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+
+
+def _list_files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
         if not found:
