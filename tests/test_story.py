@@ -1,4 +1,4 @@
-"""Stories of a file: converted, killed, repacked, tuned, read, replaced, saved and resumed, against a model in NumPy.
+"""Stories of a file: made, killed, continued, appended to, repacked, tuned, replaced, read; against a model in NumPy.
 
 `python scripts/torture.py --only story` runs more and longer ones.
 """
@@ -29,12 +29,13 @@ import h5chunk
 from h5chunk.errors import FileError, StateError
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.reader import H5Reader
+from h5chunk.tools.append import append
 from h5chunk.tools.repack import repack
 from h5chunk.tools.tuneapply import apply_recommendation
 
-MOST = 24  # samples of a source
-CLASSES = 3
-PIXELS = np.random.default_rng(0).integers(0, 256, (MOST, 5, 4, 3), np.uint8)  # of every sample there may be
+MOST, ALL = 24, 60  # samples of a source, and of a file that was appended to
+CLASSES = 3  # sample i is of class i % 3
+PIXELS = np.random.default_rng(0).integers(0, 256, (ALL, 5, 4, 3), np.uint8)
 CHANNELS_FIRST = PIXELS.transpose(0, 3, 1, 2)
 BATCH, WINDOW = 5, 2
 
@@ -86,7 +87,7 @@ class Story(RuleBasedStateMachine):
     Attributes
     ----------
     order : (N,) int64
-        The number in the source of each sample of the file.
+        Which of all samples each sample of the file is; together they are the first N.
     version : int
         Grows whenever the file changes.
     made : dict, optional
@@ -97,7 +98,7 @@ class Story(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="h5chunk-story-"))
         self.path = self.folder / "data.h5"
-        self.order, self.count, self.version = np.empty(0, np.int64), 0, 0
+        self.order, self.version = np.empty(0, np.int64), 0
         self.made: dict[str, Any] | None = None
         self.opened: list[Opened] = []
         self.saved: list[Saved] = []
@@ -108,31 +109,37 @@ class Story(RuleBasedStateMachine):
 
     # ---- what changes the file
 
-    def source(self, count: int) -> Path:
-        """A folder of the first images."""
-        folder = self.folder / f"photos{count}"
+    def source(self, count: int, first: int = 0) -> Path:
+        """A folder of some images."""
+        folder = self.folder / f"photos{first}-{count}"
         if not folder.exists():
-            for number in range(count):
-                place = folder / f"class{number * CLASSES // count}"
+            for number in range(first, first + count):
+                place = folder / f"class{number % CLASSES}"
                 place.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(PIXELS[number]).save(place / f"{number:03}.png")
         return folder
 
     def converted(self, count: int, options: dict[str, Any]) -> None:
-        """The file is now of this source, each sample once."""
+        """The file is now of this source, each sample once, and says which is which."""
         self.version += 1
-        self.count, self.made, self.order = count, options, self.found_order()
-        assert sorted(self.order) == list(range(count))
-        assert options["shuffle"] or (np.diff(self.order) > 0).all()
+        self.made, self.order = {"count": count, **options}, self.found_order()
+        listed = np.array(sorted(range(count), key=lambda number: (number % CLASSES, number)))
+        with h5py.File(self.path) as file:
+            index = file["h5chunk/source_index"][()]
+        np.testing.assert_array_equal(listed[index], self.order)
+        assert sorted(self.order) == list(range(count)) and (options["shuffle"] or (self.order == listed).all())
+
+    def convert(self, path: Path, count: int, **options: Any) -> None:
+        h5chunk.convert(self.source(count), path, **options)
 
     @initialize(count=COUNTS, options=OPTIONS)
     def begin(self, count: int, options: dict[str, Any]) -> None:
-        h5chunk.convert(self.source(count), self.path, **options)
+        self.convert(self.path, count, **options)
         self.converted(count, options)
 
     @step(count=COUNTS, options=OPTIONS)
     def replace(self, count: int, options: dict[str, Any]) -> None:
-        h5chunk.convert(self.source(count), self.path, overwrite=True, **options)
+        self.convert(self.path, count, overwrite=True, **options)
         self.converted(count, options)
 
     @precondition(lambda self: self.made)
@@ -140,25 +147,49 @@ class Story(RuleBasedStateMachine):
     def convert_again(self) -> None:
         """Equal source and options give equal bytes."""
         again = self.folder / "again.h5"
-        h5chunk.convert(self.source(self.count), again, **self.made)
+        self.convert(again, **self.made)
         assert again.read_bytes() == self.path.read_bytes()
         again.unlink()
 
-    @step(count=COUNTS, options=OPTIONS, after_s=st.floats(0, 0.05))
-    def kill(self, count: int, options: dict[str, Any], after_s: float) -> None:
-        """The old file or the new one, whole; and the next conversion gives what an uninterrupted one gives."""
-        before, reference = self.path.read_bytes(), self.folder / "reference.h5"
-        h5chunk.convert(self.source(count), reference, **options)
-        child = fork(lambda: h5chunk.convert(self.source(count), self.path, overwrite=True, **options))
+    def killed(self, work: Callable[[], object], expected: bytes, after_s: float) -> None:
+        """Killed, the old file or the new one is there, whole; and doing it again gives what it gives undisturbed."""
+        before, child = self.path.read_bytes(), fork(work)
         time.sleep(after_s)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert self.path.read_bytes() in (before, reference.read_bytes())
-        h5chunk.convert(self.source(count), self.path, overwrite=True, **options)
-        assert self.path.read_bytes() == reference.read_bytes()
-        assert not [each.name for each in self.folder.iterdir() if "h5chunk-part" in each.name]
+        found = self.path.read_bytes()
+        assert found in (before, expected)
+        if found == before:
+            work()
+        assert self.path.read_bytes() == expected
+
+    @step(count=COUNTS, options=OPTIONS, after_s=st.floats(0, 0.05))
+    def kill_convert(self, count: int, options: dict[str, Any], after_s: float) -> None:
+        reference = self.folder / "reference.h5"
+        self.convert(reference, count, **options)
+        work = functools.partial(self.convert, self.path, count, overwrite=True, **options)
+        self.killed(work, reference.read_bytes(), after_s)
         reference.unlink()
         self.converted(count, options)
+
+    @precondition(lambda self: len(self.order) + MOST <= ALL)
+    @step(count=COUNTS, seed=SEEDS, shuffle=st.booleans(), after_s=st.none() | st.floats(0, 0.05))
+    def append(self, count: int, seed: int, shuffle: bool, after_s: float | None) -> None:
+        """Behind the old samples come the new ones; killed or not."""
+        old, source = len(self.order), self.source(count, len(self.order))
+        options = {"seed": seed, "shuffle": shuffle, "workers": 0}
+        if after_s is None:
+            append(self.path, source, **options)
+        else:
+            reference = self.folder / "reference.h5"
+            shutil.copy(self.path, reference)
+            append(reference, source, **options)
+            self.killed(lambda: append(self.path, source, **options), reference.read_bytes(), after_s)
+            reference.unlink()
+        before, self.order = self.order, self.found_order()
+        np.testing.assert_array_equal(self.order[:old], before)
+        assert sorted(self.order[old:]) == list(range(old, old + count))
+        self.made, self.version = None, self.version + 1
 
     @step(shuffle=st.booleans(), seed=SEEDS, chunk=st.integers(1, 9), compression=st.sampled_from(["none", "gzip"]))
     def repack(self, shuffle: bool, seed: int, chunk: int, compression: str) -> None:
@@ -182,8 +213,9 @@ class Story(RuleBasedStateMachine):
     # ---- what looks at it
 
     def found_order(self) -> np.ndarray:
+        """Which samples there are, by their pixels."""
         with h5py.File(self.path) as file:
-            return file["h5chunk/source_index"][()]
+            return numbers_of(file["images"][()], file["labels"][()])
 
     @invariant()
     def plain_h5py_reads_the_model(self) -> None:
@@ -191,8 +223,10 @@ class Story(RuleBasedStateMachine):
             return
         with h5py.File(self.path) as file:
             np.testing.assert_array_equal(file["images"][()], CHANNELS_FIRST[self.order])
-            np.testing.assert_array_equal(file["labels"][()], self.order * CLASSES // self.count)
-            np.testing.assert_array_equal(file["h5chunk/source_index"][()], self.order)
+            np.testing.assert_array_equal(file["labels"][()], self.order % CLASSES)
+            assert len(np.unique(file["h5chunk/source_index"][()])) == len(self.order)
+        left = [each.name for each in self.folder.iterdir() if each.name.startswith(".")]
+        assert not left, left
 
     @step()
     def verify(self) -> None:
@@ -235,19 +269,10 @@ class Story(RuleBasedStateMachine):
             self.path, BATCH, reader=reader, seed=seed, window_chunks=WINDOW, num_threads=2, **options
         )
 
-    def numbers(self, batch: Any) -> list[int]:
-        """Which samples these are, by their pixels; their labels are theirs."""
-        images, labels = (field.numpy() for field in batch)
-        same = (images[:, None] == CHANNELS_FIRST).all(axis=(2, 3, 4))
-        assert (same.sum(axis=1) == 1).all()
-        found = same.argmax(axis=1)
-        np.testing.assert_array_equal(labels, found * CLASSES // self.count)
-        return found.tolist()
-
     @step(reader=READERS, seed=SEEDS, drop_last=st.booleans())
     def epoch(self, reader: str, seed: int, drop_last: bool) -> None:
         with self.loader(reader, seed, drop_last=drop_last) as loader:
-            seen = sorted(number for batch in loader for number in self.numbers(batch))
+            seen = sorted(number for batch in loader for number in numbers(batch))
         if drop_last:
             assert len(seen) == len(set(seen)) == len(self.order) // BATCH * BATCH
         else:
@@ -260,7 +285,7 @@ class Story(RuleBasedStateMachine):
             for _ in range(min(batches, len(loader) - 1)):
                 next(iterator)
             state = json.loads(json.dumps(loader.state_dict()))
-            self.saved.append(Saved(state, [self.numbers(batch) for batch in iterator], seed, self.version))
+            self.saved.append(Saved(state, [numbers(batch) for batch in iterator], seed, self.version))
 
     @precondition(lambda self: self.saved)
     @step(data=st.data(), reader=READERS)
@@ -275,10 +300,23 @@ class Story(RuleBasedStateMachine):
                 assert version != self.version
                 del self.saved[number]
             else:
-                assert [self.numbers(batch) for batch in loader] == rest
+                assert [numbers(batch) for batch in loader] == rest
 
 
-def fork(work: Any) -> int:
+def numbers_of(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Which samples these are, by their pixels; their labels are theirs."""
+    same = (images[:, None] == CHANNELS_FIRST).all(axis=(2, 3, 4))
+    assert (same.sum(axis=1) == 1).all()
+    found = same.argmax(axis=1)
+    np.testing.assert_array_equal(labels, found % CLASSES)
+    return found
+
+
+def numbers(batch: Any) -> list[int]:
+    return numbers_of(*(field.numpy() for field in batch)).tolist()
+
+
+def fork(work: Callable[[], object]) -> int:
     """A child that does this and ends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fork in a process with threads
