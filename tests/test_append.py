@@ -570,6 +570,24 @@ def test_what_was_done_before_an_error_is_used(tmp_path: Path, monkeypatch: pyte
     assert not told
 
 
+def test_what_was_done_for_another_old_file_is_not_used(tmp_path: Path) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 322))
+    broken = source / "class1" / "0319.png"
+    image = broken.read_bytes()
+    broken.write_bytes(b"broken")
+    with pytest.raises(SampleError):
+        append(path, source, shuffle=False, workers=0)
+    broken.write_bytes(image)
+    other = make_source(tmp_path / "other", range(400, 422))
+    h5chunk.convert(other, tmp_path / "y.h5", chunk_samples=4, workers=0)
+    shutil.copy(tmp_path / "y.h5", path)
+    told: list[str] = []
+    append(path, source, shuffle=False, workers=0, notify=told.append)
+    append(tmp_path / "y.h5", source, shuffle=False, workers=0)
+    assert path.read_bytes() == (tmp_path / "y.h5").read_bytes()
+    assert len(told) == 1 and "starting over" in told[0]
+
+
 # ---- the plan
 
 

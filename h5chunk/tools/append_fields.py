@@ -116,7 +116,7 @@ def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str
         if values.dtype.kind in "iu" and dtype.kind in "iu":
             same &= (fitted < 0) == (values < 0)
         if values.dtype.kind in "iu" and dtype.kind == "f":
-            same &= np.abs(fitted) <= 2 ** (np.finfo(dtype).nmant + 1)
+            same &= np.abs(fitted) < 2.0**63  # beyond, some processors give the largest number back
     if not same.all():
         first = int((~same).argmax())
         raise SourceError(
