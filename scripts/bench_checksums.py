@@ -1,6 +1,6 @@
 """What checking checksums while reading costs ChunkLoader.
 
-    python scripts/bench_checksums.py FILE.h5 [--batch-size 256] [--rounds 5] [--epochs 3] [--cold] [--reader auto]
+    python scripts/bench_checksums.py FILE.h5 [--batch-size 256] [--rounds 5] [--epochs 3] [--cold] [--device cpu]
 
 FILE.h5 is of ours, or was repacked: it has checksums. In each round ``off``, ``first`` and ``always`` take turns, in
 the opposite order every other round; a turn is a new loader and ``--epochs`` epochs, page cache warm, or with
@@ -41,11 +41,12 @@ def turn(mode: str, args: argparse.Namespace) -> list[float]:
     if args.cold:
         drop(args.path)
     rates, started = [], time.perf_counter()
-    with h5chunk.ChunkLoader(
-        args.path, args.batch_size, checksums=mode, reader=args.reader, reuse=True, resident=False
-    ) as loader:
+    options = {"checksums": mode, "reader": args.reader, "device": args.device, "reuse": args.device == "cpu"}
+    with h5chunk.ChunkLoader(args.path, args.batch_size, resident=False, **options) as loader:
         for _ in range(args.epochs):
             num_samples = sum(len(batch[0]) for batch in loader)
+            if args.device != "cpu":
+                torch.cuda.synchronize()
             now = time.perf_counter()
             rates.append(num_samples / (now - started))
             started = now
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--reader", default="auto")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--cold", action="store_true")
     args = parser.parse_args()
     rounds: list[dict[str, list[float]]] = []

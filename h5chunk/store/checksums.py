@@ -28,7 +28,7 @@ from h5chunk.store.ranges import PART_BYTES, Part, read_bytes
 from h5chunk.store.rawchunks import scratch
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
-PIECE_BYTES = 512 << 10  # read and summed at a time: it stays in a core's cache; scripts/bench_checksums.py
+PIECE_BYTES = 2 << 20  # read and summed at a time
 
 _local = threading.local()
 
