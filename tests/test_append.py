@@ -168,6 +168,15 @@ def test_other_sizes_need_a_fit(tmp_path: Path) -> None:
         assert json.loads(file["h5chunk"].attrs["options"])["appended"][0]["fit"] == "crop"
 
 
+def test_progress_and_small_chunks(tmp_path: Path) -> None:
+    path, told = make_file(tmp_path, 22, 1), []
+    report = append(path, make_source(tmp_path / "new", range(22, 82)), workers=2, progress=lambda *it: told.append(it))
+    assert [stage for stage, done, total in told if done == total] == ["copy", "convert"]
+    assert ("list", 60, None) in told and told[-1] == ("convert", 60, 60)
+    assert len(report.notes) == 2 and "chunks keep their 1 samples; of so many images they would get" in report.notes[1]
+    assert len(append(path, make_source(tmp_path / "more", range(3)), workers=0, new_classes=True).notes) == 2
+
+
 def test_an_archive_and_a_manifest(tmp_path: Path) -> None:
     source = make_source(tmp_path / "old", range(30))
     names = [f"class{i % 3}/{i:04d}.png" for i in range(30)]

@@ -177,6 +177,8 @@ def test_columns_that_the_file_does_not_have(tmp_path: Path) -> None:
     old = path.read_bytes()
     with pytest.raises(SourceError, match=r"has entries in column 38, which .* does not have \(2 such\): --drop-col"):
         append(path, source)
+    with pytest.raises(SourceError, match="has entries in column 38"):
+        plan_append(path, source)
     assert path.read_bytes() == old
     report = append(path, source, drop_columns=True)
     np.testing.assert_array_equal(read(path), dense[:, :38])

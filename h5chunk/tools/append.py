@@ -21,7 +21,7 @@ from h5chunk.store.newfile import NewFile, check_room
 from h5chunk.tools.append_dense import write_dense_rows
 from h5chunk.tools.append_images import Addition, OldImages, plan_addition
 from h5chunk.tools.append_longer import plan_longer, write_longer
-from h5chunk.tools.append_report import AppendPlan, AppendReport
+from h5chunk.tools.append_report import AppendPlan, AppendReport, small_chunks, unmixed
 from h5chunk.tools.append_rows import OldRows, plan_rows
 from h5chunk.tools.append_sparse import estimate_rows, open_mapped, read_rows, write_csr_rows
 from h5chunk.tools.convert_images import Progress, count_written, estimate_s, prepare
@@ -175,7 +175,7 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
     addition = _addition(old, given)
     job, progress = addition.job, given["progress"]
     notify = given["notify"] or say_nothing
-    carried = _telling("copy", old.path.stat().st_size, progress)
+    carried = _telling("copy", addition.carried_bytes, progress)
     with _taking_place(old, notify) as new:
         longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
@@ -192,7 +192,7 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
         skipped=skipped,
         skipped_list=_add_skipped(old.path, skipped),
         ignored=job.listing.ignored,
-        notes=[unmixed(old)],
+        notes=[unmixed(old.shown), *small_chunks(longer.layout)],
     )
 
 
@@ -209,7 +209,7 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
         free_bytes=shutil.disk_usage(old.path.absolute().parent).free,
         estimated_s=estimate_s(addition.job),
         new_classes=addition.classes.added,
-        notes=[unmixed(old)],
+        notes=[unmixed(old.shown)],
     )
 
 
@@ -220,7 +220,7 @@ def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendR
         kept = read_rows(rows, source, given, stack, _telling("read", source.num_bytes, progress))
         more = plan_rows(rows, kept, new_classes=given["new_classes"])
         write = write_csr_rows if old.kind == CSR else write_dense_rows
-        write(new, rows, kept, more, given, _telling("copy", old.path.stat().st_size, progress))
+        write(new, rows, kept, more, given, _telling("copy", rows.stored_bytes, progress))
     dropped = {"entries in columns that the file does not have": source.num_dropped}
     return AppendReport(
         path=old.shown,
@@ -231,14 +231,14 @@ def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendR
         seconds=time.perf_counter() - started,
         counts={what: count for what, count in (kept.counts | dropped).items() if count},
         new_classes=more.new_classes,
-        notes=[*more.notes, unmixed(old)],
+        notes=[*more.notes, unmixed(old.shown)],
     )
 
 
 def _plan_rows(old: OldFile, given: dict[str, Any]) -> AppendPlan:
     plan = estimate_rows(OldRows(old), given)
     check_room(old.path, plan.num_bytes)
-    return replace(plan, notes=[unmixed(old)])
+    return replace(plan, notes=[unmixed(old.shown)])
 
 
 @contextmanager
@@ -283,10 +283,3 @@ def _add_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:
             f"{printable(path)} itself is complete"
         ) from None
     return printable(target)
-
-
-def unmixed(old: OldFile) -> str:
-    """What is to be said of the order of samples."""
-    return (
-        f"old and new samples are not mixed: h5chunk repack {old.shown} NEW.h5 --shuffle does that, where they differ"
-    )

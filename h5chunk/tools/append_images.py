@@ -113,6 +113,12 @@ class Addition:
         """The first one that has new samples."""
         return self.before.num_samples // self.before.old.header.chunk_samples
 
+    @property
+    def carried_bytes(self) -> int:
+        """Of images in chunks before that."""
+        size = self.before.old.header.chunk_samples
+        return self.first_chunk * size * int(np.prod(self.before.sample_shape))
+
 
 def plan_addition(before: OldImages, job: Conversion, fit: str, new_classes: bool, source: str) -> Addition:
     """Compare a listed source with the file.

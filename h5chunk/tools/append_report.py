@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.layout import Layout, human_bytes, plan_layout
 
 WORDS = {"images": "images", "csr": "rows", "dense": "rows"}
 
@@ -116,3 +116,18 @@ class AppendReport:
             lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(line for line in lines if line)
+
+
+def small_chunks(layout: Layout) -> list[str]:
+    """What is to be said of chunks that are much smaller than they need be now."""
+    chosen = plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
+    if chosen < 4 * layout.chunk_samples:
+        return []
+    return [
+        f"chunks keep their {layout.chunk_samples} samples; of so many images they would get {chosen}: repack does that"
+    ]
+
+
+def unmixed(shown: str) -> str:
+    """What is to be said of the order of samples."""
+    return f"old and new samples are not mixed: h5chunk repack {shown} NEW.h5 --shuffle does that, where they differ"

@@ -70,6 +70,11 @@ class OldRows:
             return self.parts[name].filtered and self.matrix.kind == CSR
         return OldDataset(self.old, name).filtered
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of columns and codes."""
+        return sum(int(part.dataset.id.get_storage_size()) for name, part in self.parts.items() if name != "indptr")
+
     def options(self, given: dict[str, Any]) -> SparseOptions:
         """How new rows are to be read."""
         recorded = {name: self.old.options[name] for name in RECORDED if self.old.options.get(name) is not None}

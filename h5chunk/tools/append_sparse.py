@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,23 @@ def read_rows(rows: OldRows, source: MappedSource, given: Mapping[str, Any], sta
     SourceError
         It cannot be used, has columns that the file does not have, or values without a code.
     """
-    old, options = rows.old, rows.options(dict(given))
-    folder = Path(os.path.realpath(old.path)).parent
+    options = rows.options(dict(given))
+    folder = Path(os.path.realpath(rows.old.path)).parent
     seed = options.seed if options.shuffle else None
-    try:
-        budget = Budget(options.memory_bytes)
-        read = read_source(source, options.coding(), folder, budget, seed, stack, told)
+    with _scale_of(rows):
+        read = read_source(source, options.coding(), folder, Budget(options.memory_bytes), seed, stack, told)
         source.check_known()
         return choose_what_to_keep(read, options.min_row_count, 0)
+
+
+@contextmanager
+def _scale_of(rows: OldRows) -> Iterator[None]:
+    """Say of values without a code what can be done here."""
+    try:
+        yield
     except UnfitError as error:
         raise SourceError(
-            f"{error.what}: values must have codes with the scale {rows.matrix.scale:g} of {old.shown}, as its "
+            f"{error.what}: values must have codes with the scale {rows.matrix.scale:g} of {rows.old.shown}, as its "
             "own keep theirs: convert all sources together"
         ) from None
 
@@ -157,7 +163,10 @@ def _carry(
 def estimate_rows(rows: OldRows, given: Mapping[str, Any]) -> AppendPlan:
     """What appending would do, from reading the start of the source."""
     old = rows.old
-    plan = plan_sparse(open_mapped(rows, given), old.path, rows.options(dict(given)))
+    source = open_mapped(rows, given)
+    with _scale_of(rows):
+        plan = plan_sparse(source, old.path, rows.options(dict(given)))
+    source.check_known()
     return AppendPlan(
         path=old.shown,
         kind=old.kind,
