@@ -28,6 +28,9 @@ from h5chunk.errors import WorkerError
 from h5chunk.store.filltask import Done, Failure, FillJob, Tasks
 
 TASKS_AHEAD = 3  # waiting for each worker
+GO_ON, STOP, LEAVE = 0, 1, 2  # what workers are told
+LEAVE_S = 1.0  # to stop; behind that they leave where they are
+LOOK_S = 0.5
 
 Written = Callable[[int], None]  # told how many samples were written since the last call
 
@@ -115,9 +118,9 @@ def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
 def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
     context = multiprocessing.get_context(_start_method())
     try:
-        stop = context.RawValue("b", 0)  # no lock: a worker that is killed must not hold one
+        told = context.RawValue("b", GO_ON)  # no lock: a worker that is killed must not hold one
         pool = ProcessPoolExecutor(
-            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, stop)
+            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, told)
         )
     except OSError as error:
         raise WorkerError(
@@ -145,8 +148,11 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
             "run it again, with fewer workers if memory was short"
         ) from None
     finally:
-        stop.value = 1  # after an error or Ctrl-C, do not finish the tasks that were started
+        told.value = STOP  # after an error or Ctrl-C, do not finish the tasks that were started
+        timer = threading.Timer(LEAVE_S, lambda: setattr(told, "value", LEAVE))
+        timer.start()
         pool.shutdown(wait=True, cancel_futures=True)
+        timer.cancel()
 
 
 def available_cores() -> int:
@@ -166,18 +172,20 @@ def _start_method() -> str:
 _tasks: Tasks
 
 
-def _start_worker(job: FillJob, stop: Any) -> None:
+def _start_worker(job: FillJob, told: Any) -> None:
     global _tasks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _tasks = Tasks(job, lambda: bool(stop.value))
+    threading.Thread(target=_leave_in_time, args=(told,), daemon=True).start()
+    _tasks = Tasks(job, lambda: told.value != GO_ON)
     _tasks.__enter__()  # for the life of this process
 
 
-def _end_with_parent() -> None:
+def _leave_in_time(told: Any) -> None:
+    """End with the parent, or when told to: one that was killed may have locked for ever what others wait for."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
+        while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):
+            pass
         os._exit(1)
 
 

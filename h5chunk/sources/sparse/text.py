@@ -128,7 +128,7 @@ class TextFile:
         rest: list[bytes] = []  # the start of a line that goes on
         with self._open() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
-            while data := file.read(num_bytes):
+            while data := self._read_unchanged(file, raw, num_bytes):
                 if line == 1 and not rest:  # the very start
                     data = data.removeprefix(UTF8_MARK)
                 self._check_text(data, line)
@@ -143,8 +143,13 @@ class TextFile:
                 line += data.count(b"\n")
             if last := b"".join(rest):
                 yield Piece(last + b"\n", line, raw.tell())
-            if stamp_of(os.fstat(raw.fileno())) != self._stamp:
-                self.fail("changed while it was read")
+
+    def _read_unchanged(self, file: IO[bytes], raw: IO[bytes], num_bytes: int) -> bytes:
+        """The next bytes; looks each time, as what grows while it is read may have no end."""
+        data = file.read(num_bytes)
+        if stamp_of(os.fstat(raw.fileno())) != self._stamp:
+            self.fail("changed while it was read")
+        return data
 
     def _check_text(self, data: bytes, line: int) -> None:
         if b"\0" in data and not data.startswith(WIDE_TEXT):
