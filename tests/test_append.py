@@ -381,10 +381,43 @@ def test_damage_is_not_carried_along(tmp_path: Path) -> None:
     for name, chunk, offset, _ in places(path):
         flip(path, offset + 3)
         damaged = path.read_bytes()
-        with pytest.raises(FileError, match=f"chunk {chunk} of '{name}' does not match its checksum: nothing was app"):
+        what = (
+            "sample .* has the label" if name == "labels" else f"chunk {chunk} of '{name}' does not match its checksum"
+        )
+        with pytest.raises(FileError, match=f"{what}.*: nothing was appended"):
             append(path, source, workers=0)
         check_left(path, damaged)
         path.write_bytes(kept)
+
+
+def test_damage_of_a_field_is_not_carried_along(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "old", range(9))
+    (tmp_path / "list.csv").write_text("path,n\n" + "".join(f"class{i % 3}/{i:04d}.png,{i}\n" for i in range(9)))
+    h5chunk.convert(source, tmp_path / "x.h5", manifest=tmp_path / "list.csv", chunk_samples=4, workers=0)
+    with h5py.File(tmp_path / "x.h5") as file:
+        offset = file["n"].id.get_chunk_info(1).byte_offset
+    flip(tmp_path / "x.h5", offset)
+    with pytest.raises(FileError, match=r"chunk 1 of 'n' does not match its checksum: nothing was appended"):
+        append(tmp_path / "x.h5", source, manifest=tmp_path / "list.csv", workers=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value", "message"),
+    [
+        ("h5chunk/source_name_ends", 5, 0, "source_name_ends does not lead through the names"),
+        ("h5chunk/source_index", 5, -3, "has the negative number -3"),
+        ("labels", 5, 9, "sample 5 has the label 9 but there are 3 classes"),
+    ],
+)
+def test_tables_that_disagree(tmp_path: Path, name: str, row: int, value: int, message: str) -> None:
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    with h5py.File(path, "r+") as file:
+        file[name][row] = value
+    old = path.read_bytes()
+    for run in (append, plan_append):
+        with pytest.raises(FileError, match=f"{message}.*: nothing was appended"):
+            run(path, source)
+    check_left(path, old)
 
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:

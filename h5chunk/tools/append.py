@@ -18,6 +18,7 @@ from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.appended import OldFile, open_old
 from h5chunk.store.csr import CSR
 from h5chunk.store.newfile import NewFile, check_room
+from h5chunk.store.survey import damages
 from h5chunk.tools.append_dense import write_dense_rows
 from h5chunk.tools.append_images import Addition, OldImages, plan_addition
 from h5chunk.tools.append_longer import plan_longer, write_longer
@@ -27,6 +28,7 @@ from h5chunk.tools.append_sparse import estimate_rows, open_mapped, read_rows, w
 from h5chunk.tools.convert_images import Progress, count_written, estimate_s, prepare
 from h5chunk.tools.convert_resume import Notify, say_nothing, telling
 from h5chunk.tools.sparse_options import MEMORY_BYTES
+from h5chunk.tools.verify_tables import look_at_tables
 
 IMAGES_ONLY = {"manifest": None, "fit": None, "workers": None, "on_error": "fail", "max_pixels": MAX_PIXELS}
 SPARSE_ONLY = {"format": None, "layer": None, "columns": None, "drop_columns": False, "memory_bytes": MEMORY_BYTES}
@@ -109,6 +111,7 @@ def append(
     started = time.perf_counter()
     path = _check_paths(given.pop("path"), source, manifest)
     with open_old(path) as old:
+        _check_tables(old)
         _check_options(old, given)
         return (_append_images if old.kind == "images" else _append_rows)(old, given, started)
 
@@ -125,6 +128,7 @@ def plan_append(path: str | os.PathLike[str], source: str | os.PathLike[str], **
     given = dict(call.arguments)
     path = _check_paths(given.pop("path"), source, given["manifest"])
     with open_old(path) as old:
+        _check_tables(old)
         _check_options(old, given)
         return (_plan_images if old.kind == "images" else _plan_rows)(old, given)
 
@@ -144,6 +148,14 @@ def _check_paths(
         if read is not None and os.path.exists(read) and path.samefile(read):
             raise OptionError(f"{printable(path)}: is the source itself: give other samples")
     return path
+
+
+def _check_tables(old: OldFile) -> None:
+    """Raise FileError if what the file keeps beside the data does not agree with itself."""
+    with damages(old.shown):
+        problem = next(look_at_tables(old.file, old.header, list(old.datasets)), None)
+    if problem is not None:
+        raise FileError(f"{old.shown}: {problem}: nothing was appended: h5chunk verify says all that is wrong")
 
 
 def _check_options(old: OldFile, given: dict[str, Any]) -> None:
