@@ -73,12 +73,26 @@ def story(quick: bool, seed: int, folder: Path) -> Result:
     return run(30 if quick else 300, seed)
 
 
+def kills(quick: bool, seed: int, folder: Path) -> Result:
+    from torture_convert import run_kills
+
+    return Result(**run_kills(12 if quick else 200, seed, folder))
+
+
+def boundaries(quick: bool, seed: int, folder: Path) -> Result:
+    from torture_convert import run_boundaries
+
+    return Result(**run_boundaries(seed, folder, most=4 if quick else 40))
+
+
 SECTIONS: dict[str, Callable[[bool, int, Path], Result]] = {
     "attacks": attacks,
     "mutated": mutated,
     "flips": flips,
     "images": images,
     "sparse": sparse,
+    "kills": kills,
+    "boundaries": boundaries,
     "workers": workers,
     "story": story,
 }

@@ -125,6 +125,7 @@ def _plugin(name: str) -> Callable[[Path], None]:
 
 
 CHUNKS = (3, 3, SIDE, SIDE)
+PLUGINS = {f"h5py, {name}": _plugin(name) for name in ("Zstd", "LZ4", "Blosc", "Bitshuffle", "Blosc2")}
 OURS: dict[str, Callable[[Path], None]] = {
     "images": _images,
     "images, gzip": _gzip_images,
@@ -142,7 +143,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "h5py, latest, many links": _many,
     "h5py, LZF": _plain({}, chunks=CHUNKS, compression="lzf"),
     "h5py, scale-offset": _plain({}, chunks=CHUNKS, scaleoffset=0),
-    **{f"h5py, {name}": _plugin(name) for name in ("Zstd", "LZ4", "Blosc", "Bitshuffle", "Blosc2")},
+    **PLUGINS,
     "h5py, AnnData": _anndata,
 }
 

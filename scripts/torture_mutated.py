@@ -1,24 +1,29 @@
 """Damaged copies of good files, each opened by info, verify and both readers in a child with limits.
 
 What must not be: a crash, a hang, memory out of proportion, an error that is not one of ours, and wrong values that
-were read although the file has checksums and they were asked for.
+were read although the file has checksums and they were asked for. In a part of the files HDF5's own checksums of its
+metadata are made anew, as who means harm would do: else most of newer files is never looked at. Nobody can say then
+that values are wrong, but the rest holds.
 """
 
 from __future__ import annotations
 
 import inspect
+import mmap
 import re
 import struct
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torture_files import Good, make_good
+from torture_files import PLUGINS, Good, make_good
 from torture_result import Outcome, Result, in_children
+from torture_seal import reseal
 
 import h5chunk
 from h5chunk.errors import H5ChunkError
@@ -27,11 +32,13 @@ PEAK_BYTES = 400 << 20
 MAX_SAMPLES = 128  # that are read, should a damaged file claim more than it had
 NEAR = 8  # metadata this close to a byte that is not zero counts
 DATA_SHARE = 0.2  # of the mutations are of values
+SEALED_SHARE = 0.3  # of the files have new checksums
 BATCH = 7
 NOT_OURS = "not our errors"
 NO_MEMORY = re.compile("nable to allocate|memory allocation failed|can't allocate|MemoryError|more memory than")
 NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)
 
+STEP = mmap.mmap(-1, 64)  # what a child is at, for its parent
 Mutate = Callable[[bytearray, int, np.random.Generator, list[Good]], None]
 
 
@@ -45,13 +52,21 @@ def run(count: int, seed: int, folder: Path, first: int = 0) -> Result:
 
     def work(number: int) -> dict[str, str]:
         good = goods[number % len(goods)]
-        path.write_bytes(mutated(number, seed, goods, places)[0])
+        path.write_bytes(mutated(number, seed, goods, places).data)
         return look(path, good)
 
+    plugins = {number for number, good in enumerate(goods) if good.name in PLUGINS}
     for number, outcome in in_children(work, range(first, first + count)):
         good = goods[number % len(goods)]
-        what = f"mutation {number} of {good.name!r} ({mutated(number, seed, goods, places)[1]})"
-        judge(result, what, good, outcome)
+        made = mutated(number, seed, goods, places)
+        what = f"mutation {number} of {good.name!r} ({made.what})"
+        step = STEP[:].rstrip(b"\0").decode()
+        if number % len(goods) in plugins and outcome.ended and step.startswith("h5py"):
+            result.add("crashes in filters of hdf5plugin, which h5py's reader leaves to HDF5")
+            result.notes.append(f"{what}: {outcome.ended} in {step}")
+            result.cases += 1
+            continue
+        judge(result, f"{what} ({step})" if outcome.ended else what, made.has_checksums, outcome)
     if result.seconds:
         result.counts["files/s"] = round(count / result.seconds)
     return result
@@ -64,8 +79,16 @@ def metadata_of(good: Good) -> np.ndarray:
     return np.flatnonzero(near & ~good.is_data)
 
 
-def mutated(number: int, seed: int, goods: list[Good], places: list[np.ndarray]) -> tuple[bytes, str]:
-    """A damaged copy, and what was done to it."""
+class Mutated(NamedTuple):
+    """A damaged copy, what was done to it, and whether checksums tell what its values were."""
+
+    data: bytes
+    what: str
+    has_checksums: bool
+
+
+def mutated(number: int, seed: int, goods: list[Good], places: list[np.ndarray]) -> Mutated:
+    """The damaged copy of a number."""
     rng = np.random.default_rng([seed, number])
     which = number % len(goods)
     good, metadata = goods[which], places[which]
@@ -77,7 +100,9 @@ def mutated(number: int, seed: int, goods: list[Good], places: list[np.ndarray])
         at = int(rng.integers(len(good.data)) if anywhere else rng.choice(metadata))
         MUTATIONS[name](data, min(at, max(0, len(data) - 1)), rng, goods)
         names.append(f"{name} at {at}")
-    return bytes(data), ", ".join(names)
+    sealed = rng.random() < SEALED_SHARE and reseal(data) > 0
+    names += ["new checksums"] * sealed
+    return Mutated(bytes(data), ", ".join(names), good.has_checksums and not sealed)
 
 
 def flip(data: bytearray, at: int, rng: np.random.Generator, _: list[Good]) -> None:
@@ -138,11 +163,16 @@ WEIGHTS = (0.3, 0.15, 0.25, 0.1, 0.1, 0.05, 0.05)
 
 def look(path: Path, good: Good) -> dict[str, str]:
     """What each part of h5chunk says of a file: "same", "other", "whole", "damaged", or "error: message"."""
-    return {
-        "info": _said(lambda: str(h5chunk.info(path)) and "read"),
-        "verify": _said(lambda: "whole" if h5chunk.verify(path).ok else "damaged"),
-        **{name: _said(lambda read=read: _compare(read(path), good)) for name, read in READERS.items()},
+    steps: dict[str, Callable[[], str]] = {
+        "info": lambda: str(h5chunk.info(path)) and "read",
+        "verify": lambda: "whole" if h5chunk.verify(path).ok else "damaged",
+        **{name: partial(_read, read, path, good) for name, read in READERS.items()},
     }
+    said = {}
+    for name, step in steps.items():
+        STEP[:] = name.encode().ljust(len(STEP), b"\0")
+        said[name] = _said(step)
+    return said
 
 
 def _said(work: Callable[[], str]) -> str:
@@ -178,17 +208,17 @@ if "checksums" in inspect.signature(h5chunk.ChunkLoader).parameters:
     READERS["direct, checked"] = lambda path: by_ranges(path, **CHECKED)
 
 
-def _compare(found: list[np.ndarray], good: Good) -> str:
+def _read(read: Callable[[Path], list[np.ndarray]], path: Path, good: Good) -> str:
+    found = read(path)
     same = len(found) == len(good.expected) and all(
         one.dtype == two.dtype and np.array_equal(one, two) for one, two in zip(found, good.expected, strict=True)
     )
     return "same" if same else "other"
 
 
-def judge(result: Result, what: str, good: Good, outcome: Outcome) -> None:
+def judge(result: Result, what: str, ours: bool, outcome: Outcome) -> None:
     """Count what was seen, and note what must not be."""
     result.cases += 1
-    ours = good.has_checksums
     for name in ("crashes", "hangs", NOT_OURS, "over 400 MiB", "wrong though checked"):
         result.add(name, 0)
     if outcome.ended == "raised":
@@ -212,7 +242,8 @@ def judge(result: Result, what: str, good: Good, outcome: Outcome) -> None:
     if checked and ours:
         _bad(result, "wrong though checked", f"{what}: {said}")
     if others:
-        result.add(f"wrong values, {'of ours' if ours else 'of others'}, verify says {said['verify'].split(':')[0]}")
+        verdict = said["verify"].split(":")[0]
+        result.add(f"wrong values, {'with' if ours else 'without'} checksums, verify says {verdict}")
         if ours and said["verify"] == "whole":
             _bad(result, "wrong and verify says whole", f"{what}: {said}")
     kinds = Counter(word.split(":")[0] for word in said.values())

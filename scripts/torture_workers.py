@@ -28,7 +28,7 @@ from h5chunk.errors import FileError
 from h5chunk.tools.repack import repack
 
 LIMIT_S = 5.0
-ORPHAN_S = 10.0  # workers of torch look every 5 s whether their parent lives
+ORPHAN_S = 15.0  # workers of torch look every 5 s whether their parent lives
 TIMEOUT_S = 2.0  # of a DataLoader whose worker is stuck or stopped
 WATCH_S = 8.0  # after which torch is said to wait for ever
 ALL_S = 60.0

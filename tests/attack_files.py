@@ -200,6 +200,12 @@ def empty_chunk(path: Path) -> None:
     path.write_bytes(data.replace(size, bytes(8), 1))
 
 
+def scaled(path: Path) -> None:
+    """Set up for other chunks than it has."""
+    make_images(path, N, 4, scaleoffset=0)
+    patch(struct.pack("<3I", 2, 0, 200), struct.pack("<3I", 2, 0, 1 << 26))(path)
+
+
 def endless_heap(path: Path) -> None:
     """A string of variable length, in a heap whose first object is free space of no bytes."""
     matrix("data", lambda group: group.update(data=np.ones(3, "u1")))(path)
@@ -271,6 +277,11 @@ ATTACKS: dict[str, Attack] = {
     "chunk beyond the file": Attack(beyond, "a chunk that ends at byte .* but the file has only", "OSError, once read"),
     "chunk of no bytes": Attack(
         empty_chunk, "its chunk 0 is stored in 0 bytes, which is less than its filters need", "crashes"
+    ),
+    "scale-offset of other chunks": Attack(
+        scaled,
+        "filter scaleoffset for chunks of 67108864 elements but they have 200",
+        "crashes, or takes 64 MB a chunk",
     ),
     "endless heap": Attack(endless_heap, "string 0 is not in the heap: the file is damaged", "goes round for ever"),
     "values of variable length": Attack(

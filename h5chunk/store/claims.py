@@ -16,6 +16,7 @@ SLACK_BYTES = 64 << 20  # that may be claimed without being stored: a dataset of
 SLACK_CHUNKS = 1 << 20  # the same in chunks, 20 bytes of table each
 MAX_INFLATED_BYTES = 256 << 20  # of a chunk: larger ones must be stored in a size that gzip could make of them
 MAX_ATTRIBUTE_BYTES = 1 << 20
+BITSHUFFLE = 32008
 FILTER_BYTES = 64 << 10  # that filters add to a small chunk, for headers and tables
 KNOWN_FILTERS = {
     1: "gzip",
@@ -31,9 +32,6 @@ KNOWN_FILTERS = {
     32015: "zstd",
     32026: "blosc2",
 }  # numbers as registered with The HDF Group
-
-
-BITSHUFFLE, BITSHUFFLE_SIZE = 32008, 2  # its number, and which of its values the plugin divides by, unchecked
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
@@ -56,8 +54,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool) -
     codes = []
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
-        if code == BITSHUFFLE and len(values) > BITSHUFFLE_SIZE and not values[BITSHUFFLE_SIZE]:
-            raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
+        _check_values(code, values, properties, where)
         if code not in KNOWN_FILTERS and not trusted:
             label = ascii(name.decode(errors="replace")[:40])
             raise TrustError(
@@ -69,6 +66,20 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool) -
     if twice is not None:
         label = KNOWN_FILTERS.get(twice, str(twice))
         raise FieldError(f"{where} is packed with filter {label} more than once, as a bomb would be: repack it")
+
+
+def _check_values(code: int, values: tuple[int, ...], properties: h5py.h5p.PropDCID, where: str) -> None:
+    """What some filters believe, and crash on: for elements of which size, or for how many, they were set up."""
+    if len(values) < 3 or code not in (BITSHUFFLE, h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT):
+        return
+    count = math.prod(properties.get_chunk())
+    if code == BITSHUFFLE and not values[2]:
+        raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
+    if code != BITSHUFFLE and values[2] != count:
+        raise FieldError(
+            f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they have "
+            f"{count}: it is damaged"
+        )
 
 
 def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
