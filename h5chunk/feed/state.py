@@ -30,7 +30,7 @@ def save_state(order: Order, batch: int, file: int) -> State:
     dict of str to int
         It says nothing of the number of ranks or workers: those may change.
     """
-    return {"version": VERSION, "epoch": int(order.epoch), "batch": int(batch), **_identity(order, file)}
+    return {"version": VERSION, "epoch": order.epoch, "batch": int(batch), **_identity(order, file)}
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
@@ -119,14 +119,14 @@ class Resumable:
 def _identity(order: Order, file: int) -> State:
     """All that the order is drawn from, but for the epoch and who takes which part."""
     return {
-        "file": int(file),
-        "num_samples": int(order.num_samples),
-        "chunk_samples": int(order.chunk_samples),
-        "seed": int(order.seed),
-        "global_batch_size": int(order.batch_size * order.world_size),
-        "lanes": int(order.lanes),
-        "window_chunks": int(order.window_chunks),
-        "interleave": int(order.interleave),
+        "file": file,
+        "num_samples": order.num_samples,
+        "chunk_samples": order.chunk_samples,
+        "seed": order.seed,
+        "global_batch_size": order.batch_size * order.world_size,
+        "lanes": order.lanes,
+        "window_chunks": order.window_chunks,
+        "interleave": order.interleave,
         "shuffle": int(order.shuffle),
         "drop_last": int(order.drop_last),
         "pad": int(order.pad),

@@ -34,7 +34,8 @@ import numpy as np
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
 from h5chunk.plan.line import ChunkLine, FileLine, Lane, Line, PickLine, Picks
-from h5chunk.plan.permute import WINDOW, Indices, check_seed, random_bits, sorted_order
+from h5chunk.plan.permute import Indices, check_seed
+from h5chunk.plan.rounds import Round, round_rows
 
 MAX_EPOCHS = 1 << 63
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
@@ -49,14 +50,6 @@ class Drawn(Protocol):
     def num_chunks(self) -> int: ...
 
     def drawn(self, seed: int, epoch: int, /) -> Picks: ...
-
-
-class Round(NamedTuple):
-    """Windows whose batches alternate: ``num_windows`` of them, of ``window_batches`` batches each."""
-
-    first_batch: int
-    num_windows: int
-    window_batches: int
 
 
 class Window(NamedTuple):
@@ -259,7 +252,7 @@ class Order:
         for each in self.rounds():
             if each.first_batch + each.num_windows * each.window_batches <= start:
                 continue
-            rows, places = self._round(line, lanes, each)
+            rows, places = round_rows(self, line, lanes, each)
             size = each.window_batches * self.batch_size
             for window in range(each.num_windows):
                 stop = each.first_batch + each.num_windows * each.window_batches
@@ -293,48 +286,6 @@ class Order:
             Lane.of(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
             for number in range(self.rank * each, (self.rank + 1) * each)
         ]
-
-    def _round(self, line: Line, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
-        """The samples of a round of windows in the order of the line, and the place of each in its window.
-
-        Window by window, and in each the lanes one behind the other.
-        """
-        parts = [self._lane_round(lane, each) for lane in lanes]
-        if len(lanes) == 1:
-            return line.at(parts[0][0]), parts[0][1]
-        size, batch = each.window_batches * self.lane_batch, self.lane_batch
-        windows: list[tuple[Indices, Indices]] = []
-        for first in range(0, each.num_windows * size, size):
-            some = [(rows[first : first + size], places[first : first + size]) for rows, places in parts]
-            for number, (_, places) in enumerate(some):  # in a batch the lanes one behind the other, too
-                batches, within = np.divmod(places, batch)
-                before = sum(np.minimum(batch, len(rows) - batches * batch) for rows, _ in some[:number])
-                places[:] = batches * self.batch_size + before + within
-            windows += some
-        rows, places = (np.concatenate(column) for column in zip(*windows, strict=True))
-        return line.at(rows), places
-
-    def _lane_round(self, lane: Lane, each: Round) -> tuple[Indices, Indices]:
-        """Where in the line the samples of a lane's windows are, and the place of each in its window.
-
-        One sort for all windows: the time of an order is that of the calls it takes, not of the numbers in it.
-        """
-        size = each.window_batches * self.lane_batch
-        first = each.first_batch * self.lane_batch
-        stop = first + each.num_windows * size
-        if not self.pad and not self.drop_last:
-            stop = min(stop, lane.num_samples)
-        rows, count = lane.places(first, stop), stop - first
-        if not self.shuffle:
-            return rows, np.arange(count, dtype=np.int64) % size
-        keys = random_bits(count, self.seed, (WINDOW, self.epoch, first), lane.number)
-        places = np.empty(count, np.int64)
-        full = count // size * size
-        if full:
-            turns = sorted_order(keys[:full].reshape(-1, size))
-            np.put_along_axis(places[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
-        places[full:][sorted_order(keys[full:])] = np.arange(count - full, dtype=np.int64)
-        return rows, places
 
 
 def with_full_windows(order: Order) -> Order:
