@@ -11,8 +11,8 @@ cached real batch take turns, as do their places in a pair; all processes begin 
 
 Prints for each number of GPUs: images/s of a GPU on real data and on the cached batch (medians over blocks, means over
 GPUs); real over cached for each GPU (medians over pairs of blocks); and both rates over those of one GPU, which trains
-without DDP. Pixels are random: only rates are of interest here. NVLink multicast is left off. Needs torchvision for its
-models.
+without DDP. ``--alone`` leaves DDP out of all of them: what is lost then is lost by the data. Pixels are random: only
+rates are of interest here. NVLink multicast is left off. Needs torchvision for its models.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Worker:
         args, on_gpu = self.args, self.device.type == "cuda"
         network = make_model(args.model, args.classes, (images.shape[2], images.shape[3]))
         network.to(self.device, memory_format=torch.channels_last)
-        if distributed.get_world_size() > 1:
+        if distributed.get_world_size() > 1 and not args.alone:
             # batch normalisation counts in each process for itself, as is enough for training
             options = {"bucket_cap_mb": args.bucket_mb, "gradient_as_bucket_view": True, "broadcast_buffers": False}
             network = DistributedDataParallel(network, [self.device.index] if on_gpu else None, **options)
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=40, help="training steps of a block")
     parser.add_argument("--blocks", type=int, default=12, help="of each kind")
     parser.add_argument("--bucket-mb", type=int, default=25, help="of gradients that DDP reduces together")
+    parser.add_argument("--alone", action="store_true", help="each trains a network of its own: no gradients travel")
     parser.add_argument("--compile", action="store_true", help="torch.compile the network")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
