@@ -275,6 +275,24 @@ def test_options_that_do_not_fit(tmp_path, options, message):
         ChunkLoader(path, 10, **options)
 
 
+@pytest.mark.parametrize("userblock", [0, 512])
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_what_a_matrix_says_it_is_in_a_string_of_variable_length(tmp_path, userblock, libver):
+    """That is looked up without HDF5, which hangs where the heap of strings is damaged."""
+    matrix = random_matrix(30, 20, 4)
+    with h5py.File(tmp_path / "x.h5", "w", libver=libver, userblock_size=userblock) as file:
+        for name, kind in (("rows", "csr_matrix"), ("columns", "csc_matrix")):
+            group = file.create_group(name)
+            group.attrs["other"], group.attrs["encoding-type"] = "text", kind
+            group.attrs["shape"] = np.array(matrix.shape)
+            for part in ("indptr", "indices", "data"):
+                group[part] = getattr(matrix, part)
+    dataset = ChunkDataset(tmp_path / "x.h5", fields=["rows"])
+    np.testing.assert_array_equal(dataset[:][0].numpy(), matrix.toarray())
+    with pytest.raises(FieldError, match=r"no matrix of compressed rows \(it says 'csc_matrix'\)"):
+        ChunkDataset(tmp_path / "x.h5", fields=["columns"])
+
+
 def test_options_of_the_dataset_that_do_not_fit(tmp_path):
     path = write(tmp_path / "a.h5", random_matrix(20, 30, 5))
     with pytest.raises(OptionError, match="transform is for single samples"):

@@ -8,11 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+
+import h5chunk
+from h5chunk.errors import FileError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -90,6 +95,35 @@ def test_checksums_of_hdf5_are_made_anew(tmp_path: Path) -> None:
         assert reseal(data) == 1 and data != good.data
         data[at] ^= 1
         assert reseal(data) == 1 and data == good.data
+
+
+def make_damaged(path: Path, signature: bytes, at: int, libver: str = "latest") -> Path:
+    """A good file but for a byte behind the first such signature."""
+    with h5py.File(path, "w", libver=libver) as file:
+        file.create_dataset("images", data=np.ones((40, 9), "u1"), chunks=(4, 3), maxshape=(None, None))
+        file["group/labels"] = np.arange(40)
+    data = bytearray(path.read_bytes())
+    data[data.index(signature) + at] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def test_a_damaged_index_of_chunks_is_no_crash(tmp_path: Path) -> None:
+    """HDF5 crashes on it when it is asked how much room the index takes."""
+    path = make_damaged(tmp_path / "a.h5", b"BTHD", 20)
+    for name, look in torture_attacks.LOOKS.items():
+        [(_, outcome)] = in_children(look, [path])
+        assert outcome.ended == "" and (name == "info" or "images" in outcome.value), outcome
+
+
+@pytest.mark.parametrize("look", [h5chunk.info, h5chunk.verify, h5chunk.ChunkDataset])
+def test_a_group_that_cannot_be_listed(tmp_path: Path, look: Callable[[Path], object]) -> None:
+    path = make_damaged(tmp_path / "a.h5", b"SNOD", 0, "earliest")
+    try:
+        said = str(look(path))
+    except FileError as error:
+        said = str(error)
+    assert "cannot list what is in it" in said or "a.h5: damaged" in said
 
 
 def test_attacks(tmp_path: Path) -> None:
