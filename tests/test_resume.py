@@ -481,6 +481,23 @@ def test_echoes_are_refused_by_name(path):
         loader.state_dict()
     with ChunkLoader(path, 16, echo="auto") as loader, pytest.raises(OptionError, match="echo is 'auto'"):
         loader.state_dict()
+    with ChunkLoader(path, 16) as plain, ChunkLoader(path, 16, echo=2) as loader:
+        with pytest.raises(OptionError, match="nor loaded: use echo=1"):
+            loader.load_state_dict(plain.state_dict())
+
+
+def test_a_state_with_each_batch_looks_at_the_data_once(path, monkeypatch):
+    """Of a subset, or with weights, that takes as long as there are samples."""
+    looks = []
+    whole = ChunkDataset.fingerprint.fget
+    monkeypatch.setattr(ChunkDataset, "fingerprint", property(lambda dataset: looks.append(1) or whole(dataset)))
+    dataset = ChunkDataset(path).subset(range(50))
+    sampler = ChunkSampler(dataset, 8, weights=np.ones(50))
+    with ChunkLoader(dataset, 8, weights=np.ones(50)) as loader:
+        states = [
+            (sampler.state_dict()["batch"], loader.state_dict()["batch"]) for _ in zip(sampler, loader, strict=True)
+        ]
+    assert states == [(number, number) for number in range(1, 8)] and len(looks) == 2
 
 
 def test_a_file_without_samples(tmp_path):

@@ -120,7 +120,7 @@ class Supply:
         if self.why:
             total += cache_bytes(self._reader, model_cache(self._reader, order.open_chunks, order.cache_w0))
         if self._reader.matrix is not None:
-            total += self._reader.indptr.nbytes
+            total += self._reader.indptr.nbytes * (2 if isinstance(self._reader, FileSet) else 1)  # each file's, too
         if self._reader.checksums != OFF:
             total += self.num_threads * PIECE_BYTES
         return total
