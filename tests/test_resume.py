@@ -481,9 +481,9 @@ def test_echoes_are_refused_by_name(path):
         loader.state_dict()
     with ChunkLoader(path, 16, echo="auto") as loader, pytest.raises(OptionError, match="echo is 'auto'"):
         loader.state_dict()
-    with ChunkLoader(path, 16) as plain, ChunkLoader(path, 16, echo=2) as loader:
-        with pytest.raises(OptionError, match="nor loaded: use echo=1"):
-            loader.load_state_dict(plain.state_dict())
+    state = ChunkSampler(ChunkDataset(path), 16).state_dict()
+    with ChunkLoader(path, 16, echo=2) as loader, pytest.raises(OptionError, match="nor loaded: use echo=1"):
+        loader.load_state_dict(state)
 
 
 def test_a_state_with_each_batch_looks_at_the_data_once(path, monkeypatch):
