@@ -107,6 +107,14 @@ def test_chunks_that_were_never_written(tmp_path):
             assert not list_chunks(file[name]).is_one_run
 
 
+def test_what_was_never_written_takes_no_room(tmp_path):
+    """A file that is shorter than a dataset of the fill value alone is whole."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("images", (100, 500), "u1", fillvalue=7)
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert list_chunks(file["images"]).sizes.tolist() == [0]
+
+
 def test_skipped_filters(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         made = file.create_dataset("x", (8, 5), "u1", chunks=(4, 5), compression="gzip")

@@ -63,7 +63,7 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
         offset = dataset.id.get_offset()
         table = ChunkTable(
             np.array([-1 if offset is None else offset], np.int64),
-            np.array([dataset.nbytes], np.int64),
+            np.array([0 if offset is None else dataset.nbytes], np.int64),
             np.zeros(1, np.uint32),
             tuple(dataset.shape),
         )
