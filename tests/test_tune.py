@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_cli import check_error, run
 
 import h5chunk
-from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.choose import Candidate, allowed, choose, frontier, runner_up
 from h5chunk.plan.order import Order
@@ -28,7 +28,7 @@ from h5chunk.plan.rowreads import CALL_BYTES, find_reads
 from h5chunk.plan.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
 from h5chunk.store.reader import H5Reader, model_cache
 from h5chunk.store.retune import Overlay, _changes, rewrite_header
-from h5chunk.store.sidecar import read_recommendation, sidecar_of, write_recommendation
+from h5chunk.store.sidecar import forget_recommendation, read_recommendation, sidecar_of, write_recommendation
 from h5chunk.tools.repack_options import read_tuned
 from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY
 from h5chunk.tools.tuneverify import verify_order
@@ -391,6 +391,22 @@ def test_damaged_sidecars(tmp_path, text):
     sidecar_of(tmp_path / "a.h5").write_text(text)
     with pytest.raises(FileError, match="damaged"):
         read_recommendation(tmp_path / "a.h5")
+
+
+def test_sidecars_that_cannot_be(tmp_path):
+    """Where the name is too long there is none; what is no file is an error of ours."""
+    path = images_file(tmp_path / f"{'a' * 245}.h5", chunks=(8, 3, 12, 12))
+    assert read_recommendation(path) is None
+    assert h5chunk.ChunkDataset(path).window_chunks >= 1
+    with pytest.raises(OutputError, match="File name too long"):
+        write_recommendation(path, 3, CacheSettings(5, 6), dataset="x", num_samples=9, chunk_samples=2)
+    forget_recommendation(path)
+    forget_recommendation(tmp_path / "b.h5")
+    sidecar_of(tmp_path / "b.h5").mkdir()
+    with pytest.raises(OutputError, match="cannot be deleted"):
+        forget_recommendation(tmp_path / "b.h5")
+    with pytest.raises(FileError, match="cannot be read: Is a directory"):
+        read_recommendation(tmp_path / "b.h5")
 
 
 def test_newer_and_missing_sidecars(tmp_path):

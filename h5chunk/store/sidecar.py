@@ -7,6 +7,7 @@ appears under its name complete and on disk, or not at all.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ from h5chunk.plan.cache import CacheSettings
 VERSION = 1
 SUFFIX = ".h5chunk.json"
 MAX_BYTES = 1 << 16
+NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 Recommended = tuple[int, CacheSettings]  # window in chunks, and the cache of one process that reads all windows
 
@@ -48,14 +50,16 @@ def read_recommendation(
     Raises
     ------
     FileError
-        The sidecar is damaged.
+        The sidecar is damaged, or cannot be read though it is there.
     """
     sidecar = sidecar_of(path)
     try:
         with sidecar.open("rb") as file:
             text = file.read(MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
+    except OSError as error:
+        if error.errno in NOTHING_THERE:
+            return None
+        raise FileError(f"{printable(sidecar)}: cannot be read: {error.strerror}: delete it") from None
     try:
         found = json.loads(text)
         if int(found["version"]) > VERSION:
@@ -116,3 +120,19 @@ def write_recommendation(
     except OSError as error:
         raise OutputError(f"{printable(sidecar)}: cannot be written: {error.strerror}") from None
     return sidecar
+
+
+def forget_recommendation(path: str | os.PathLike[str]) -> None:
+    """Delete the sidecar of a file, if there is one.
+
+    Raises
+    ------
+    OutputError
+        It stays.
+    """
+    sidecar = sidecar_of(path)
+    try:
+        sidecar.unlink()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+            raise OutputError(f"{printable(sidecar)}: cannot be deleted: {error.strerror}") from None

@@ -6,7 +6,7 @@ from h5chunk.errors import OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.reader import H5Reader
 from h5chunk.store.retune import rewrite_header
-from h5chunk.store.sidecar import sidecar_of, write_recommendation
+from h5chunk.store.sidecar import forget_recommendation, write_recommendation
 
 
 def apply_recommendation(reader: H5Reader, window_chunks: int, cache: CacheSettings) -> str:
@@ -18,7 +18,7 @@ def apply_recommendation(reader: H5Reader, window_chunks: int, cache: CacheSetti
         It cannot be written; what was recommended before stays.
     """
     if reader.header is not None and rewrite_header(reader.path, window_chunks, cache):
-        sidecar_of(reader.path).unlink(missing_ok=True)  # of a time when the header could not be changed
+        forget_recommendation(reader.path)  # of a time when the header could not be changed
         return str(reader.path)
     return str(
         write_recommendation(
