@@ -12,7 +12,8 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,9 @@ def _killed(result: Result, rng: random.Random, path: Path) -> None:
     """A worker is killed after some batches, and some more time."""
     loader = _data_loader(path)
     batches, workers = _some(loader, rng)
-    os.kill(rng.choice(workers), signal.SIGKILL)
-    _judge(result, "worker killed", *_until_error(batches), ERRORS)
+    kill = partial(os.kill, rng.choice(workers), signal.SIGKILL)  # torch may raise in the midst of it
+    with quiet():
+        _judge(result, "worker killed", *_until_error(batches, kill), ERRORS)
     _shut(result, loader, workers)
 
 
@@ -188,10 +190,13 @@ def _shut(result: Result, loader: DataLoader[Any], workers: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _until_error(batches: Iterator[Any]) -> tuple[float, BaseException | None]:
-    """Seconds until an iteration fails, and with what."""
+def _until_error(
+    batches: Iterator[Any], first: Callable[[], object] = lambda: None
+) -> tuple[float, BaseException | None]:
+    """Seconds from something on until an iteration fails, and with what."""
     started = time.perf_counter()
     try:
+        first()
         while time.perf_counter() - started < ALL_S:
             next(batches)
     except Exception as error:
@@ -283,6 +288,19 @@ def _cut_short(result: Result, rng: random.Random, path: Path, name: str, make: 
     else:
         loader.close()
     copy.unlink()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What threads of workers say of the death of others is not shown."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def silence() -> None:
