@@ -7,11 +7,14 @@
 | unknown filters | refused before a chunk is read, so that no plugin is loaded for them; each filter only once |
 | shapes larger than what is stored | bytes, chunks and the size of one chunk must be in proportion to the file |
 | chunks that overlap, lie beyond the file, or are of another length | refused (`list_chunks`, `ChunkDecoder`) |
+| filters set up for other chunks than there are, which crash on them | refused (`check_filters`) |
+| strings of variable length that say what a matrix is | looked up without HDF5, which may never come back |
 | values of variable length, references | refused as fields; not read in our own group, nor large attributes there |
 | links and datasets in the group /h5chunk | hard links to small datasets of fixed-size types, in every file |
 
 With ``trusted`` links, views, external storage and any filter are let through, where what they lead to lies in folders
-that the user named. What HDF5 itself does with damaged metadata is left to HDF5.
+that the user named. What HDF5 itself does with damaged metadata is left to HDF5; what it raises becomes a FileError.
+`scripts/PROMISES.md` says how this was shown.
 """
 
 from __future__ import annotations
