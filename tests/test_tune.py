@@ -24,13 +24,15 @@ from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.choose import Candidate, allowed, choose, frontier, runner_up
 from h5chunk.plan.order import Order
-from h5chunk.plan.rowreads import CALL_BYTES, find_reads
+from h5chunk.plan.rowreads import CALL_BYTES, find_reads, replay_batches
 from h5chunk.plan.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
 from h5chunk.store.reader import H5Reader, model_cache
 from h5chunk.store.retune import Overlay, _changes, rewrite_header
 from h5chunk.store.sidecar import forget_recommendation, read_recommendation, sidecar_of, write_recommendation
 from h5chunk.tools.repack_options import read_tuned
+from h5chunk.tools.tuneclock import Budget
 from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY
+from h5chunk.tools.tunesearch import TURNS, Options, Search
 from h5chunk.tools.tuneverify import verify_order
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
@@ -455,7 +457,7 @@ def test_a_kill_leaves_a_whole_file(converted):
     [
         {"batch_size": 0}, {"memory_bytes": 0}, {"min_effective_batch": 1}, {"min_effective_batch": 0}, {"budget_s": 0},
         {"workers": [-1]}, {"workers": [True]}, {"h5py_cache": (1, 2)}, {"h5py_cache": (0, 2, 0.5)}, {"device": "tpu"},
-        {"h5py_cache": (1, 2, 1.5)},
+        {"h5py_cache": (1, 2, 1.5)}, {"h5py_cache": (float("inf"), 0, 0)},
     ],
 )  # fmt: skip
 def test_wrong_options(converted, options):
@@ -564,6 +566,71 @@ def test_a_sparse_file(ratings, tmp_path):
     assert found.row(TODAY).measured_rate and not found.repack and codes(found) == set()
     assert found.verify["predicted_misses"] == found.verify["measured_misses"] and "sparse" in found.verify["note"]
     assert header_of(path).window_chunks == found.window_in_place or found.applied == str(sidecar_of(path))
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 300_000])
+def test_memory_for_nothing(tmp_path, memory_bytes):
+    """What takes least is shown, and that it does not fit."""
+    path = images_file(tmp_path / "a.h5", np.arange(N) // 60, chunks=(8, 3, 12, 12))
+    found = h5chunk.tune(path, **QUICK | {"memory_bytes": memory_bytes, "batch_size": 256})
+    chosen = found.row(CHOSEN)
+    assert chosen.memory_bytes == min(each["memory_bytes"] for each in found.candidates) > memory_bytes
+    assert chosen.measured_rate is None and "nothing fits in" in chosen.reason
+
+
+@pytest.mark.parametrize("batch_size", [1, 10**14])
+def test_batches_of_any_size(tmp_path, batch_size):
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    assert h5chunk.tune(path, **QUICK | {"batch_size": batch_size}).row(PLAIN).measured_rate
+
+
+def test_predicting_takes_a_part_of_the_budget(tmp_path, monkeypatch):
+    """Not as long as there are batches: those of one sample are many."""
+    replayed: list[int] = []
+
+    def replay(grid, cache, batches, **options):
+        replayed.append(sum(1 for _ in batches))
+        return replay_batches(grid, cache, [np.arange(8)], **options)
+
+    monkeypatch.setattr("h5chunk.tools.tunemodel.LEAST_REPLAY_S", 0.0)
+    monkeypatch.setattr("h5chunk.tools.tunemodel.replay_batches", replay)
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    h5chunk.tune(path, **QUICK | {"batch_size": 1, "budget_s": 1e-6})
+    assert replayed.count(1) > 4 and replayed.count(N) < 4  # but for what the table shows
+
+
+class Runners(Search):
+    """Rates as they were written down; None: the setting could not be measured in this turn."""
+
+    def measure(self, setting: Setting, part: float = 1.0) -> float | None:
+        return self.script[setting].pop(0)  # type: ignore[attr-defined]
+
+    def allows(self, setting: Setting) -> bool:
+        return True
+
+
+def test_who_leaves_the_turns_does_not_come_back():
+    """As rates are compared within turns, of those that were in all of them."""
+    today, other, third = (Setting("loader", 8, window) for window in (9, 4, 2))
+    budget = Budget(3600.0)
+    race = Runners(None, None, None, budget, [today, other])  # type: ignore[arg-type]
+    race.script = {today: [None] + [50.0] * 99, other: [100.0, 90.0, *[80.0] * 99], third: [99.0, None, *[1.0] * 99]}
+    race.finalists = lambda: [other, third, today]  # type: ignore[method-assign]
+    race._race()
+    assert len(race.turns) == TURNS and race.turns[0].keys() == {other, third}
+    assert all(turn.keys() == {other} for turn in race.turns[1:])
+    assert race._steady[third] == pytest.approx(0.99 * race._steady[other])
+
+
+def test_the_luckiest_of_single_measurements_does_not_win(tmp_path):
+    search = Search(None, None, Options(1, (0,), "cpu", 1.0), Budget(1.0), [])  # type: ignore[arg-type]
+    steady, lucky = Setting("loader", 8, 9), Setting("loader", 8, 2)
+    search.settings, search._steady = [steady, lucky], {steady: 100.0}
+    search.rates = {steady: [130.0, 90.0, 100.0], lucky: [120.0]}
+    search.candidate = lambda each: Candidate(each, search.measured(each), 1, None)  # type: ignore
+    assert search.choose().setting == steady
+    assert search.choose([lucky]).setting == lucky  # there is nothing else
+    assert search.measured(lucky) == 120.0 and search.measured(Setting("dataset", 8, 9)) is None
 
 
 def test_a_sidecar_appears_at_once(tmp_path, monkeypatch):

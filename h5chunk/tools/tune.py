@@ -42,6 +42,7 @@ from h5chunk.tools.tuneverify import verify_order
 
 MEMORY_BYTES = 4 << 30
 COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
+PREDICT_SHARE = 0.1  # of the budget, to predict what all settings read
 LEAST_VERIFY_S = 1.0
 
 
@@ -142,7 +143,9 @@ def tune(
 def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_share: float) -> Recommendation:
     machine = probe(study, options.device, budget)
     model = Model(study, machine)
-    search = Search(study, model, options, budget, _settings(study, model, options, min_share))
+    settings = _settings(study, model, options, min_share)
+    model.replay_s = PREDICT_SHARE * budget.seconds / len(settings)
+    search = Search(study, model, options, budget, settings)
     search.run()
     chosen, kept, enough = _choose(search)
     plain = _plain(search, cache)  # before the file leaves the page cache
@@ -157,13 +160,21 @@ def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
     chosen, enough = search.choose(), True
     if chosen is None:
         enough = False
-        candidates = [search.candidate(each) for each in search.settings]
-        chosen = max(candidates, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
+        chosen = _nearest(search)
     in_place = search.choose([each for each in search.settings if not each.repack])
     kept = search.settings[0] if in_place is None else in_place.setting
     if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
         chosen = in_place
     return chosen, kept, enough
+
+
+def _nearest(search: Search) -> Candidate:
+    """Where nothing is allowed: of what fits in memory the one that mixes best, else the one that takes least."""
+    candidates = [search.candidate(each) for each in search.settings]
+    if not search.anything_fits:
+        return min(candidates, key=lambda each: each.memory_bytes)
+    fitting = [each for each in candidates if each.memory_bytes <= search.options.memory_bytes]
+    return max(fitting, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
 
 
 def _report(
@@ -264,11 +275,10 @@ def _good_chunk(search: Search) -> int:
 
 def _described(search: Search, setting: Setting) -> dict[str, object]:
     each = search.candidate(setting)
-    rates = search.rates.get(setting)
     return asdict(setting) | {
         "predicted_rate": search.model.rate_by_others(setting),
-        "measured_rate": float(np.median(rates)) if rates else None,
-        "num_measured": len(rates or ()),
+        "measured_rate": search.measured(setting),
+        "num_measured": len(search.rates.get(setting, ())),
         "memory_bytes": each.memory_bytes,
         "effective_batch": each.effective_batch,
         "allowed": search.allows(setting),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from h5chunk.errors import OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.reader import H5Reader
 from h5chunk.store.retune import rewrite_header
@@ -30,12 +29,3 @@ def apply_recommendation(reader: H5Reader, window_chunks: int, cache: CacheSetti
             chunk_samples=reader.chunk_samples,
         )
     )
-
-
-def check_can_apply(converted: bool, source: str) -> None:
-    """Raise OptionError where there is no file yet to store anything in."""
-    if not converted:
-        raise OptionError(
-            f"{printable(source)}: not converted yet: there is no file to apply to; save --json and give it to "
-            "h5chunk convert --tuned"
-        )

@@ -55,7 +55,8 @@ class PlainLoop:
         self._datasets = [self._file[each.dataset] for each in fields]
         self._matrix = self._file[study.reader.matrix.dataset] if study.reader.matrix is not None else None
         self._rng = np.random.default_rng(seed)
-        self._num_samples, self._batch = study.num_measured, study.facts.batch_size
+        self._num_samples = study.num_measured
+        self._batch = min(study.facts.batch_size, study.facts.num_samples)
 
     def rate(self, seconds: float) -> float:
         """Samples/s over about so many seconds, at least one sample."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -21,6 +24,7 @@ from h5chunk.tools.tunestudy import Study
 
 ACCESSES = 20_000  # replayed to predict a setting
 MOST_SAMPLES = 4096  # that h5py's own way is replayed for
+LEAST_REPLAY_S = 2e-3  # of a setting: some batches of it
 
 
 @dataclass
@@ -32,11 +36,14 @@ class Model:
     study : Study
     machine : Machine
     correction : Correction
+    replay_s : float
+        The most that predicting what one setting reads may take: a loop over batches, long where these are small.
     """
 
     study: Study
     machine: Machine
     correction: Correction = field(default_factory=Correction)
+    replay_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.reads = lru_cache(None)(self._reads)
@@ -47,7 +54,11 @@ class Model:
         """Whether reading goes through HDF5."""
         return setting.way == DATASET or not (self.study.facts.direct or setting.repack)
 
-    def _reads(self, setting: Setting) -> Reads:
+    def all_reads(self, setting: Setting) -> Reads:
+        """What it reads, a sample, however long that takes to predict."""
+        return self._reads(setting, math.inf)
+
+    def _reads(self, setting: Setting, seconds: float | None = None) -> Reads:
         """What it reads, a sample."""
         study = self.study
         grid, order = grid_of(setting, study.facts), order_of(setting, study.facts)
@@ -63,7 +74,8 @@ class Model:
         workers = max(1, setting.num_workers)
         cache = cache_of(setting, study.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
-        replay = replay_batches(grid, cache, batches, most_accesses=ACCESSES)
+        some = _within(batches, self.replay_s if seconds is None else seconds)
+        replay = replay_batches(grid, cache, some, most_accesses=ACCESSES)
         amplification = replay.chunk_bytes / max(1, replay.num_samples * grid.sample_bytes)
         if cache.nbytes >= grid.chunk_bytes and order.window_batches > 1:
             amplification = min(amplification, _whole_epoch(order, grid.band_bytes / max(1, grid.sample_bytes)))
@@ -89,6 +101,10 @@ class Model:
     def _clustering(self, chunk_samples: int) -> Clustering:
         assert self.study.groups is not None
         return find_clustering(self.study.groups, chunk_samples)
+
+    def memory(self, setting: Setting) -> int:
+        """Bytes that feeding takes."""
+        return memory_of(setting, self.study.facts)
 
     def window_bytes(self, setting: Setting) -> float:
         """Bytes of a window."""
@@ -131,7 +147,7 @@ class Model:
     def candidate(self, setting: Setting, rate: float | None = None) -> Candidate:
         """A setting with what it gives, as predicted unless a rate is given."""
         found = self.rate(setting) if rate is None else rate
-        return Candidate(setting, found, memory_of(setting, self.study.facts), self.effective(setting))
+        return Candidate(setting, found, self.memory(setting), self.effective(setting))
 
     def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
         """What single random samples of plain h5py read, and their rate."""
@@ -157,6 +173,15 @@ class Model:
             Setting(DATASET, facts.chunk_samples, 1), Batch(facts.sample_bytes, facts.batch_size, 1), reads, machine
         )
         return reads, 1 / max(1e-12, sum(stages.values()))
+
+
+def _within(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndarray]:
+    """Batches for so long; at least one."""
+    until = time.perf_counter() + max(LEAST_REPLAY_S, seconds)
+    for batch in batches:
+        yield batch
+        if time.perf_counter() >= until:
+            return
 
 
 def _window_amplification(order: Order) -> float:

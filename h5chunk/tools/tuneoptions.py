@@ -19,7 +19,7 @@ def plain_cache(given: Sequence[float] | None) -> Triple:
     try:
         nslots, nbytes, w0 = given
         found = int(nslots), int(nbytes), float(w0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise OptionError(f"h5py_cache is {given!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
     if found[0] < 1 or found[1] < 0 or not 0 <= found[2] <= 1:
         raise OptionError(f"h5py_cache is {given!r}: give nslots of at least 1, nbytes of at least 0, w0 from 0 to 1")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 from typing import Any
 
 from h5chunk.errors import printable
 from h5chunk.plan.choose import Candidate, runner_up
 from h5chunk.plan.cost import Reads, slowest
+from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.settings import DATASET, LOADER, Setting, cache_of
 from h5chunk.tools.tuneadvice import Triple, repack_command
 from h5chunk.tools.tunereport import CHOSEN, PLAIN, SECOND, TODAY, TuneRow
@@ -24,8 +24,7 @@ def triple(setting: Setting, search: Search, num_workers: int | None = None) -> 
 def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float | None = None) -> TuneRow:
     """A line of the table."""
     setting, model = each.setting, search.model
-    reads = model.reads(setting)
-    rates = search.rates.get(setting)
+    reads = model.all_reads(setting)
     return TuneRow(
         name=name,
         setting=str(setting),
@@ -37,7 +36,7 @@ def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float 
         repack=setting.repack,
         shuffle=setting.shuffle,
         rate=each.rate,
-        measured_rate=statistics.median(rates) if rates else None,
+        measured_rate=search.measured(setting),
         predicted_rate=model.rate_by_others(setting),
         cold_rate=cold,
         memory_bytes=each.memory_bytes,
@@ -112,6 +111,8 @@ def _reason_today(search: Search, today: Candidate) -> str:
 
 def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
     setting, count = chosen.setting, len(search.rates)
+    if not search.anything_fits:
+        return f"nothing fits in {human_bytes(search.options.memory_bytes)}: this takes least; allow more memory"
     if not enough:
         return "nothing mixes well enough within this memory: this mixes best"
     if setting.shuffle:

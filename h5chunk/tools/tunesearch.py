@@ -96,18 +96,16 @@ class Search:
             self.turns.append(turn)
             self._steady = rates_in_turns(self.turns)
             best = max((self._steady[each] for each in turn if self.allows(each)), default=0.0)
-            needed = self._kept([each for each in runners if each in turn])
+            runners = list(turn)  # who could not run any more has left
             if len(self.turns) >= LEAST_TURNS:
+                needed = self._kept(runners)
                 runners = [each for each in turn if self._steady[each] >= BEHIND * best or each in needed]
 
     def measure(self, setting: Setting, part: float = 1.0) -> float | None:
         """Samples/s, over this part of a slice; None if it does not fit in memory, or takes too long to start."""
         window_samples = self.model.window_bytes(setting) / self.study.facts.sample_bytes
         first_s = min(window_samples, self.study.sample_count) / self.model.rate(setting)
-        if (
-            self.model.candidate(setting).memory_bytes > self.options.memory_bytes
-            or first_s > FIRST_SHARE * self.budget.seconds
-        ):
+        if self.model.memory(setting) > self.options.memory_bytes or first_s > FIRST_SHARE * self.budget.seconds:
             self.left_out.add(setting)
             return None
         rate = measure(self.study, setting, self.options.device, self.budget, part * self.budget.slice_s)
@@ -119,7 +117,7 @@ class Search:
         """The second best of each kind that is not hopeless, so that the best is predicted from another one."""
         kinds: dict[tuple[str, int, bool], list[Setting]] = {}
         for each in self.settings:
-            if self.model.candidate(each).memory_bytes > self.options.memory_bytes:
+            if self.model.memory(each) > self.options.memory_bytes:
                 continue
             kinds.setdefault((each.way, each.num_workers, each.repack), []).append(each)
         for some in kinds.values():
@@ -152,9 +150,14 @@ class Search:
 
     def candidate(self, setting: Setting) -> Candidate:
         """With its rate in turns, else the measured, else the predicted one."""
+        measured = self.measured(setting)
+        rate = self.model.rate(setting) if measured is None else measured
+        return self.model.candidate(setting, self._bounded(setting, rate))
+
+    def measured(self, setting: Setting) -> float | None:
+        """Samples/s: in turns, where it took part in them; None if it was never measured."""
         rates = self.rates.get(setting)
-        rate = statistics.median(rates) if rates else self.model.rate(setting)
-        return self.model.candidate(setting, self._bounded(setting, self._steady.get(setting, rate)))
+        return self._steady.get(setting, statistics.median(rates)) if rates else None
 
     def _bounded(self, setting: Setting, rate: float) -> float:
         """No more than the disk gives, where the data does not fit in memory."""
@@ -182,11 +185,19 @@ class Search:
         return sum(turn[new] > turn[old] for turn in both) >= MOSTLY * len(both)
 
     def choose(self, settings: Sequence[Setting] | None = None) -> Candidate | None:
-        """The one to take, of those measured; None if none is allowed."""
+        """The one to take, of those measured in turns, else once, else predicted; None if none is allowed.
+
+        A single measurement may be lucky: of many, the luckiest would win.
+        """
         some = self.settings if settings is None else settings
-        known = [self.candidate(each) for each in some if each in self.rates]
         options = {"min_effective": self.options.min_effective, "memory_bytes": self.options.memory_bytes}
-        found = choose(known, **options)  # type: ignore[arg-type]
-        if found is None:
-            found = choose([self.candidate(each) for each in some], **options)  # type: ignore[arg-type]
-        return found
+        for known in (self._steady.keys(), self.rates.keys(), set(some)):
+            found = choose([self.candidate(each) for each in some if each in known], **options)  # type: ignore[arg-type]
+            if found is not None:
+                return found
+        return None
+
+    @property
+    def anything_fits(self) -> bool:
+        """Whether there is a setting that takes no more memory than is allowed."""
+        return any(self.model.memory(each) <= self.options.memory_bytes for each in self.settings)
