@@ -120,12 +120,7 @@ def _killed(result: Result, rng: random.Random, path: Path) -> None:
     loader = _data_loader(path)
     batches, workers = _some(loader, rng)
     kill = partial(os.kill, rng.choice(workers), signal.SIGKILL)  # torch may raise in the midst of it
-<<<<<<< HEAD
     _judge(result, "worker killed", *_until_error(batches, kill), ERRORS)
-=======
-    with quiet():
-        _judge(result, "worker killed", *_until_error(batches, kill), ERRORS)
->>>>>>> origin/main
     _shut(result, loader, workers)
 
 
