@@ -127,6 +127,16 @@ def test_in_a_fork_and_pickled(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(dataset))[numbers][0].tolist() == rows_of(numbers).tolist()
 
 
+def test_in_a_fork_while_a_thread_opens_a_file(tmp_path: Path) -> None:
+    """The thread is not there in the fork, and what it holds is held for ever."""
+    make_set(tmp_path / "set")
+    dataset = ChunkDataset(tmp_path / "set")
+    assert dataset[[0]][0].tolist() == rows_of([0]).tolist()
+    with dataset._matrix._file.descriptor._lock:
+        assert in_fork(lambda: np.testing.assert_array_equal(dataset[[0, 202]][0], rows_of([0, 202]))) == 0
+    dataset.close()
+
+
 def test_indptr_is_that_of_the_whole(tmp_path: Path) -> None:
     reader = open_reader(make_set(tmp_path / "set"))
     assert reader.indptr.tolist() == WHOLE.indptr.tolist() and reader.indptr.dtype == np.int64
