@@ -291,7 +291,7 @@ def _take_tuned(path: str, options: dict[str, Any]) -> None:
     "--tuned",
     type=click.Path(),
     metavar="FILE.json",
-    help="What a tuner found: chunk_samples, window_chunks, cache, compression. Options given here count more.",
+    help="What a tuner found: chunks, window, cache, compression, shuffling. Options given here count more.",
 )
 @click.option(
     "--fields",

@@ -595,6 +595,8 @@ def test_a_tuned_file(tmp_path: Path) -> None:
         ('{"cache": [1, 2.5, 0]}', "cache is [1, 2.5, 0]"),
         ('{"cache": [1, 2, 1.0]}', "cache w0 is 1.0"),
         ('{"compression": 5}', "compression is 5"),
+        ('{"shuffle": 1}', "shuffle is 1: give true or false"),
+        ('{"num_samples": 0}', "num_samples is 0"),
         ('{"compression": "zip"}', "compression is 'zip'"),
     ],
 )
@@ -603,6 +605,29 @@ def test_a_tuned_file_that_cannot_be(tmp_path: Path, text: str, message: str) ->
     with pytest.raises(OptionError) as error:
         read_tuned(tmp_path / "tuned.json")
     assert str(error.value).startswith(f"{tmp_path / 'tuned.json'}: ") and message in str(error.value)
+
+
+def test_a_tuner_that_found_that_samples_have_to_be_shuffled(tmp_path: Path) -> None:
+    """Its chunks and window are for that: else they would mix too little."""
+    make_images(tmp_path / "a.h5")
+    tuned = tmp_path / "tuned.json"
+    tuned.write_text('{"chunk_samples": 6, "window_chunks": 3, "shuffle": true, "num_samples": 7}')
+    report = repack(tmp_path / "a.h5", tmp_path / "b.h5", tuned=tuned)
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert read_header(file).shuffled and len(file["h5chunk/source_index"]) == report.num_samples
+    assert report.shuffled and "shuffled with seed 0" in str(report)
+    assert f"it was tuned for 7 samples, but there are {report.num_samples} here" in report.notes
+
+
+def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
+    """Takes what it can have, and says so; what was asked for itself is still an error."""
+    tuned = tmp_path / "tuned.json"
+    tuned.write_text('{"chunk_samples": 6, "window_chunks": 3, "cache": [5, 99, 0.0], "shuffle": true}')
+    report = repack(cells, tmp_path / "out.h5ad", tuned=tuned)
+    assert not report.has_header and not report.shuffled and "AnnData's files have no more" in report.notes[0]
+    check_same(cells, tmp_path / "out.h5ad")
+    with pytest.raises(OptionError, match="window would add"):
+        repack(cells, tmp_path / "no.h5ad", tuned=tuned, window=3)
 
 
 def test_what_a_tuned_file_may_leave_out(tmp_path: Path) -> None:

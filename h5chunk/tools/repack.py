@@ -17,9 +17,9 @@ from h5chunk.store.format import read_header
 from h5chunk.store.newfile import NewFile, check_output
 from h5chunk.store.rewrite import NewOrder
 from h5chunk.store.survey import Survey, damages, survey_file
-from h5chunk.tools.repack_fields import find_samples
+from h5chunk.tools.repack_fields import find_samples, is_anndata
 from h5chunk.tools.repack_header import plan_header
-from h5chunk.tools.repack_options import MEMORY_BYTES, RepackOptions, read_tuned
+from h5chunk.tools.repack_options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
 from h5chunk.tools.repack_plan import RepackPlan, check_shuffle, plan_repack
 from h5chunk.tools.repack_report import RepackReport
 from h5chunk.tools.repack_run import Progress, Run, Source, telling
@@ -68,8 +68,8 @@ def repack(
     compression : {"none", "gzip", "gzip:0" to "gzip:9", "lzf", "zstd", "zstd:1" to "zstd:22", "lz4", "blosc"}
         Of the fields' chunks; all but gzip and lzf need hdf5plugin.
     tuned : path, optional
-        JSON file of what was found best: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``; what is
-        given here counts more.
+        JSON file of what was found best: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
+        what is given here counts more. Of AnnData's files, only what these can have.
     fields : sequence of str
         Datasets that say how many samples there are; without shuffle, of several lengths.
     keep : sequence of str
@@ -102,19 +102,20 @@ def repack(
         memory_bytes=memory_bytes,
         overwrite=overwrite,
     )
-    if tuned is not None:
-        options = options.with_tuned(read_tuned(tuned))
+    found = None if tuned is None else read_tuned(tuned)
     path = Path(path)
     if os.path.exists(path) and os.path.exists(source) and path.samefile(source):
         raise OutputError(f"{printable(path)}: is the source itself: write to another file")
     check_output(path, overwrite)
     with Source(Path(source)) as opened:
-        return _repack(opened, path, options, progress)
+        return _repack(opened, path, options, found, progress)
 
 
-def _repack(source: Source, path: Path, options: RepackOptions, progress: Progress | None) -> RepackReport:
+def _repack(
+    source: Source, path: Path, options: RepackOptions, tuned: Tuned | None, progress: Progress | None
+) -> RepackReport:
     started = time.perf_counter()
-    survey, plan = in_child(lambda _: _plan(source, options), lambda _: None, source.shown)
+    survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda _: None, source.shown)
     samples = plan.samples
     order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
     with NewFile(path, options.overwrite) as new:
@@ -144,14 +145,23 @@ def _repack(source: Source, path: Path, options: RepackOptions, progress: Progre
     )
 
 
-def _plan(source: Source, options: RepackOptions) -> tuple[Survey, RepackPlan]:
-    """Look at the file, and settle what is done."""
+def _plan(source: Source, options: RepackOptions, tuned: Tuned | None) -> tuple[Survey, RepackPlan, RepackOptions]:
+    """Look at the file, and settle what is done, and with which options."""
     with damages(source.shown):
         old = read_header(source.file)
+        notes: list[str] = []
+        if tuned is not None and is_anndata(source.file):
+            notes += ["of what was tuned only chunks and compression are taken: AnnData's files have no more"]
+            tuned = tuned.without_header()
+        if tuned is not None:
+            options = options.with_tuned(tuned)
         survey = survey_file(source.file)
         num_threads = min(MAX_THREADS, available_cores())
         part_bytes = Shares(options.memory_bytes, num_threads).part_bytes
         samples = find_samples(source.file, survey, old, options, part_bytes)
-        notes = check_shuffle(source.file, survey, samples) if options.shuffle else []
+        if tuned is not None and tuned.num_samples not in (None, samples.num_samples):
+            notes.append(f"it was tuned for {tuned.num_samples:,} samples, but there are {samples.num_samples:,} here")
+        notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
-        return survey, plan_repack(source.file, survey, samples, header, options, num_threads, notes)
+        plan = plan_repack(source.file, survey, samples, header, options, num_threads, notes)
+        return survey, plan, options

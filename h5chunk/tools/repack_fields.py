@@ -133,7 +133,7 @@ def find_samples(
         if not kept & {part.path for part in group.parts}
     ]
     parts = {facts.path for group in sparse for facts in group.parts}
-    anndata = _is_anndata(file)
+    anndata = is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
     if not options.shuffle and not options.fields:  # else they are refused in time
@@ -208,7 +208,8 @@ def _plan(
     return plan_layout(num_rows, max(1, largest // num_rows), chunk_samples)
 
 
-def _is_anndata(file: h5py.File) -> bool:
+def is_anndata(file: h5py.File) -> bool:
+    """Whether AnnData wrote a file, or one like its."""
     return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
 
 

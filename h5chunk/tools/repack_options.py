@@ -65,6 +65,7 @@ class RepackOptions:
         """What was not asked for is as the tuner found it."""
         return replace(
             self,
+            shuffle=self.shuffle or tuned.shuffle,
             chunk_samples=tuned.chunk_samples if self.chunk_samples is None else self.chunk_samples,
             window=tuned.window_chunks if self.window is None else self.window,
             cache=tuned.cache if self.cache is None else self.cache,
@@ -81,12 +82,22 @@ class Tuned:
     chunk_samples, window_chunks : int, optional
     cache : CacheSettings, optional
     compression : str, optional
+    shuffle : bool
+        Its window and chunks mix well enough only once samples are permuted.
+    num_samples : int, optional
+        Of the file.
     """
 
     chunk_samples: int | None = None
     window_chunks: int | None = None
     cache: CacheSettings | None = None
     compression: str | None = None
+    shuffle: bool = False
+    num_samples: int | None = None
+
+    def without_header(self) -> Tuned:
+        """What a file without the group ``/h5chunk`` can have of it."""
+        return replace(self, window_chunks=None, cache=None, shuffle=False)
 
 
 def read_tuned(path: str | os.PathLike[str]) -> Tuned:
@@ -109,8 +120,11 @@ def read_tuned(path: str | os.PathLike[str]) -> Tuned:
     if not isinstance(given, dict):
         raise OptionError(f'{shown}: holds {_shown(given)}, not a JSON object such as {{"chunk_samples": 8}}')
     try:
-        for name in ("chunk_samples", "window_chunks"):
+        for name in ("chunk_samples", "window_chunks", "num_samples"):
             _check_count(name, given.get(name))
+        shuffle = given.get("shuffle")
+        if shuffle is not None and not isinstance(shuffle, bool):
+            raise OptionError(f"shuffle is {_shown(shuffle)}: give true or false")
         compression = given.get("compression")
         if compression is not None and not isinstance(compression, str):
             raise OptionError(f"compression is {_shown(compression)}: give one of {', '.join(COMPRESSIONS)}")
@@ -118,7 +132,14 @@ def read_tuned(path: str | os.PathLike[str]) -> Tuned:
         cache = None if given.get("cache") is None else _cache(given["cache"])
     except OptionError as error:
         raise OptionError(f"{shown}: {error}") from None
-    return Tuned(given.get("chunk_samples"), given.get("window_chunks"), cache, compression)
+    return Tuned(
+        chunk_samples=given.get("chunk_samples"),
+        window_chunks=given.get("window_chunks"),
+        cache=cache,
+        compression=compression,
+        shuffle=bool(shuffle),
+        num_samples=given.get("num_samples"),
+    )
 
 
 def _check_count(name: str, value: Any) -> None:
