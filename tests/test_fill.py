@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 import h5chunk.store.fill as fill_module
 from h5chunk.errors import OutputError, SampleError, WorkerError
 from h5chunk.store.fill import Filled, fill
-from h5chunk.store.filltask import Failure, FillJob
+from h5chunk.store.filltask import Done, Failure, FillJob, done_of
 
 SHAPE = (2, 3)
 OFFSET = 11
@@ -180,3 +181,61 @@ def test_error_of_the_callback_ends_the_workers(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fill(job(tmp_path), 2, False, lambda count: 1 // 0)
     check_no_orphans()
+
+
+# ---- what was done before
+
+
+def done_before(each: FillJob, num_workers: int = 0) -> dict[int, Done]:
+    """All tasks of a job, done, as a journal would give them back."""
+    records: list[object] = []
+    fill(each, num_workers, False, lambda count: None, finished=lambda done: records.append(done.record()))
+    claims = [done_of(json.loads(json.dumps(record))) for record in records]
+    return {claim.chunks.start: claim for claim in claims if claim is not None}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("broken", ["nothing", "a byte", "a sample", "the file", "a failure"])
+def test_claims_are_looked_at(tmp_path: Path, num_workers: int, broken: str) -> None:
+    source = Numbers([5, 100])
+    each = job(tmp_path, source=source)
+    claims = done_before(each, num_workers)
+    whole, before = run(each, 0)[0], each.part.read_bytes()
+    tasks = each.tasks()
+    assert sorted(claims) == [chunks.start for chunks in tasks] and len(tasks) == 4
+    expected_new = {"nothing": [], "a byte": [1], "a sample": [0, 1, 2, 3], "the file": [0, 1, 2, 3]}.get(broken)
+    if broken == "a byte":
+        data = bytearray(before)
+        data[OFFSET + tasks[1].start * 3 * 6] ^= 1
+        each.part.write_bytes(data)
+    elif broken == "the file":
+        each.part.write_bytes(b"")
+    elif broken == "a sample":
+        source.version = 1
+    elif broken == "a failure":
+        source.bad.remove(5)
+        row = int(np.flatnonzero(each.order == 5)[0])
+        expected_new = [i for i, chunks in enumerate(tasks) if row in each.rows(chunks)]
+    new: list[int] = []
+    counts: list[int] = []
+    filled = fill(each, num_workers, False, counts.append, claims, lambda done: new.append(done.chunks.start))
+    assert sorted(new) == [tasks[i].start for i in expected_new or []] and sum(counts) == 200
+    assert each.part.read_bytes()[OFFSET:] == expected(each, sorted(source.bad)).tobytes()
+    if broken != "a failure":
+        assert (filled.checksums == whole.checksums).all()
+        assert (filled.notes, filled.failures) == (whole.notes, whole.failures)
+
+
+def test_a_failure_that_is_claimed_is_one_where_failures_are_the_end(tmp_path: Path) -> None:
+    each = job(tmp_path, source=Numbers([100]))
+    claims = done_before(each)
+    new: list[Done] = []
+    filled = fill(each, 0, True, lambda count: None, claims, new.append)
+    assert [failure.reason for failure in filled.failures] == ["sample 100 is bad"] and new == []
+
+
+@pytest.mark.parametrize(
+    "record", [None, [], [0, 1, 2, 3, 4], [0, [1], {}, [[1]], "x"], ["x", [1], {}, [], "x"], [0, 5]]
+)
+def test_records_that_are_none(record: object) -> None:
+    assert done_of(record) is None
