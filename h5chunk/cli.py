@@ -244,6 +244,8 @@ def convert(
 
     SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix:
     ratings.csv and other (row, column[, value]) lines, .npz, .mtx, libsvm, .h5ad, 10x .h5, .npy.
+
+    If it is stopped, by Ctrl-C, a full disk, a bad image or a signal, the same command continues.
     """
     from h5chunk.tools.convert import convert as run
     from h5chunk.tools.convert import plan_convert
