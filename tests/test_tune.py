@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from foreign import make_file, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import check_error, run
+from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.errors import FieldError, FileError, OptionError, OutputError
@@ -31,7 +34,7 @@ from h5chunk.store.retune import Overlay, _changes, rewrite_header
 from h5chunk.store.sidecar import forget_recommendation, read_recommendation, sidecar_of, write_recommendation
 from h5chunk.tools.repack_options import read_tuned
 from h5chunk.tools.tuneclock import Budget
-from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY
+from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY, WIDTH
 from h5chunk.tools.tunesearch import TURNS, Options, Search
 from h5chunk.tools.tuneverify import verify_order
 
@@ -195,12 +198,61 @@ def test_shuffled_labels_are_not(tmp_path, seed):
     assert found.row(TODAY).effective_batch == 32
 
 
+@pytest.mark.parametrize("name", ["a.h5", "a b'c\"d\ne$(x)\\.h5"])
+def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, name):
+    """And each remedy is the command that is recommended, if one is."""
+    monkeypatch.chdir(tmp_path)
+    images = values((20_000, 50), "u1"), {"chunks": (64, 50)}
+    path = make_file(Path(name), images=images, labels=(np.arange(20_000) // 2000, {}))
+    found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
+    assert found.repack and found.shuffle
+    assert {each.remedy for each in found.advice if each.code != "w0_one"} == {found.commands[0]}
+    assert f"\n        {found.commands[0]}\n" in str(found)
+    result = run(*shlex.split(found.commands[0])[1:])
+    assert result.exit_code == 0, result.output
+    scope: dict[str, Any] = {"h5chunk": h5chunk, "DataLoader": DataLoader}
+    *before, last = found.commands[1].split("; ")
+    exec("; ".join(before), scope)
+    assert sum(len(batch[0]) for batch in eval(last, scope)) == 20_000
+
+
+def test_a_report_fits_its_width(tmp_path):
+    """But for commands."""
+    options = {"chunks": (N // 2, 2, 5, 5), "compression": "gzip"}
+    path = images_file(tmp_path / "a.h5", np.arange(N) // 60, **options)
+    text = str(h5chunk.tune(path, group_by="labels", h5py_cache=(1, 1000, 1), **QUICK))
+    long = [line for line in text.splitlines()[1:] if len(line) > WIDTH]
+    assert [line for line in long if not line.strip().startswith(("h5chunk", "h5py.File", "data = "))] == []
+    assert "advice: sample_spans_chunks" in text and "e+0" not in text
+
+
+def test_cells_of_anndata(tmp_path):
+    """Their categories are groups; what is advised is what can be done: they are converted, not shuffled in place."""
+    anndata, pd = pytest.importorskip("anndata"), pytest.importorskip("pandas")
+    kinds = pd.Categorical(np.repeat(["a", "b", "c"], 100))
+    obs = pd.DataFrame({"kind": kinds}, index=[f"cell{i}" for i in range(300)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cells = anndata.AnnData(np.random.default_rng(0).poisson(1, (300, 40)).astype(np.float32), obs)
+        cells.write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
+    found = h5chunk.tune(tmp_path / "cells.h5ad", fields=["X"], group_by="obs/kind", **QUICK)
+    assert not found.shuffle and not any(each["shuffle"] for each in found.candidates)
+    (advice,) = [each for each in found.advice if each.code == "labels_clustered"]
+    assert run(*shlex.split(advice.remedy)[1:]).exit_code == 0
+    with h5py.File(tmp_path / "cells-tuned.h5") as file:
+        assert file["h5chunk"].attrs["shuffled"] == 1
+    if found.repack:
+        assert run(*shlex.split(found.commands[0])[1:], "--overwrite").exit_code == 0
+    with pytest.raises(OptionError, match="group_by"):
+        h5chunk.tune(tmp_path / "cells.h5ad", fields=["X"], group_by="obs", **QUICK)
+
+
 def test_group_by(tmp_path):
     data = values((N, 20), "u1"), {"chunks": (8, 20)}
     path = make_file(tmp_path / "a.h5", images=data, patient=(np.arange(N) // 100, {}), age=(np.zeros((N, 2)), {}))
     assert h5chunk.tune(path, **QUICK).row(TODAY).effective_batch is None
     check_advice(h5chunk.tune(path, group_by="patient", **QUICK), "labels_clustered")
-    for wrong in ("age", "nothing"):
+    for wrong in ("age", "nothing", ""):
         with pytest.raises(OptionError, match="group_by"):
             h5chunk.tune(path, group_by=wrong, **QUICK)
 
@@ -525,6 +577,7 @@ def test_images_that_are_not_converted(class_folder, tmp_path):
     assert run("convert", source, tmp_path / "out.h5", "--tuned", tmp_path / "tuned.json").exit_code == 0
     with h5py.File(tmp_path / "out.h5") as file:
         assert file["images"].chunks[0] == found.chunk_samples
+    assert "repacked" not in str(found) and "new file" not in str(found)
     assert h5chunk.tune(source, size=(20, 30), **QUICK).sample_bytes == 3 * 20 * 30 + 8
     for asked in ({"apply": True}, {"verify": True}, {"group_by": "labels"}, {"fields": ["images"]}):
         with pytest.raises(OptionError, match="not converted yet"):

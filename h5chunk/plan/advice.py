@@ -13,6 +13,7 @@ GIANT_BYTES = 64 << 20  # of a chunk: a window of a few no longer fits in memory
 LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller one is giant if it holds an eighth of the data
 LEAST_CORRELATION = 0.02  # of labels in a piece: less is of no consequence for a batch of hundreds
 SLOW_SHARE = 0.5  # decoding by all cores that gives less than this part of what reading gives is slow
+ENOUGH = 0.95  # of a batch: it is worth no less for being read from neighbours
 PIECES = (2, 16, 64)  # neighbours that are looked at, whatever the chunks are
 
 
@@ -122,9 +123,12 @@ def advise_labels(pieces: list[Clustering], effective_batch: float, batch_size: 
         return []
     worst = max(clear, key=lambda each: each.correlation)
     figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective_batch}
+    worth = f"a batch of {batch_size} is worth {effective_batch:.0f}"
+    if effective_batch >= ENOUGH * batch_size:
+        worth += ", but only as windows hold most of the file"
     message = (
-        f"samples lie sorted or in groups (two of {worst.piece_samples} neighbours: {worst.correlation:.0%} of the way "
-        f"from shuffled to equal); a batch of {batch_size} is worth {effective_batch:.0f}"
+        f"samples lie sorted or in groups: {worst.piece_samples} neighbours are {worst.correlation:.0%} alike, where "
+        f"0% is shuffled and 100% all equal; {worth}"
     )
     return [Advice("labels_clustered", message, repack, figures)]
 

@@ -24,7 +24,7 @@ from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, 
 from h5chunk.plan.shuffle import window_for
 from h5chunk.store.guard import Trusted
 from h5chunk.tools.limits import available_bytes
-from h5chunk.tools.tuneadvice import Triple, default_cache, find_advice, usable
+from h5chunk.tools.tuneadvice import Remedies, Triple, default_cache, find_advice, usable
 from h5chunk.tools.tuneapply import apply_recommendation
 from h5chunk.tools.tuneclock import Budget, Progress
 from h5chunk.tools.tunemeasure import PlainLoop, measure_cold
@@ -151,8 +151,11 @@ def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_sha
     plain = _plain(search, cache)  # before the file leaves the page cache
     rows = table(search, chosen, enough, _colds(search, chosen))
     rows.insert(1, plain)
-    wanted = chosen.setting.chunk_samples if chosen.setting.repack else _good_chunk(search)
-    return _report(search, chosen.setting, kept, rows, find_advice(study, model, machine, cache, wanted))
+    commands = commands_for(search, chosen.setting)
+    found = Remedies.of(study, _good_chunk(search))
+    if chosen.setting.repack:  # then that is done anyway
+        found = Remedies(commands[0], commands[0] if chosen.setting.shuffle else found.shuffle)
+    return _report(search, chosen.setting, kept, rows, commands, find_advice(study, model, machine, cache, found))
 
 
 def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
@@ -178,7 +181,12 @@ def _nearest(search: Search) -> Candidate:
 
 
 def _report(
-    search: Search, setting: Setting, kept: Setting, rows: list[TuneRow], advice: list[Advice]
+    search: Search,
+    setting: Setting,
+    kept: Setting,
+    rows: list[TuneRow],
+    commands: list[str],
+    advice: list[Advice],
 ) -> Recommendation:
     study, options, budget, stages = search.study, search.options, search.budget, search.model.stages(setting)
     return Recommendation(
@@ -203,7 +211,7 @@ def _report(
         advice=advice,
         stages={name: 1 / seconds for name, seconds in stages.items() if seconds > 0},
         slowest=slowest(stages),
-        commands=commands_for(search, setting),
+        commands=commands,
         min_effective_batch=options.min_effective,
         memory_bytes=options.memory_bytes,
         notes=study.notes,
@@ -232,7 +240,8 @@ def _settings(study: Study, model: Model, options: Options, min_share: float) ->
         found = window_for(model.clustering(facts.chunk_samples), order_of(today, facts), min_share)
         windows = [found if found is not None else order_of(today, facts).num_chunks]
     settings = enumerate_settings(facts, workers=options.workers, windows=windows)
-    if study.groups is not None and study.converted and model.clustering(facts.chunk_samples).chance < LEAST_CHANCE:
+    can_shuffle = study.converted and not study.anndata
+    if study.groups is not None and can_shuffle and model.clustering(facts.chunk_samples).chance < LEAST_CHANCE:
         kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
         settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
     return settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 
 import h5py
 
@@ -39,13 +40,15 @@ def usable(cache: Triple) -> CacheSettings:
 
 
 def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
-    """The command line that lays a file out anew."""
+    """The command line that lays a file out anew; AnnData's are not shuffled, but converted."""
     source = study.reader.path
-    parts = ["h5chunk", "repack", printable(source), printable(source.with_name(f"{source.stem}-tuned.h5"))]
+    verb = "convert" if study.anndata and shuffle else "repack"
+    parts = ["h5chunk", verb, printable(source), printable(source.with_name(f"{source.stem}-tuned.h5"))]
+    if verb == "convert":
+        return shlex.join(parts)
     parts += ["--chunk-samples", str(chunk_samples)] if chunk_samples else []
     parts += ["--shuffle"] if shuffle else []
-    named = [each for name, each in study.fields.items() if (name, each) not in (("images", "images"), ("X", "X"))]
-    if len(named) == len(study.fields):
+    if not {"images", "X"} & {each.strip("/") for each in study.fields.values()}:
         parts += ["--fields", study.reader.main.dataset]
     return shlex.join(parts)
 
@@ -58,17 +61,30 @@ def find_clusterings(study: Study) -> list[Clustering]:
     return [find_clustering(study.groups, size) for size in sorted(sizes) if 1 < size <= len(study.groups) // 2]
 
 
-def find_advice(study: Study, model: Model | None, machine: Machine, cache: Triple, chunk_samples: int) -> list[Advice]:
+@dataclass(frozen=True)
+class Remedies:
+    """Commands that lay a file out anew, and that shuffle it."""
+
+    repack: str
+    shuffle: str
+
+    @classmethod
+    def of(cls, study: Study, chunk_samples: int) -> Remedies:
+        """Those for a file, in chunks of so many samples."""
+        return cls(repack_command(study, chunk_samples), repack_command(study, shuffle=True))
+
+
+def find_advice(study: Study, model: Model | None, machine: Machine, cache: Triple, remedies: Remedies) -> list[Advice]:
     """All that is wrong."""
     if not study.converted:
         return []
-    facts, repack = study.facts, repack_command(study, chunk_samples)
+    facts, repack = study.facts, remedies.repack
     found: list[Advice] = []
     clusterings = find_clusterings(study)
     if clusterings and model is not None:
         today = Setting(LOADER, facts.chunk_samples, facts.window_chunks)
         effective = model.effective(today) or float(facts.batch_size)
-        found += advise_labels(clusterings, effective, facts.batch_size, repack_command(study, shuffle=True))
+        found += advise_labels(clusterings, effective, facts.batch_size, remedies.shuffle)
     if not study.matrix:
         found += advise_layout(facts.grid, usable(cache), repack)
         found += [each for each in _of_header(study, repack) if each.code not in {one.code for one in found}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from h5chunk.errors import printable
 from h5chunk.plan.advice import Advice
 from h5chunk.plan.layout import human_bytes
 
+WIDTH = 100  # of the lines of a report, but for commands
 TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
 
 
@@ -167,18 +169,20 @@ class Recommendation:
             f"{printable(self.path)}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)}, batches of "
             f"{self.batch_size} to {self.device}"
         )
-        lines = [head, "", self._headline(), *(f"  {command}" for command in self.commands), ""]
+        lines = [head, "", *_wrapped(self._headline(), "", "    "), *(f"  {command}" for command in self.commands), ""]
         lines.append(
             f"{'':15s}{'samples/s':>11s}{'cold':>10s}{'memory':>11s}{'hit rate':>9s}{'read/used':>10s}{'batch':>7s}"
         )
         for row in self.rows:
-            lines += [_line(row), f"{'':15s}  {row.setting}: {row.reason}"]
-        lines += [f"advice: {each}" for each in self.advice]
+            lines += [_line(row), *_wrapped(f"{row.setting}: {row.reason}", f"{'':17s}", f"{'':17s}")]
+        for each in self.advice:
+            lines += [*_wrapped(f"{each.code}: {each.message}:", "advice: "), f"{'':8s}{each.remedy}"]
         if self.verify is not None:
             lines.append(_verified(self.verify))
         if self.applied is not None:
             lines.append(f"stored in {printable(self.applied)}: readers take window and cache from there")
-        lines += [f"note: {note}" for note in self.notes]
+        for note in self.notes:
+            lines += _wrapped(note, "note: ")
         lines.append(
             f"slowest stage: {self.slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s"
         )
@@ -188,8 +192,17 @@ class Recommendation:
         chosen, today = self.row(CHOSEN), self.row(TODAY)
         gain = chosen.rate / max(1e-9, today.rate)
         batch = f", a batch of {self.batch_size} worth {chosen.effective_batch:.0f}" if chosen.effective_batch else ""
-        against = "as today" if chosen.setting == today.setting else f"{gain:.2g} x today's"
-        return f"{chosen.setting}: {chosen.rate:,.0f} samples/s, {against}{batch}"
+        times = f"{gain:,.0f}" if gain >= 10 else f"{gain:.2g}"
+        against = "as today" if chosen.setting == today.setting else f"{times} x today's"
+        about = "" if chosen.measured_rate is not None else "about "
+        return f"{chosen.setting}: {about}{chosen.rate:,.0f} samples/s, {against}{batch}"
+
+
+def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
+    """Lines of a sentence; paths in it stay in one piece."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _line(row: TuneRow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import Any
 
 from h5chunk.errors import printable
@@ -27,7 +28,7 @@ def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float 
     reads = model.all_reads(setting)
     return TuneRow(
         name=name,
-        setting=str(setting),
+        setting=shown(setting, search),
         way=setting.way,
         chunk_samples=setting.chunk_samples,
         window_chunks=setting.window_chunks,
@@ -48,6 +49,11 @@ def row_of(name: str, each: Candidate, search: Search, reason: str, cold: float 
     )
 
 
+def shown(setting: Setting, search: Search) -> str:
+    """In words; of what is to be converted yet, nothing is repacked."""
+    return str(setting if search.study.converted else replace(setting, repack=False))
+
+
 def plain_row(search: Search, cache: Triple, reads: Reads, predicted: float, measured: float | None) -> TuneRow:
     """The line of plain h5py."""
     facts = search.study.facts
@@ -60,7 +66,7 @@ def plain_row(search: Search, cache: Triple, reads: Reads, predicted: float, mea
         why = "one call a sample, under HDF5's lock"
     return TuneRow(
         name=PLAIN,
-        setting=f"h5py.File(...)[name][i], uniform shuffle, cache of {cache[1]:,} bytes",
+        setting=f"h5py.File(...)[name][i], uniform shuffle, cache of {human_bytes(cache[1])}",
         way="h5py",
         chunk_samples=facts.chunk_samples,
         window_chunks=None,
@@ -95,7 +101,7 @@ def table(search: Search, chosen: Candidate, enough: bool, colds: dict[Setting, 
         row_of(CHOSEN, chosen, search, _reason_chosen(search, chosen, enough), colds.get(chosen.setting)),
     ]
     if second is not None:
-        rows.append(row_of(SECOND, second, search, _reason_second(second, chosen)))
+        rows.append(row_of(SECOND, second, search, _reason_second(search, second, chosen)))
     return rows
 
 
@@ -106,7 +112,8 @@ def _reason_today(search: Search, today: Candidate) -> str:
     if not search.allows(today.setting):
         few = today.effective_batch is not None and today.effective_batch < search.options.min_effective
         return "mixes too little" if few else "takes more memory than allowed"
-    return f"what readers do by default; {slowest(search.model.stages(today.setting))} takes longest"
+    who = "readers do" if study.converted else "convert and readers do"
+    return f"what {who} by default; {slowest(search.model.stages(today.setting))} takes longest"
 
 
 def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
@@ -121,13 +128,17 @@ def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
         return f"what convert chooses by itself is within 3 % of the fastest of {count} measured"
     if setting == search.settings[0]:
         return f"within 3 % of the fastest of {count} measured, and nothing has to change"
+    if not search.study.converted:
+        return f"the fastest of {count} measured, or within 3 % of it"
     if setting.repack:
         return f"the fastest of {count} measured; worth a new file"
     return f"the fastest of {count} measured, or within 3 % of it, without a new file"
 
 
-def _reason_second(second: Candidate, chosen: Candidate) -> str:
-    if chosen.setting.repack and not second.setting.repack:
+def _reason_second(search: Search, second: Candidate, chosen: Candidate) -> str:
+    if not search.study.converted and second.setting.way == chosen.setting.way:
+        return "the next best"
+    if search.study.converted and chosen.setting.repack and not second.setting.repack:
         return "the best without a new file"
     if second.setting.way != chosen.setting.way:
         return (
@@ -148,16 +159,23 @@ def commands_for(search: Search, setting: Setting) -> list[str]:
     elif setting.repack:
         keep = None if study.matrix else setting.chunk_samples
         command = repack_command(study, keep, shuffle=setting.shuffle)
-        steps.append(f"{command} --window {setting.window_chunks}")
+        steps.append(command if study.anndata else f"{command} --window {setting.window_chunks}")
         path = shlex.split(command)[3]
-    known = (setting.repack and study.converted) or setting.window_chunks == study.facts.window_chunks
+    known = (
+        setting.repack and study.converted and not study.anndata
+    ) or setting.window_chunks == study.facts.window_chunks
     given = "" if known else f", window_chunks={setting.window_chunks}"
-    batch = study.facts.batch_size
+    batch, name = study.facts.batch_size, _literal(path)
     if setting.way == LOADER:
-        steps.append(f'h5chunk.ChunkLoader("{path}", {batch}{given})')
+        steps.append(f"h5chunk.ChunkLoader({name}, {batch}{given})")
     else:
         steps.append(
-            f'data = h5chunk.ChunkDataset("{path}"); DataLoader(data, batch_sampler=h5chunk.ChunkSampler(data, {batch}'
+            f"data = h5chunk.ChunkDataset({name}); DataLoader(data, batch_sampler=h5chunk.ChunkSampler(data, {batch}"
             f"{given}), num_workers={setting.num_workers})"
         )
     return steps
+
+
+def _literal(path: str) -> str:
+    """A path as Python writes it; in double quotes where these do."""
+    return f'"{path}"' if path.isprintable() and not {'"', "\\"} & set(path) else repr(path)

@@ -19,6 +19,7 @@ from h5chunk.store.guard import Guard, Trusted
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.repack_fields import is_anndata
 from h5chunk.tools.tuneclock import Budget
 
 SAMPLE_BYTES = 384 << 20  # that are measured: the same samples as they lie and laid out anew
@@ -26,6 +27,7 @@ SAMPLE_SHARE = 0.12  # of the budget, in which they are read
 PIECE_BYTES = 32 << 20
 DENSE_BYTES = 4  # of a number of a row made dense
 MOST_GROUPS = 1 << 27  # samples whose labels are looked at
+CODES = "codes"
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Study:
         The first samples, which figures are of.
     converted : bool
         False: the source, whose name is ``source``, is to be converted yet.
+    anndata : bool
+        AnnData wrote the file: it cannot be shuffled in place, nor have a group of ours.
     why_not_direct : str
     stored_share : float
         Stored bytes of the largest field over decoded ones.
@@ -61,6 +65,7 @@ class Study:
     folder: Path
     num_measured: int
     converted: bool = True
+    anndata: bool = False
     why_not_direct: str = ""
     stored_share: float = 1.0
     source: str = ""
@@ -141,6 +146,8 @@ def look_at_file(
     )
     named = {name: each.dataset for name, each in reader.fields.items()}
     study = Study(reader, named, facts, None, folder, reader.num_samples, why_not_direct=why)
+    with opened(path) as file:
+        study.anndata = is_anndata(file)
     study.groups = _read_groups(study, group_by)
     if isinstance(reader.main, Field) and reader.main.grid.filtered:
         with opened(path) as file:
@@ -163,7 +170,7 @@ def _why_not_direct(reader: H5Reader) -> str:
 
 def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
     """The field that says which samples are alike."""
-    name = group_by or "labels"
+    name = "labels" if group_by is None else group_by
     with opened(study.reader.path) as file:
         item, reason = _find_groups(study, file, study.fields.get(name, name))
         if reason:
@@ -189,6 +196,9 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> tuple[h5py.Dataset
     guard = Guard(study.reader.path, study.reader.trusted)
     try:
         item = guard.find(file, name)
+        if isinstance(item, h5py.Group) and CODES in item:  # categories, as AnnData and pandas keep them
+            name = f"{name}/{CODES}"
+            item = guard.find(file, name)
         if not isinstance(item, h5py.Dataset):
             return None, ""
         guard.check_field(item, name)
