@@ -124,6 +124,11 @@ def test_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_places_where_no_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutputError, match=": is a folder: give the name of a file"):
         check_output(tmp_path, overwrite=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):  # or a device, which only root could lose
+        with pytest.raises(OutputError, match="is no regular file, and is not replaced by one"):
+            check_output(tmp_path / name, overwrite=True)
     with pytest.raises(OutputError, match=r"its folder .*none does not exist: make it first"):
         check_output(tmp_path / "none" / "x.h5", overwrite=True)
     with pytest.raises(OutputError, match="cannot be written: File name too long"), NewFile(tmp_path / ("x" * 250)):

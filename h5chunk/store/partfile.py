@@ -64,6 +64,8 @@ def check_output(path: Path, overwrite: bool) -> None:
     shown = printable(path)
     if path.is_dir():
         raise OutputError(f"{shown}: is a folder: give the name of a file")
+    if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be gone
+        raise OutputError(f"{shown}: is no regular file, and is not replaced by one: give another name")
     if os.path.exists(path) and not overwrite:
         raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
     if not path.parent.is_dir():
