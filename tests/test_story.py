@@ -330,7 +330,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 Story.TestCase.settings = settings(
-    max_examples=10,
+    max_examples=8,
     stateful_step_count=12,
     deadline=None,
     phases=[Phase.generate],  # a story that fails is told at its full length: to shorten one takes minutes

@@ -116,6 +116,18 @@ def test_a_damaged_index_of_chunks_is_no_crash(tmp_path: Path) -> None:
         assert outcome.ended == "" and (name == "info" or "images" in outcome.value), outcome
 
 
+def test_attributes_that_are_fewer_than_they_claim_are_no_crash(tmp_path: Path) -> None:
+    """HDF5 crashes when it lists them."""
+    [good] = torture_mutated.make_good(tmp_path, ["images, gzip"])
+    data = bytearray(good.data)
+    data[data.index(b"BTHD\0\x08") + 24] = 3  # of 11
+    assert reseal(data) == 1
+    good.path.write_bytes(data)
+    for look in torture_attacks.LOOKS.values():
+        [(_, outcome)] = in_children(look, [good.path])
+        assert outcome.ended == "", outcome
+
+
 @pytest.mark.parametrize("look", [h5chunk.info, h5chunk.verify, h5chunk.ChunkDataset])
 def test_a_group_that_cannot_be_listed(tmp_path: Path, look: Callable[[Path], object]) -> None:
     path = make_damaged(tmp_path / "a.h5", b"SNOD", 0, "earliest")
@@ -133,8 +145,8 @@ def test_attacks(tmp_path: Path) -> None:
 
 
 def test_flipped_bits(tmp_path: Path) -> None:
-    result = torture_flips.run(64, 0, tmp_path)
-    assert result.cases > 64 and not result.bad, result.bad
+    result = torture_flips.run(40, 0, tmp_path)
+    assert result.cases >= 40 and not result.bad, result.bad
 
 
 def test_flips_that_verify_misses_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +164,8 @@ def test_images(tmp_path: Path) -> None:
 
 
 def test_mutated_files(tmp_path: Path) -> None:
-    result = torture_mutated.run(100, 5, tmp_path)
-    assert result.cases == 100 and not result.bad, result.bad
+    result = torture_mutated.run(80, 5, tmp_path)
+    assert result.cases == 80 and not result.bad, result.bad
     assert result.counts["refused by all"] > 10
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import h5py
@@ -124,9 +125,12 @@ def _check_chunk_claims(
         )
 
 
-def check_attributes(item: h5py.HLObject, where: str) -> None:
-    """Raise FileError unless all attributes are small and of fixed-size types."""
-    for name in item.attrs:
+def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
+    """Raise FileError unless all attributes, or those of these names, are small and of fixed-size types.
+
+    To list all of them, HDF5 believes how many there are, and may crash; one is found by its name.
+    """
+    for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)
         if is_variable(attribute.get_type()):
             raise FileError(f"{where}: attribute {name!r} is of variable length: damaged, or not written by h5chunk")

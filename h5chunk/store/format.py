@@ -122,6 +122,10 @@ from h5chunk.store.guard import check_beside, damages
 
 FORMAT_VERSION = 1
 GROUP = "h5chunk"
+ATTRIBUTES = (
+    "format_version", "h5chunk_version", "kind", "num_samples", "chunk_samples", "window_chunks", "rdcc_nslots",
+    "rdcc_nbytes", "rdcc_w0", "seed", "shuffled", "options",
+)  # fmt: skip
 LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
 ALIGNMENT_THRESHOLD = 64 << 10
@@ -333,7 +337,7 @@ def read_header(file: h5py.File) -> Header | None:
     FileError
         It is of a newer format, or what it says cannot be.
     """
-    check_beside(file, GROUP)
+    check_beside(file, GROUP, ATTRIBUTES)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
         return None

@@ -231,8 +231,8 @@ class Guard:
         return group[part]
 
 
-def check_beside(file: h5py.File, name: str) -> None:
-    """Look at the group that h5chunk keeps beside the data, before it is read.
+def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
+    """Look at the group that h5chunk keeps beside the data, and at those attributes, before they are read.
 
     Raises
     ------
@@ -247,7 +247,7 @@ def check_beside(file: h5py.File, name: str) -> None:
         group = None if link is None else file[name]
         if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
             return
-        check_attributes(group, shown)
+        check_attributes(group, shown, attributes)
         guard = Guard(file.filename)
         for inner, item in guard.walk(group):
             if isinstance(item, Refusal):
