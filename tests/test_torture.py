@@ -169,6 +169,8 @@ def test_mutated_files(tmp_path: Path) -> None:
     assert result.counts["refused by all"] > 10
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # destructors of torch's queues
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_killed_workers(tmp_path: Path) -> None:
     result = torture_workers.run_killed(3, 0, tmp_path)
     assert result.cases == 3 and not result.bad, result.bad
