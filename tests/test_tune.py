@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -36,6 +38,7 @@ from h5chunk.tools.repack_options import read_tuned
 from h5chunk.tools.tuneclock import Budget
 from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY, WIDTH
 from h5chunk.tools.tunesearch import TURNS, Options, Search
+from h5chunk.tools.tunestudy import BATCH_BYTES, SAMPLE_BYTES, most_samples
 from h5chunk.tools.tuneverify import verify_order
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
@@ -561,8 +564,12 @@ def test_plot(converted, tmp_path, monkeypatch):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     h5chunk.tune(converted, group_by="labels", plot=tmp_path / "b.svg", **QUICK)
     assert "samples/s" in (tmp_path / "b.svg").read_text() or (tmp_path / "b.svg").stat().st_size > 1000
-    with pytest.raises(OptionError, match="drawn"):
-        h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
+    with monkeypatch.context() as patched:  # before anything is measured
+        patched.setattr("h5chunk.tools.tune.look_at_file", None)
+        with pytest.raises(OptionError, match="drawn"):
+            h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
+        with pytest.raises(OutputError, match="does not exist"):
+            h5chunk.tune(path, plot=tmp_path / "none" / "a.png", **QUICK)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OptionError, match="plot"):
         h5chunk.tune(path, plot=tmp_path / "a.png", **QUICK)
@@ -650,6 +657,62 @@ def test_predicting_takes_a_part_of_the_budget(tmp_path, monkeypatch):
     path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
     h5chunk.tune(path, **QUICK | {"batch_size": 1, "budget_s": 1e-6})
     assert replayed.count(1) > 4 and replayed.count(N) < 4  # but for what the table shows
+
+
+def limited(num_bytes: int, code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code where no file may have more bytes than this."""
+    limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, {num_bytes}))\n"
+    return subprocess.run([sys.executable, "-c", limit + code], capture_output=True, text=True, timeout=120)
+
+
+def test_a_full_temporary_disk(tmp_path, class_folder):
+    """Costs the measurements that need it; a source, of which there is nothing else, is an error that says what."""
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    code = (
+        "import h5chunk, sys\n"
+        "options = {'budget_s': 0.3, 'batch_size': 32, 'workers': [0]}\n"
+        f"found = h5chunk.tune({str(path)!r}, **options)\n"
+        "assert found.row('today').measured_rate and not any(each['measured_rate'] for each in found.candidates"
+        " if each['repack'])\n"
+        "print(found)\n"
+        f"h5chunk.tune({str(class_folder(count=100))!r}, **options)\n"
+    )
+    result = limited(20_000, code)
+    assert "note: other chunks are not measured" in result.stdout and "File too large" in result.stdout
+    assert "OutputError" in result.stderr and "set TMPDIR" in result.stderr, result.stderr
+
+
+def test_no_temporary_folder(converted, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent/folder")
+    with pytest.raises(OutputError, match="set TMPDIR"):
+        h5chunk.tune(converted, **QUICK)
+
+
+def test_a_source_that_the_temporary_disk_could_not_hold(class_folder, monkeypatch):
+    """Only a sample of it is written."""
+    usage = shutil.disk_usage("/")._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert h5chunk.tune(class_folder(count=50), **QUICK).num_samples == 50
+
+
+def test_large_samples_are_measured_on_fewer_than_a_batch():
+    assert most_samples(256, 100) == SAMPLE_BYTES // 100
+    assert most_samples(256, 4 << 20) == 256
+    assert most_samples(256, 100 << 20) == BATCH_BYTES // (100 << 20) < 256
+    assert most_samples(256, 10 << 30) == 1
+
+
+def test_what_only_a_source_can_have(converted, tmp_path, class_folder, monkeypatch):
+    with pytest.raises(OptionError, match="is no source of images"):
+        h5chunk.tune(converted, size=(10, 10), **QUICK)
+    with pytest.raises(OptionError, match=r"converted already, and tune takes one: give .*photos\.h5"):
+        (tmp_path / "shards").mkdir()
+        shutil.copy(converted, tmp_path / "shards")
+        h5chunk.tune(tmp_path / "shards", **QUICK)
+    monkeypatch.setattr("h5chunk.tools.tunesource.available_bytes", lambda: 1000)
+    with pytest.raises(OptionError, match=r"a sample is 368 bytes, but tune takes at most 250 bytes here"):
+        h5chunk.tune(class_folder(count=5), **QUICK)
 
 
 class Runners(Search):

@@ -219,6 +219,16 @@ def plan_convert(
     ------
     As `convert`, as far as a look at the source and at a few images shows it.
     """
+    plan = foresee_convert(source, path, **options)
+    if isinstance(plan, ConvertPlan):
+        check_room(Path(path), plan.num_bytes)
+    return plan
+
+
+def foresee_convert(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any
+) -> ConvertPlan | SparsePlan:
+    """As `plan_convert`, whether or not the disk has room for it."""
     call = inspect.signature(convert).bind(source, path, **options)
     call.apply_defaults()
     given = call.arguments
@@ -227,7 +237,6 @@ def plan_convert(
     job, shards = _prepare(**_of_images(given))
     specs = [each.spec() for each in shards or [job]]
     num_bytes = sum(spec.num_bytes for spec in specs)
-    check_room(job.path, num_bytes)
     layout = job.layout
     if shards:
         first = shards[0].layout

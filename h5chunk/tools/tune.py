@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from h5chunk.tools.tuneapply import apply_recommendation
 from h5chunk.tools.tuneclock import Budget, Progress
 from h5chunk.tools.tunemeasure import PlainLoop, measure_cold
 from h5chunk.tools.tunemodel import Model
-from h5chunk.tools.tuneoptions import check_numbers, check_unconverted, plain_cache, worker_numbers
+from h5chunk.tools.tuneoptions import check_converted, check_numbers, check_unconverted, plain_cache, worker_numbers
 from h5chunk.tools.tuneplot import check_plot
 from h5chunk.tools.tuneplot import plot as draw
 from h5chunk.tools.tuneprobe import probe
@@ -37,7 +36,7 @@ from h5chunk.tools.tunereport import Recommendation, TuneRow
 from h5chunk.tools.tunerows import commands_for, plain_row, table, triple
 from h5chunk.tools.tunesearch import Options, Search
 from h5chunk.tools.tunesource import is_source, look_at_source
-from h5chunk.tools.tunestudy import Study, look_at_file
+from h5chunk.tools.tunestudy import Study, look_at_file, temporary_folder
 from h5chunk.tools.tuneverify import verify_order
 
 MEMORY_BYTES = 4 << 30
@@ -115,13 +114,14 @@ def tune(
 
     check_device(device)
     if plot is not None:
-        check_plot()
+        check_plot(plot)
     budget = Budget(budget_s, progress)
-    with tempfile.TemporaryDirectory(prefix="h5chunk-tune-") as folder:
+    with temporary_folder() as folder:
         if is_source(source):
             check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields, trusted=trusted)
             study = look_at_source(source, batch_size=batch_size, size=size, folder=Path(folder), budget=budget)
         else:
+            check_converted(source, size)
             named = field_mapping(fields)
             study = look_at_file(
                 source, named, batch_size=batch_size, group_by=group_by, folder=Path(folder), trusted=trusted
@@ -163,21 +163,12 @@ def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
     chosen, enough = search.choose(), True
     if chosen is None:
         enough = False
-        chosen = _nearest(search)
+        chosen = search.nearest()
     in_place = search.choose([each for each in search.settings if not each.repack])
     kept = search.settings[0] if in_place is None else in_place.setting
     if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
         chosen = in_place
     return chosen, kept, enough
-
-
-def _nearest(search: Search) -> Candidate:
-    """Where nothing is allowed: of what fits in memory the one that mixes best, else the one that takes least."""
-    candidates = [search.candidate(each) for each in search.settings]
-    if not search.anything_fits:
-        return min(candidates, key=lambda each: each.memory_bytes)
-    fitting = [each for each in candidates if each.memory_bytes <= search.options.memory_bytes]
-    return max(fitting, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
 
 
 def _report(
@@ -254,6 +245,7 @@ def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
         if (
             search.budget.has(COLD_SHARE)
             and search.study.converted
+            and setting in search.rates
             and search.candidate(setting).memory_bytes <= search.options.memory_bytes
         ):
             found[setting] = measure_cold(

@@ -104,9 +104,7 @@ def measure_cold(study: Study, setting: Setting, device: str, budget: Budget, se
                 os.fsync(file.fileno())  # what is not on disk yet cannot be dropped
             reads.drop([(0, path.stat().st_size)])
     except NotMeasured as reason:
-        note = f"not measured from the disk: {reason}"
-        if note not in study.notes:
-            study.notes.append(note)
+        study.note(f"not measured from the disk: {reason}")
         return None
     finally:
         reads.close()

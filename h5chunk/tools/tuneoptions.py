@@ -33,6 +33,12 @@ def check_unconverted(source: str | os.PathLike[str], **asked: object) -> None:
             raise OptionError(f"{name} is {value!r}, but {printable(source)} is not converted yet: leave it out")
 
 
+def check_converted(source: str | os.PathLike[str], size: object) -> None:
+    """Raise OptionError for what only a source can have."""
+    if size is not None:
+        raise OptionError(f"size is {size!r}, but {printable(source)} is no source of images: leave it out")
+
+
 def worker_numbers(workers: Sequence[int] | None) -> tuple[int, ...]:
     """Numbers of workers, each once."""
     if workers is None:

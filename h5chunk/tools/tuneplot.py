@@ -12,12 +12,18 @@ from h5chunk.plan.settings import Setting
 from h5chunk.tools.tunereport import CHOSEN, TODAY, Recommendation
 
 
-def check_plot() -> None:
-    """Raise OptionError where matplotlib is missing: before anything is measured."""
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raise as `plot` does, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise OptionError('plot needs matplotlib, which is missing: pip install "h5chunk[plot]"') from None
+    path, kinds = Path(path), FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise OptionError(f"{printable(path)}: cannot be drawn: its ending is none of {', '.join(sorted(kinds))}")
+    if not path.parent.is_dir():
+        raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: make it first")
 
 
 def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
@@ -36,7 +42,7 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
     OutputError
         The picture cannot be written.
     """
-    check_plot()
+    check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")

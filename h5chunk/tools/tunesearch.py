@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from h5chunk.errors import OutputError
 from h5chunk.plan.choose import Candidate, allowed, choose
 from h5chunk.plan.settings import Setting
 from h5chunk.plan.turns import rates_in_turns
@@ -108,6 +109,12 @@ class Search:
         if self.model.memory(setting) > self.options.memory_bytes or first_s > FIRST_SHARE * self.budget.seconds:
             self.left_out.add(setting)
             return None
+        try:
+            self.study.path_of(setting, self.budget)
+        except OutputError as error:  # what needs no new file can still be measured
+            self.study.note(f"other chunks are not measured: {error}")
+            self.left_out.add(setting)
+            return None
         rate = measure(self.study, setting, self.options.device, self.budget, part * self.budget.slice_s)
         self.model.learn(setting, rate)
         self.rates.setdefault(setting, []).append(rate)
@@ -196,6 +203,14 @@ class Search:
             if found is not None:
                 return found
         return None
+
+    def nearest(self) -> Candidate:
+        """Where nothing is allowed: of what fits in memory the one that mixes best, else the one that takes least."""
+        candidates = [self.candidate(each) for each in self.settings]
+        if not self.anything_fits:
+            return min(candidates, key=lambda each: each.memory_bytes)
+        fitting = [each for each in candidates if each.memory_bytes <= self.options.memory_bytes]
+        return max(fitting, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
 
     @property
     def anything_fits(self) -> bool:

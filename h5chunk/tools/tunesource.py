@@ -9,16 +9,18 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.plan.cache import ChunkGrid
+from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.settings import Facts
 from h5chunk.plan.sparse import index_dtype, plan_csr
 from h5chunk.store.reader import H5Reader
-from h5chunk.tools.convert import convert, plan_convert
+from h5chunk.tools.convert import convert, foresee_convert
+from h5chunk.tools.limits import available_bytes
 from h5chunk.tools.report import ConvertPlan
 from h5chunk.tools.report_sparse import SparsePlan
 from h5chunk.tools.tuneclock import Budget
-from h5chunk.tools.tunestudy import SAMPLE_BYTES, Study, look_at_file, write_rows
+from h5chunk.tools.tunestudy import SAMPLE_BYTES, Study, look_at_file, most_samples, write_rows
 
 CONVERT_SHARE = 0.25  # of the budget: a sparse source that takes less is converted as a whole
 RANDOM_BYTES = 16 << 20  # of pixels, which are used again and again: what they are changes no rate
@@ -53,10 +55,16 @@ def look_at_source(
     Raises
     ------
     SourceError, SampleError, OptionError
-        As `h5chunk.plan_convert`.
+        As `h5chunk.plan_convert`, but for the room on the disk.
+    OutputError
+        There is no room for a sample of it.
     """
     options = {} if size is None else {"size": size, "fit": "stretch"}
-    plan = plan_convert(source, folder / "plan.h5", **options)
+    try:
+        plan = foresee_convert(source, folder / "plan.h5", **options)
+    except SourceError:
+        _check_files(Path(source))
+        raise
     if isinstance(plan, SparsePlan):
         study = _sparse(source, plan, batch_size, folder, budget)
     else:
@@ -66,13 +74,25 @@ def look_at_source(
     return study
 
 
+def _check_files(folder: Path) -> None:
+    """Raise OptionError for a folder of files that are converted already."""
+    if folder.is_dir() and (found := sorted(each for each in folder.glob("*.h5") if h5py.is_hdf5(each))):
+        raise OptionError(
+            f"{printable(folder)}: holds files that are converted already, and tune takes one: give "
+            f"{printable(found[0])}, whose window and cache will do for files like it"
+        )
+
+
 def _images(plan: ConvertPlan, batch_size: int, folder: Path) -> Study:
     """Random pixels, and the other fields, in the chunks that convert would choose."""
     layout, shape = plan.layout, tuple(plan.sample_shape)
     dtypes = {name: np.dtype(dtype) for name, dtype in plan.fields.items()}
     shapes = {name: shape if name == "images" else () for name in dtypes}
     sample_bytes = sum(int(np.prod(shapes[name])) * dtype.itemsize for name, dtype in dtypes.items())
-    count = max(1, min(plan.num_samples, max(batch_size, SAMPLE_BYTES // sample_bytes)))
+    if (room := available_bytes() // 4) < sample_bytes:
+        size, limit = human_bytes(sample_bytes), human_bytes(room)
+        raise OptionError(f"a sample is {size}, but tune takes at most {limit} here: give a smaller --size (size=)")
+    count = min(plan.num_samples, most_samples(batch_size, sample_bytes))
     few = max(1, min(count, RANDOM_BYTES // sample_bytes))
     rng = np.random.default_rng(0)
     rows = {

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, printable
+from h5chunk.errors import FieldError, H5ChunkError, OptionError, OutputError, printable
 from h5chunk.plan.settings import Facts, Setting
 from h5chunk.store.direct import NotDirect, direct_field
 from h5chunk.store.fields import Field
 from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
 from h5chunk.store.guard import Guard, Trusted
 from h5chunk.store.matrixfield import MatrixField
+from h5chunk.store.partfile import reason_of
 from h5chunk.store.reader import H5Reader
 from h5chunk.tools.limits import available_bytes
 from h5chunk.tools.repack_fields import is_anndata
 from h5chunk.tools.tuneclock import Budget
 
 SAMPLE_BYTES = 384 << 20  # that are measured: the same samples as they lie and laid out anew
+BATCH_BYTES = 4 * SAMPLE_BYTES  # of a batch: if it has more, a part of one is measured
 SAMPLE_SHARE = 0.12  # of the budget, in which they are read
 PIECE_BYTES = 32 << 20
 DENSE_BYTES = 4  # of a number of a row made dense
@@ -91,6 +95,11 @@ class Study:
         fields = {name: f"f{number}" for number, name in enumerate(self.fields)}
         return self.made[setting.chunk_samples], fields, self.sample_count
 
+    def note(self, text: str) -> None:
+        """Say something, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     @property
     def fits_memory(self) -> bool:
         """Whether the page cache can hold what is stored."""
@@ -102,7 +111,29 @@ class Study:
         """Samples that are measured: those in the page cache, as far as there is room for a second layout of them."""
         if self.facts.fixed and self.converted:
             return self.num_measured
-        return max(1, min(self.num_measured, max(self.facts.batch_size, SAMPLE_BYTES // self.facts.sample_bytes)))
+        return min(self.num_measured, most_samples(self.facts.batch_size, self.facts.sample_bytes))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """For samples that are laid out anew; it goes with them.
+
+    Raises
+    ------
+    OutputError
+        There is no place for it.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise OutputError(f"no temporary folder can be made: {error.strerror}: set TMPDIR") from None
+    with made as folder:
+        yield folder
+
+
+def most_samples(batch_size: int, sample_bytes: int) -> int:
+    """Samples that are laid out anew: a batch, if it is not very large, and more of small ones."""
+    return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
 def look_at_file(
@@ -227,7 +258,25 @@ def read_rows(reader: H5Reader, num_samples: int, budget: Budget) -> dict[str, n
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    """A file of ours with these samples, again and again until there are enough: uncompressed bytes are read alike."""
+    """A file of ours with these samples, again and again until there are enough: uncompressed bytes are read alike.
+
+    Raises
+    ------
+    OutputError
+        It cannot be written.
+    """
+    try:
+        _write_rows(path, rows, num_samples, chunk_samples)
+    except (OSError, RuntimeError) as error:  # HDF5 has its own for a full disk
+        path.unlink(missing_ok=True)
+        if isinstance(error, H5ChunkError):
+            raise
+        raise OutputError(
+            f"{printable(path.parent)}: samples cannot be laid out there: {reason_of(error)}: free some, or set TMPDIR"
+        ) from None
+
+
+def _write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
     chunk_samples = min(chunk_samples, num_samples)
     specs = [FieldSpec(f"f{i}", each.shape[1:], each.dtype) for i, each in enumerate(rows.values())]
     numbers = {"num_samples": num_samples, "chunk_samples": chunk_samples, "window_chunks": 1}
