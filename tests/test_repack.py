@@ -274,6 +274,8 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
     ({"memory_bytes": 8 << 20, "shuffle": True}, "a permutation of 400000 samples takes"),
     ({"chunk_samples": 0}, "chunk_samples is 0"),
     ({"window": 0}, "window is 0"),
+    ({"window": 1 << 63}, "window is 9223372036854775808: give at most 9223372036854775807"),
+    ({"cache": (1 << 63, 0, 0.0)}, "give numbers of at most 9223372036854775807"),
     ({"seed": -1}, "seed is -1"),
     ({"compression": "brotli"}, "compression is 'brotli': give one of none, gzip, lzf, zstd, lz4, blosc"),
     ({"compression": "gzip:10"}, "levels of gzip are 0 to 9"),

@@ -73,7 +73,7 @@ def read_recommendation(
         return window_chunks, CacheSettings.of(found["cache"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OptionError) as error:
         raise FileError(
-            f"{printable(sidecar)}: damaged: {error}: delete it, or have h5chunk tune --apply write it anew"
+            f"{printable(sidecar)}: damaged: {error}: delete it; h5chunk tune --apply makes a new one"
         ) from None
 
 

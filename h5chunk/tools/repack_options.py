@@ -18,6 +18,7 @@ from h5chunk.store.codecs import GZIP, LZF
 from h5chunk.store.replica import Filter
 
 MEMORY_BYTES = 1 << 30
+MAX_COUNT = (1 << 63) - 1  # that a file can keep
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
 _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
 
@@ -46,6 +47,8 @@ class RepackOptions:
     def __post_init__(self) -> None:
         for name in ("chunk_samples", "window"):
             _check_count(name, getattr(self, name))
+        if self.cache is not None and max(self.cache.nslots, self.cache.nbytes) > MAX_COUNT:
+            raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_COUNT}")
         if not 0 <= self.seed < 1 << 64:
             raise OptionError(f"seed is {self.seed}: give a number from 0 to {(1 << 64) - 1}")
         check_memory(self.memory_bytes, 0)
@@ -145,6 +148,8 @@ def read_tuned(path: str | os.PathLike[str]) -> Tuned:
 def _check_count(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise OptionError(f"{name} is {_shown(value)}: give a whole number, at least 1")
+    if value is not None and value > MAX_COUNT:
+        raise OptionError(f"{name} is {_shown(value)}: give at most {MAX_COUNT}")
 
 
 def _cache(value: Any) -> CacheSettings:
