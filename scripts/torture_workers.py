@@ -156,8 +156,9 @@ def _stopped(result: Result, rng: random.Random, path: Path, strategy: str) -> N
     torch.multiprocessing.set_sharing_strategy(strategy)
     signal.signal(signal.SIGALRM, _wake)
     try:
-        loader = _data_loader(path, TIMEOUT_S)
+        loader = _data_loader(path, ALL_S)  # workers may take long to start on a busy machine
         batches, workers = _some(loader, rng)
+        loader._iterator._timeout = TIMEOUT_S
         victim = rng.choice(workers)
         os.kill(victim, signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, WATCH_S)
