@@ -1,6 +1,6 @@
 """Torture h5chunk: damaged and hostile files, flipped bits, killed processes, random sequences of operations.
 
-    python scripts/torture.py --json FILE        # all of it, about an hour on 2 cores; Linux, pip install ".[test]"
+    python scripts/torture.py --json FILE        # all of it, about 40 minutes on 2 cores; Linux, pip install ".[test]"
     python scripts/torture.py --quick            # a few minutes
     python scripts/torture.py --only mutated attacks --seed 7
 
