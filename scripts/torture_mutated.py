@@ -8,7 +8,6 @@ that values are wrong, but the rest holds.
 
 from __future__ import annotations
 
-import inspect
 import mmap
 import re
 import struct
@@ -197,15 +196,12 @@ def by_ranges(path: Path, **options: Any) -> list[np.ndarray]:
         return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
 
 
-CHECKED = {"checksums": "always"}
 READERS: dict[str, Callable[[Path], list[np.ndarray]]] = {
     "h5py": through_hdf5,
     "direct": by_ranges,
+    "h5py, checked": partial(through_hdf5, checksums="always"),
+    "direct, checked": partial(by_ranges, checksums="always"),
 }
-if "checksums" in inspect.signature(h5chunk.ChunkDataset).parameters:
-    READERS["h5py, checked"] = lambda path: through_hdf5(path, **CHECKED)
-if "checksums" in inspect.signature(h5chunk.ChunkLoader).parameters:
-    READERS["direct, checked"] = lambda path: by_ranges(path, **CHECKED)
 
 
 def _read(read: Callable[[Path], list[np.ndarray]], path: Path, good: Good) -> str:
