@@ -481,3 +481,28 @@ def test_convert_takes_the_chunk_size_that_a_tuner_found(class_folder: Callable[
     (tmp_path / "tuned.json").write_text('{"chunk_samples": 0}')
     result = run("convert", folder, tmp_path / "c.h5", "--tuned", tmp_path / "tuned.json")
     assert result.exit_code == 1 and "chunk_samples is 0" in result.stderr
+
+
+# --------------------------------------------------------------------------------------------------------- checksums
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"chunk_samples": 7}, {"compression": "gzip"}])
+@pytest.mark.parametrize("damaged", ["images", "names"])
+def test_damaged_values_get_no_new_checksums(tmp_path: Path, damaged: str, options: dict[str, Any]) -> None:
+    source, again = tmp_path / "ours.h5", tmp_path / "again.h5"
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file["images"] = np.random.default_rng(0).integers(0, 256, (90, 20, 10), np.uint8)
+        file["names"] = np.arange(90)
+    repack(tmp_path / "theirs.h5", source, window=2, chunk_samples=10)
+    repack(source, again, **options)
+    with h5py.File(source) as file:
+        place = file[damaged].id.get_chunk_info(3).byte_offset + 5
+    with source.open("r+b") as raw:
+        raw.seek(place)
+        byte = raw.read(1)[0]
+        raw.seek(place)
+        raw.write(bytes([byte ^ 4]))
+    check_refused(source, FileError, f"chunk 3 of {damaged!r} does not match its checksum", **options)
+    with h5py.File(source, "r+") as file:
+        del file[f"h5chunk/checksums/{damaged}"]
+    repack(source, tmp_path / "out" / "out.h5", overwrite=True, **options)

@@ -17,6 +17,7 @@ from h5chunk.store.format import read_header
 from h5chunk.store.newfile import NewFile, check_output
 from h5chunk.store.rewrite import NewOrder
 from h5chunk.store.survey import Survey, damages, survey_file
+from h5chunk.tools.repack_check import bytes_to_check, check_moved
 from h5chunk.tools.repack_fields import find_samples, is_anndata
 from h5chunk.tools.repack_header import plan_header
 from h5chunk.tools.repack_options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
@@ -49,7 +50,8 @@ def repack(
     A field is a dataset of fixed-size elements whose first axis is as long as that of the main one: ``images``, ``X``
     of AnnData, or the largest; or those that are named. Fields get chunks of whole samples, uncompressed unless asked
     for. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups, attributes, links,
-    references and dimension scales are kept as they are.
+    references and dimension scales are kept as they are. Of a file that has checksums, what gets new ones is compared
+    with those first.
 
     Parameters
     ----------
@@ -118,8 +120,10 @@ def _repack(
     survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda _: None, source.shown)
     samples = plan.samples
     order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
+    told = telling(plan, survey, progress, bytes_to_check(plan, survey))
+    check_moved(plan, survey, source, told)
     with NewFile(path, options.overwrite) as new:
-        run = Run(source, survey, plan, order, new, telling(plan, survey, progress))
+        run = Run(source, survey, plan, order, new, told)
         lost = run.create()
         with new.flusher():
             run.move_all()

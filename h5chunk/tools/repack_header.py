@@ -89,7 +89,7 @@ def plan_header(
     if header is None and any(node.path == GROUP.encode() for node in survey.nodes):
         raise FileError(f"{shown}: has a group /{GROUP} that h5chunk did not write: rename it")
     new = NewHeader(_attributes(header, layout, options))
-    if options.shuffle and header is None:
+    if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
         new.tables["source_index"] = ((samples.num_samples,), np.dtype(np.int64))
     return new
 

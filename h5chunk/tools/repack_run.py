@@ -59,11 +59,11 @@ class Source:
             raise FileError(f"{self.shown}: changed while it was read: start again")
 
 
-def telling(plan: RepackPlan, survey: Survey, progress: Progress | None) -> Callable[[int], None]:
-    """What to tell of bytes that were moved or copied."""
+def telling(plan: RepackPlan, survey: Survey, progress: Progress | None, checked_bytes: int) -> Callable[[int], None]:
+    """What to tell of bytes that were checked, moved or copied."""
     moved = {move.facts.path for move in plan.moves}
     copied = sum(facts.stored_bytes for path, facts in survey.datasets.items() if path not in moved)
-    done, total = 0, plan.moved_bytes + copied
+    done, total = 0, checked_bytes + plan.moved_bytes + copied
 
     def told(num_bytes: int) -> None:
         nonlocal done
