@@ -329,6 +329,23 @@ def test_no_files(tmp_path: Path) -> None:
         ChunkDataset([tmp_path / "nothing.h5", tmp_path / "a.h5"])
 
 
+def test_a_folder_must_have_all_its_shards(paths: list[Path], tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in (0, 2):
+        shutil.copy(paths[number], folder / f"set-0000{number}-of-00003.h5")
+    with pytest.raises(FileError, match=r"shards: shard set-00001-of-00003.h5 is missing: bring it back, or"):
+        h5chunk.ChunkLoader(folder, 4)
+    assert "not one data set" in str(h5chunk.info(folder))
+    there = len(h5chunk.ChunkDataset(folder / "*.h5"))  # asked for by name
+    assert there == len(h5chunk.ChunkDataset(sorted(folder.iterdir()))) > 0
+    shutil.copy(paths[1], folder / "set-00001-of-00003.h5")
+    assert len(h5chunk.ChunkDataset([folder])) > there
+    shutil.copy(paths[1], folder / "set-00000-of-00001.h5")
+    with pytest.raises(FileError, match="there are shards of 'set' out of 1, 3: keep those of one set"):
+        h5chunk.ChunkDataset([folder])
+
+
 def test_a_file_twice(paths: list[Path], tmp_path: Path) -> None:
     (tmp_path / "link.h5").symlink_to(paths[1])
     with pytest.raises(OptionError, match=r"link.h5: the same file as .*s1.h5: name it once; .* weights"):

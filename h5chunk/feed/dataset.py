@@ -52,7 +52,7 @@ class ChunkDataset(Dataset[Any]):
     path : path or sequence of paths
         A file; or several as one data set, whose samples are numbered file after file: a folder or a pattern such as
         ``shards/*.h5``, by name with numbers in it by their value, or a list, in its order. Their fields must agree,
-        and so must the classes that labels stand for; their chunks may differ.
+        and so must the classes that labels stand for; their chunks may differ. A folder that lacks a shard is an error.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if there are any.

@@ -16,6 +16,7 @@ from h5chunk.store.checksums import OFF
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.guard import Trusted
 from h5chunk.store.reader import H5Reader
+from h5chunk.store.shardnames import missing_shards, wrong_counts
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
@@ -32,7 +33,7 @@ def open_reader(
     ----------
     path : path or sequence of paths
         A file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or several of
-        these, in this order.
+        these, in this order. A folder of shards must have all of one set: name some of them by a pattern or a list.
     fields : mapping of str to str, optional
     trusted, checksums
         As for `H5Reader`.
@@ -40,13 +41,14 @@ def open_reader(
     Raises
     ------
     FileError
-        There is none, or one of them cannot be opened.
+        There is none, one of them cannot be opened, or a folder has not all its shards.
     FieldError
         Fields of the files differ.
     OptionError
         A file comes twice, or has no checksums although they shall be checked.
     """
     files = list_files(path)
+    _check_shards(path)
     if len(files) == 1:
         return H5Reader(files[0], fields, trusted=trusted, checksums=checksums)
     return FileSet(files, fields, _name(path, files), trusted=trusted, checksums=checksums)
@@ -77,6 +79,24 @@ def list_files(path: Paths) -> list[Path]:
         if isinstance(error, FileError):
             raise
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+
+
+def _check_shards(path: Paths) -> None:
+    """Raise FileError if a folder has a part of a set of shards, or of several ones of one name."""
+    if not isinstance(path, (str, os.PathLike)):
+        for each in path:
+            _check_shards(each)
+        return
+    if not Path(path).is_dir():
+        return
+    names = [file.name for file in list_files(path)]
+    remedy = "bring it back, or name those to read by a pattern or a list"
+    missing = list(missing_shards(names))
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise FileError(f"{printable(path)}: shard {printable(missing[0])}{more} missing: {remedy}")
+    if wrong := next(wrong_counts(names), None):
+        raise FileError(f"{printable(path)}: {wrong}")
 
 
 def _list_files(path: Path) -> list[Path]:

@@ -16,11 +16,10 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.store.files import Paths, list_files
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import opened, read_header
-from h5chunk.store.newfolder import shard_name
+from h5chunk.store.shardnames import NUMBERED, missing_shards, shard_numbers, wrong_counts
 from h5chunk.tools.verify_report import VerifyReport
 
 SHOWN = 20  # whole files and missing ones in what people read; JSON has all
-NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 Progress = Callable[[str, int, "int | None"], None]
 
@@ -113,8 +112,9 @@ def verify_folder(
     for file, size in zip(files, sizes, strict=True):
         reports.append(_check(file, check, _of_all(progress, done, sum(sizes))))
         done += size
-    missing = tuple(_missing([file.name for file in files]))
-    problems = [*_counts(files), *_numbers(files)]
+    names = [file.name for file in files]
+    missing = tuple(missing_shards(names))
+    problems = [*wrong_counts(names), *_numbers(files)]
     if not missing and all(each.ok for each in reports):
         problems += _disagreements(files, name)
     return FolderReport(printable(name), tuple(reports), missing, tuple(problems), time.perf_counter() - started)
@@ -149,37 +149,6 @@ def _check(
         )
 
 
-def _sets(names: list[str]) -> dict[tuple[str, int], set[int]]:
-    """Numbers of the shards that are there, by name and number of shards.
-
-    >>> _sets(["a-00001-of-00003.h5", "other.h5"])
-    {('a', 3): {1}}
-    """
-    found: dict[tuple[str, int], set[int]] = {}
-    for name in names:
-        if match := NUMBERED.fullmatch(name):
-            found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    return found
-
-
-def _missing(names: list[str]) -> Iterator[str]:
-    """Names of shards that others say there are."""
-    for (name, count), there in sorted(_sets(names).items()):
-        yield from (shard_name(name, number, count) for number in range(count) if number not in there)
-
-
-def _counts(files: list[Path]) -> Iterator[str]:
-    """Shards of one name that were packed several times, and numbers that cannot be."""
-    sets = _sets([file.name for file in files])
-    for name in sorted({name for name, _ in sets}):
-        counts = sorted(count for other, count in sets if other == name)
-        if len(counts) > 1:
-            yield f"there are shards of {printable(name)!r} out of {', '.join(map(str, counts))}: keep those of one set"
-    for (name, count), there in sorted(sets.items()):
-        for number in sorted(number for number in there if number >= count):
-            yield f"{printable(shard_name(name, number, count))} has a number that {count} shards do not have"
-
-
 def _numbers(files: list[Path]) -> Iterator[str]:
     """Files whose names say other than they do themselves."""
     for file in files:
@@ -202,7 +171,7 @@ def _said(file: Path) -> tuple[int, int] | None:
 
 def _disagreements(files: list[Path], path: Path) -> Iterator[str]:
     """Why the shards of a set cannot be read as one."""
-    for name, count in sorted(_sets([file.name for file in files])):
+    for name, count in sorted(shard_numbers([file.name for file in files])):
         shards = [file for file in files if (match := NUMBERED.fullmatch(file.name)) and _of_set(match, name, count)]
         if len(shards) < 2:
             continue
