@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import pytest
 
 import h5chunk
 from h5chunk.errors import FileError
+from h5chunk.store.reader import H5Reader
+from h5chunk.tools.reads import locate
+from h5chunk.tools.verify import verify
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -114,6 +118,18 @@ def test_a_damaged_index_of_chunks_is_no_crash(tmp_path: Path) -> None:
     for name, look in torture_attacks.LOOKS.items():
         [(_, outcome)] = in_children(look, [path])
         assert outcome.ended == "" and (name == "info" or "images" in outcome.value), outcome
+
+
+def test_objects_are_told_apart_without_what_hdf5_crashes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`h5o.get_info` reads the indexes of chunks and of attributes: a damaged one is a segmentation fault."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=np.ones((40, 9), "u1"), chunks=(4, 9))
+        file["group/labels"] = np.arange(40)
+    monkeypatch.delattr(h5py.h5o, "get_info")
+    assert verify(path).ok
+    with closing(H5Reader(path)) as reader:
+        assert locate(reader).num_samples == 40
 
 
 def test_attributes_that_are_fewer_than_they_claim_are_no_crash(tmp_path: Path) -> None:

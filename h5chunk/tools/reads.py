@@ -20,6 +20,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.chunktable import list_chunks
+from h5chunk.store.claims import same_file
 from h5chunk.store.fields import Field
 from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import opened
@@ -130,7 +131,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
     """Offsets, sizes and first samples of a field's chunks; runs of so many rows if it has none."""
     dataset = file[field.dataset]
     properties = dataset.id.get_create_plist()
-    elsewhere = h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
+    elsewhere = not same_file(dataset, file)
     plain = properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
     if elsewhere or not plain or (dataset.chunks is None and properties.get_external_count()):
         raise NotMeasured(f"the bytes of field {field.name!r} lie in other files, or in the file's header")

@@ -18,6 +18,7 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.rowreads import find_reads
 from h5chunk.plan.selections import find_row_accesses
 from h5chunk.store.chunktable import ChunkTable, list_chunks
+from h5chunk.store.claims import same_file
 from h5chunk.store.format import opened
 from h5chunk.store.matrixfield import MatrixField
 from h5chunk.store.reader import H5Reader
@@ -80,7 +81,7 @@ def verify_order(reader: H5Reader, order: Order, cache: CacheSettings, seconds: 
         return Verified(0, 0, 0, 0, 0, 0, triple, f"{what} not read through the chunk cache: there is nothing to count")
     with opened(reader.path) as file:
         dataset = file[main.dataset]
-        elsewhere = h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
+        elsewhere = not same_file(dataset, file)
         table = list_chunks(dataset)
     if elsewhere:
         return Verified(0, 0, 0, 0, 0, 0, triple, "the data lie in another file, of which no reads are counted")

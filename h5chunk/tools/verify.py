@@ -17,6 +17,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.store.checks import MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
+from h5chunk.store.claims import same_file
 from h5chunk.store.csr import MATRIX
 from h5chunk.store.files import Paths, list_files
 from h5chunk.store.fill import available_cores
@@ -150,7 +151,7 @@ class _Job:
 def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
     """Look at the structure of everything, and say what is to be read."""
     job = _Job(path, read_header(file))
-    guard, here = Guard(path, trusted), h5py.h5o.get_info(file.id).fileno
+    guard = Guard(path, trusted)
     found: dict[str, h5py.Dataset] = {}
     for name, item in guard.walk(file):
         if isinstance(item, Refusal):
@@ -159,7 +160,7 @@ def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
         try:
             if not (job.header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
                 guard.check_field(item, name)
-            if h5py.h5o.get_info(item.id).fileno != here:
+            if not same_file(item, file):
                 job.notes.append(f"{name!r} lies in another file: check that one")
                 continue
             found[name] = item
