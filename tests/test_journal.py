@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_full_disk_ends_it_and_nothing_else(tmp_path: Path, monkeypatch: pytes
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "j").symlink_to("victim")
-    with pytest.raises(OutputError, match="j: cannot be written"):
+    with pytest.raises(OutputError, match="j: is a link"):
         read(tmp_path / "j")
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
@@ -116,3 +117,23 @@ def test_keys_differ_with_all_that_they_are_made_of() -> None:
     keys = [key_of({"a": 1}), key_of({"a": 2}), key_of({"a": 1}, [b"x", b"y"]), key_of({"a": 1}, [b"xy"])]
     assert len({*keys, key_of({"a": 1}, [b"xy", b""])}) == 5
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.mkdir(), "cannot be written: Is a directory"),
+        (lambda path: path.symlink_to("precious"), "j: is a link, which is not written through: remove it"),
+        (os.mkfifo, "j: is no regular file: remove it"),
+    ],
+)
+def test_what_is_no_file_is_neither_written_nor_waited_for(
+    tmp_path: Path, make: Callable[[Path], object], message: str
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+    make(tmp_path / "j")
+    journal = Journal(tmp_path / "j")
+    with pytest.raises(OutputError, match=message):
+        journal.open("key")
+    journal.remove()
+    assert (tmp_path / "precious").read_text() == "precious"

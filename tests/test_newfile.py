@@ -21,6 +21,7 @@ import h5chunk.store.newfile as newfile_module
 from h5chunk.errors import OutputError
 from h5chunk.store.format import FieldSpec, FileSpec
 from h5chunk.store.newfile import NewFile, check_output, write_at
+from h5chunk.store.newfolder import NewFolder
 
 
 def spec(num_samples: int = 10, height: int = 5) -> FileSpec:
@@ -182,10 +183,26 @@ def test_leftover_of_a_killed_writer_is_taken_over(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.h5"]
 
 
+def test_part_file_that_is_a_pipe_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".a.h5.h5chunk-part")
+    with pytest.raises(OutputError, match="h5chunk-part: is no regular file: remove it"), NewFile(tmp_path / "a.h5"):
+        raise AssertionError
+    assert os.listdir(tmp_path) == [".a.h5.h5chunk-part"]
+
+
+@pytest.mark.parametrize("length", [234, 240, 256])
+@pytest.mark.parametrize("new", [NewFile, NewFolder])
+def test_a_name_that_is_too_long(tmp_path: Path, new: type[NewFile] | type[NewFolder], length: int) -> None:
+    """With 233 there is room for what stands beside it."""
+    with pytest.raises(OutputError, match="cannot be written: File name too long"), new(tmp_path / ("x" * length)):
+        raise AssertionError
+    assert os.listdir(tmp_path) == []
+
+
 def test_part_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / ".x.h5.h5chunk-part").symlink_to("victim")
-    with pytest.raises(OutputError, match=r"x\.h5: cannot be written"), NewFile(tmp_path / "x.h5"):
+    with pytest.raises(OutputError, match=r"x\.h5\.h5chunk-part: is a link"), NewFile(tmp_path / "x.h5"):
         pass
     assert (tmp_path / "victim").read_bytes() == b"precious"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from h5chunk.errors import OutputError, printable
+from h5chunk.store.ownfile import open_own, remove_own
 
 
 class Journal:
@@ -58,8 +59,7 @@ class Journal:
             It cannot be opened.
         """
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._file = os.fdopen(os.open(self.path, flags, 0o666), "r+b", buffering=0)
+            self._file = os.fdopen(open_own(self.path, printable(self.path)), "r+b", buffering=0)
             records, end = _read(self._file)
             if records[:1] == [key]:
                 self.records = records[1:]
@@ -70,6 +70,8 @@ class Journal:
             self.data_path.unlink(missing_ok=True)
             self._file.truncate(0)
             self._file.seek(0)
+        except OutputError:
+            raise
         except OSError as error:
             raise OutputError(f"{printable(self.path)}: cannot be written: {error.strerror}") from None
         self._write(key)
@@ -101,8 +103,8 @@ class Journal:
         """Close it, and remove what is there, of whomever."""
         self.close()
         self.records, self._num_added = [], 0
-        self.data_path.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        remove_own(self.data_path)
+        remove_own(self.path)
 
 
 def _line(record: Any) -> bytes:

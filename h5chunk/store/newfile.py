@@ -23,6 +23,7 @@ from h5chunk.store.chunkwriter import ChunkWriter, StoredChunk
 from h5chunk.store.flusher import Flusher
 from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
 from h5chunk.store.journal import Journal
+from h5chunk.store.ownfile import open_own
 from h5chunk.store.partfile import (
     ROOM_BYTES,
     check_output,
@@ -85,14 +86,12 @@ class NewFile:
         shown = printable(self._path)
         while True:
             try:
-                descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                descriptor = open_own(self.part, shown)
             except IsADirectoryError:
                 raise OutputError(
                     f"{shown}: a folder of shards of that name is not finished: finish that, or remove "
                     f"{printable(self.part)}"
                 ) from None
-            except OSError as error:
-                raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
             lock(descriptor, shown)
             # The part file may have become the output between our opening and locking it.
             if self._is_part(descriptor):

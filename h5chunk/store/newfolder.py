@@ -18,7 +18,7 @@ from types import TracebackType
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.store.journal import Journal
-from h5chunk.store.partfile import is_kept, journal_path, lock, part_path
+from h5chunk.store.partfile import check_name, is_kept, journal_path, lock, part_path
 
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.h5")
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
@@ -166,6 +166,7 @@ class NewFolder:
 def check_folder(path: Path, overwrite: bool) -> None:
     """Raise OutputError unless a folder of shards can be made at ``path``."""
     shown = printable(path)
+    check_name(path)
     if os.path.lexists(path) and not path.is_dir():
         raise OutputError(f"{shown}: is a file, and shards make a folder: give another name, or remove it")
     there = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []

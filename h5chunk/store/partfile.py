@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -59,9 +60,20 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+def check_name(path: Path) -> None:
+    """Raise OutputError unless files can be named after ``path``, and it can be looked at."""
+    beside = journal_path(path)
+    try:
+        os.stat(beside.with_name(f"{beside.name}-data"))  # the longest of them
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+            raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}: give another name") from None
+
+
 def check_output(path: Path, overwrite: bool) -> None:
     """Raise OutputError unless a file can be made at ``path``."""
     shown = printable(path)
+    check_name(path)
     if path.is_dir():
         raise OutputError(f"{shown}: is a folder: give the name of a file")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be gone
