@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sparse_files import dense, write_10x, write_h5ad
 
+import h5chunk
 from h5chunk.errors import OptionError, SourceError
 from h5chunk.sources.sparse.block import looks_sparse, open_sparse
 from h5chunk.sources.sparse.hdf5 import GuardedFile, read_strings
@@ -230,3 +231,10 @@ def test_a_file_that_changed_is_noticed(tmp_path):
 def test_columns_are_no_option_of_anndata(tmp_path):
     with pytest.raises(OptionError, match=r"columns is .* read as h5ad, which has none"):
         open_sparse(write_h5ad(tmp_path / "m.h5ad", MATRIX), columns=("a", "b"))
+
+
+def test_codes_of_our_own_files_are_not_taken_for_values(tmp_path):
+    (tmp_path / "a.csv").write_text("u,i,r\n1,2,0.5\n2,3,4.5\n")
+    h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5")
+    with pytest.raises(SourceError, match=r"a\.h5: was written by h5chunk, which keeps values as codes"):
+        h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", format="h5ad")

@@ -39,7 +39,7 @@ class H5adSource:
     Raises
     ------
     SourceError
-        The file is damaged, has no such matrix, or its parts do not agree.
+        The file is damaged, has no such matrix, its parts do not agree, or h5chunk wrote it.
     """
 
     kind = "h5ad"
@@ -53,6 +53,11 @@ class H5adSource:
         self.categories: dict[str, list[str]] = {}
         self.ignored: dict[str, str] = {}
         with self._file.open() as root:
+            if "h5chunk" in root:
+                raise root.error(
+                    "was written by h5chunk, which keeps values as codes (value * scale): convert what it was made "
+                    "from, or lay it out anew with h5chunk repack"
+                )
             self._layout, self.shape, parts = self._matrix(root)
             self.num_bytes = sum(part.stored_bytes for part in parts)
             self.is_sorted_by_row = self._layout == "csr" or (self._layout == "dense" and parts[0].has_whole_rows())

@@ -102,7 +102,7 @@ class GuardedGroup:
         if kind.is_variable_str():
             file = Bytes(self._descriptor, self.owner.file_bytes, self.error)
             count = int(np.prod(attribute.shape))
-            address = h5py.h5o.get_info(self._group.id).addr
+            address = h5py.h5g.get_objinfo(self._group.id).objno[0]  # h5o.get_info crashes on damaged indexes
             value = attribute_bytes(file, address, name, count * POINTER.itemsize)
             strings = resolve(file, np.frombuffer(value, POINTER))
         else:
