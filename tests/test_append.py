@@ -137,6 +137,16 @@ def test_again_and_again(tmp_path: Path) -> None:
     assert [each["first_index"] for each in records] == np.cumsum([5, *(n % 4 + 1 for n in range(8))]).tolist()
 
 
+def test_what_was_appended_before_is_said(tmp_path: Path) -> None:
+    """As who runs a command again, not knowing that it was through, would have samples twice."""
+    path, more = make_file(tmp_path, 6), make_source(tmp_path / "new", range(5, 9))
+    for number, name in ((1, "class2/0005.png"), (4, "class0/0006.png")):
+        note = f"{number} of 4 new names, such as {name}, were in the file before: if they are the same images, these"
+        assert plan_append(path, more).notes[0].startswith(note)
+        assert append(path, more, workers=0).notes[0].startswith(note)
+    assert not any("before" in line for line in append(path, make_source(tmp_path / "n", range(9, 12))).notes)
+
+
 @pytest.mark.parametrize(("layout", "color"), [("nhwc", "rgb"), ("nchw", "gray"), ("nhwc", "keep")])
 def test_images_are_decoded_as_those_of_the_file(tmp_path: Path, layout: str, color: str) -> None:
     path = make_file(tmp_path, 6, layout=layout, color=color)

@@ -188,6 +188,7 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
     job, progress = addition.job, given["progress"]
     notify = given["notify"] or say_nothing
     carried = _telling("copy", addition.carried_bytes, progress)
+    again = addition.come_again()
     with _taking_place(old, notify) as new:
         longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
@@ -204,7 +205,7 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
         skipped=skipped,
         skipped_list=_add_skipped(old.path, skipped),
         ignored=job.listing.ignored,
-        notes=[unmixed(old.shown), *small_chunks(longer.layout)],
+        notes=[*again, unmixed(old.shown), *small_chunks(longer.layout)],
     )
 
 
@@ -221,7 +222,7 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
         free_bytes=shutil.disk_usage(old.path.absolute().parent).free,
         estimated_s=estimate_s(addition.job),
         new_classes=addition.classes.added,
-        notes=[unmixed(old.shown)],
+        notes=[*addition.come_again(), unmixed(old.shown)],
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, SourceError
+from h5chunk.errors import FileError, SourceError, printable
 from h5chunk.sources.images import shape_text
 from h5chunk.store.appended import OldDataset, OldFile
 from h5chunk.store.format import GROUP, checksums_of
@@ -107,6 +108,21 @@ class Addition:
         old = self.before.old
         was = {"num_samples": old.header.num_samples, "chunk_samples": old.header.chunk_samples}
         return key_of({"append": was, "checksums": checksums_of(old.file), "source": self.job.key(1)})
+
+    def come_again(self) -> list[str]:
+        """What is to be said of new images with names that the file has, as if they had been appended before."""
+        listing, old = self.job.listing, self.before.old
+        ends, table = old.table("source_name_ends"), old.table("source_names")
+        assert ends is not None and table is not None
+        blob, new = table.tobytes(), {listing.names[i] for i in self.job.order}
+        borders = [0, *ends.tolist()]
+        again = {name for name in (blob[start:stop] for start, stop in pairwise(borders)) if name in new}
+        if not again:
+            return []
+        return [
+            f"{len(again):,} of {len(self.job.order):,} new names, such as {printable(min(again))}, were in the file "
+            "before: if they are the same images, these come twice"
+        ]
 
     @property
     def first_chunk(self) -> int:
