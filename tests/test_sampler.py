@@ -110,6 +110,28 @@ def test_what_is_no_chunk_dataset():
         ChunkSampler(TensorDataset(torch.zeros(3)), 2)
 
 
+@pytest.mark.parametrize(("num_workers", "as_sampler"), [(0, False), (0, True), (1, False)])
+def test_batches_of_one_part_are_not_read_from_another(dataset, num_workers, as_sampler):
+    def numbers(sampler, data):
+        options = {"sampler": sampler, "batch_size": None} if as_sampler else {"batch_sampler": sampler}
+        loader = DataLoader(data, num_workers=num_workers, **options)
+        return sorted(number for (images,) in loader for number in (images[:, 0].int() * 256 + images[:, 1]).tolist())
+
+    size = len(dataset)
+    train, val = dataset.subset(range(size // 2)), dataset.subset(range(size - size // 2, size))
+    for of, data, message in (
+        (val, dataset, f"drawn from a data set of {size // 2} samples, but is read from one of {size}: give"),
+        (dataset, val, f"drawn from a data set of {size} samples, but is read from one of {size // 2}: give"),
+        (val, train, f"drawn from a data set of {size // 2} samples, but is read from one of {size // 2} others: give"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            numbers(ChunkSampler(of, 7), data)
+    again = ChunkDataset(dataset.path).subset(range(size - size // 2, size))
+    assert numbers(ChunkSampler(val, 7), again) == val.samples.tolist()
+    assert numbers(ChunkSampler(dataset.subset(range(size)), 7), dataset) == list(range(size))
+    assert val.subset([0]).numbering not in (val.numbering, train.subset([0]).numbering)
+
+
 def test_set_epoch_checks(dataset):
     with pytest.raises(OptionError, match="epoch is -1"):
         ChunkSampler(dataset, 4).set_epoch(-1)

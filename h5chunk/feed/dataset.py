@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.collate import Batch, Sample, collate, no_samples
+from h5chunk.feed.drawn import Numbering, check_drawn, numbering_of
 from h5chunk.feed.matrixrows import Loaded, MatrixRows
 from h5chunk.feed.memory import BatchMemory, SharedMemory
 from h5chunk.feed.orders import recommendation, recommended_window
@@ -110,6 +111,7 @@ class ChunkDataset(Dataset[Any]):
         self._dtypes = {name: torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
         self.transform = transform
         self._samples: np.ndarray | None = None  # of a subset
+        self._numbering: Numbering | None = None
         self._given_cache = None if cache is None else CacheSettings.of(cache)
         self._memory, self._shared = BatchMemory(), SharedMemory()
         self._order: Order | None = None  # what a sampler said
@@ -125,6 +127,13 @@ class ChunkDataset(Dataset[Any]):
     def is_whole(self) -> bool:
         """Whether it has all samples of its file."""
         return self._samples is None
+
+    @property
+    def numbering(self) -> Numbering:
+        """What its sample numbers mean: equal for all samples of files of one length, or the same part of those."""
+        if self._numbering is None:
+            self._numbering = numbering_of(self._reader.num_samples, self._samples)
+        return self._numbering
 
     def new_reader(self) -> H5Reader:
         """Another reader of the same fields."""
@@ -156,7 +165,7 @@ class ChunkDataset(Dataset[Any]):
         part = copy(self)
         picked = pick_samples(samples, len(self))
         part._samples = picked if self._samples is None else self._samples[picked]
-        part._reader, part._order, part._cache_known = self.new_reader(), None, None
+        part._reader, part._order, part._cache_known, part._numbering = self.new_reader(), None, None, None
         part._memory, part._shared = BatchMemory(), SharedMemory()
         if self._matrix is not None:
             part._matrix = self._matrix.of(part._reader)
@@ -329,11 +338,13 @@ class ChunkDataset(Dataset[Any]):
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
             batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
             return self._transformed(batch[0])
+        check_drawn(index, self.numbering)
         batch = self._read(_numbers(index), shared=get_worker_info() is not None)
         return batch.fields if self.transform is None else tuple(collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """A whole batch, each chunk read once; torch's DataLoader calls this."""
+        check_drawn(indices, self.numbering)
         batch = self._read(_numbers(indices), shared=get_worker_info() is not None)
         return batch if self.transform is None else self._each_transformed(batch)
 

@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.drawn import DrawnBatch
 from h5chunk.feed.orders import DataIdentity, make_order, make_picks
 from h5chunk.feed.ranks import check_ranks, find_ranks
 from h5chunk.feed.state import Resumable, State, save_state
@@ -32,6 +33,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     Parameters
     ----------
     dataset : ChunkDataset
+        The one, or the part of one, that is given to the DataLoader: batches of another part are an error there.
     batch_size : int
     shuffle : bool
         False: the order of the file.
@@ -95,6 +97,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             picks=make_picks(reader, samples, weights, positions=True, values=dataset.values),
         )
         self._identity = DataIdentity(dataset, weights)
+        self._numbering = dataset.numbering
         self._given_rank = rank
         dataset.expect_order(self._order)
         self._check_cache(dataset)
@@ -147,7 +150,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
         for number, batch in enumerate(order.batches(start), start + 1):
             self._running = order, number
-            yield batch.tolist()
+            yield DrawnBatch(batch.tolist(), self._numbering)
         self._running = order, None
 
     def state_dict(self, batches: int | None = None) -> State:

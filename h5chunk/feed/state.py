@@ -135,7 +135,7 @@ def _identity(order: Order, file: int) -> State:
 
 def _difference(name: str, saved: int, here: int) -> str:
     if name == "file":
-        return "state is of another file, or of other samples of it: its data differ from those here"
+        return "state is of another file, or of other samples or weights: give the same files, subset and weights"
     if name == "global_batch_size":
         return (
             f"state is of batches of {saved} samples over all ranks, and here they are {here}: "
