@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -210,3 +211,16 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=reason) as caught:
             open_file(tmp_path / name)
         assert str(caught.value).startswith(str(tmp_path / name))
+
+
+def test_a_file_that_is_being_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = 1
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # as HDF5 does in a process that writes
+        with pytest.raises(FileError, match="is locked: another process is writing to it: wait for that"):
+            open_file(path)
+    finally:
+        os.close(descriptor)

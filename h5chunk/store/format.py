@@ -425,4 +425,6 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
             raise FileError(f"{shown}: not an HDF5 file") from None
         if isinstance(error, PermissionError) or "Permission denied" in reason:
             raise FileError(f"{shown}: no permission to read it") from None
+        if "unable to lock file" in reason:
+            raise FileError(f"{shown}: is locked: another process is writing to it: wait for that") from None
         raise FileError(f"{shown}: cannot be opened: {reason}") from None
