@@ -126,7 +126,7 @@ def main() -> None:
     chunks = make(path, args.count, args.size)
     found = h5chunk.tune(path, batch_size=args.batch_size, budget_s=args.budget)
     tuned.write_text(found.to_json())
-    from h5chunk.tools.repack import repack
+    from h5chunk.tools.repack.repack import repack
 
     started = time.perf_counter()
     repack(path, new, tuned=tuned, overwrite=True)

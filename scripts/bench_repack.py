@@ -30,7 +30,7 @@ import h5py
 import numpy as np
 
 import h5chunk
-from h5chunk.tools.repack import repack
+from h5chunk.tools.repack.repack import repack
 
 SHAPE = (32, 32, 3)
 BAND = 6250  # samples that h5py puts into one band of chunks

@@ -39,9 +39,9 @@ import numpy as np
 import h5chunk
 from h5chunk.plan.settings import Setting
 from h5chunk.plan.turns import rates_in_turns
-from h5chunk.tools.tuneclock import Budget
-from h5chunk.tools.tunemeasure import measure
-from h5chunk.tools.tunestudy import Study, look_at_file
+from h5chunk.tools.tune.clock import Budget
+from h5chunk.tools.tune.measure import measure
+from h5chunk.tools.tune.study import Study, look_at_file
 
 HERE = Path(__file__).parent
 FIELDS = ("way", "chunk_samples", "window_chunks", "num_workers", "repack", "shuffle")

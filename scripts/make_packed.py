@@ -15,7 +15,7 @@ import numpy as np
 
 from h5chunk.plan.layout import human_bytes, plan_layout
 from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec
-from h5chunk.store.newfile import NewFile
+from h5chunk.store.write.newfile import NewFile
 
 BLOCK = 32 << 20
 

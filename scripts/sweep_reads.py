@@ -20,7 +20,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-import h5chunk.store.reader as reader_module
+import h5chunk.store.read.reader as reader_module
 from h5chunk.plan.cache import CacheSettings, cache_for
 from h5chunk.plan.layout import plan_layout
 from h5chunk.plan.order import Order

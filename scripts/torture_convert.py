@@ -36,7 +36,7 @@ import h5py
 import numpy as np
 from PIL import Image
 
-import h5chunk.store.newfile as newfile
+import h5chunk.store.write.newfile as newfile
 from h5chunk.cli import main as command_line
 
 LIMIT_S = 60.0  # of a run: a hang

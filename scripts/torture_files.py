@@ -13,7 +13,7 @@ import scipy.sparse
 from PIL import Image
 
 import h5chunk
-from h5chunk.tools.repack import repack
+from h5chunk.tools.repack.repack import repack
 
 SIDE = 12  # of an image
 

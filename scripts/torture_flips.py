@@ -13,7 +13,7 @@ from torture_files import make_matrix, make_photos
 from torture_result import Result
 
 import h5chunk
-from h5chunk.tools.repack import repack
+from h5chunk.tools.repack.repack import repack
 
 FIELDS = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")
 

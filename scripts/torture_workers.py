@@ -27,7 +27,7 @@ from torture_result import Result
 
 import h5chunk
 from h5chunk.errors import FileError
-from h5chunk.tools.repack import repack
+from h5chunk.tools.repack.repack import repack
 
 LIMIT_S = 5.0
 ORPHAN_S = 15.0  # workers of torch look every 5 s whether their parent lives

@@ -15,9 +15,9 @@ import h5py
 import numpy as np
 from foreign import make_images
 
-from h5chunk.store.decoded import NotDirect
-from h5chunk.store.direct import direct_field
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.decoded import NotDirect
+from h5chunk.store.read.direct import direct_field
+from h5chunk.store.read.reader import H5Reader
 
 N = 40
 SECRET = b"the password is swordfish".ljust(N)

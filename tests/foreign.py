@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-import h5chunk.store.reader
+import h5chunk.store.read.reader
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -89,7 +89,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingFile]:
         opened.append(CountingFile(path))
         return h5py.File(opened[-1], "r")
 
-    monkeypatch.setattr(h5chunk.store.reader, "open_file", open_counting)
+    monkeypatch.setattr(h5chunk.store.read.reader, "open_file", open_counting)
     return opened
 
 

@@ -23,8 +23,8 @@ from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.amplification import entries_read_with, read_with
-from h5chunk.store.decoded import DecodedChunks
-from h5chunk.store.ranges import VectorPart
+from h5chunk.store.read.decoded import DecodedChunks
+from h5chunk.store.read.ranges import VectorPart
 
 __all__ = ["counted", "nothing_is_left"]
 

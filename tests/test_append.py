@@ -30,12 +30,12 @@ from test_convert import check_file, linux
 from test_verify import flip, places
 
 import h5chunk
-import h5chunk.store.copying
-import h5chunk.store.newfile as newfile_module
+import h5chunk.store.write.copying
+import h5chunk.store.write.newfile as newfile_module
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.append import append, plan_append
+from h5chunk.tools.append.append import append, plan_append
 
 Make = Callable[..., Path]
 
@@ -229,7 +229,7 @@ def test_what_users_and_tuners_put_into_the_header_stays(tmp_path: Path) -> None
 def test_a_file_that_was_repacked(tmp_path: Path) -> None:
     """Its chunks have an index, and lie as they were written."""
     path = make_file(tmp_path, 22)
-    from h5chunk.tools.repack import repack
+    from h5chunk.tools.repack.repack import repack
 
     repack(path, tmp_path / "y.h5", shuffle=True, seed=3)
     append(tmp_path / "y.h5", make_source(tmp_path / "new", range(22, 30)), workers=0)
@@ -498,7 +498,7 @@ def test_without_copies_by_the_kernel(tmp_path: Path, monkeypatch: pytest.Monkey
                 return 0
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(h5chunk.store.copying, "PIECE_BYTES", 1000)
+        monkeypatch.setattr(h5chunk.store.write.copying, "PIECE_BYTES", 1000)
         monkeypatch.setattr(os, "copy_file_range", no_copy, raising=False)
         path.write_bytes(kept)
         append(path, source, workers=0)

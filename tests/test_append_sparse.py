@@ -17,7 +17,7 @@ from test_verify import flip, places
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import FileError, OptionError, OutputError, SourceError
-from h5chunk.tools.append import append, plan_append
+from h5chunk.tools.append.append import append, plan_append
 
 sp = pytest.importorskip("scipy.sparse")
 
@@ -354,7 +354,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h5chunk.convert(save_npz(tmp_path / "a.npz", dense[:60]), path)
     old = path.read_bytes()
     source = save_npz(tmp_path / "b.npz", dense[60:])
-    monkeypatch.setattr("h5chunk.store.newfile.check_room", _full)
+    monkeypatch.setattr("h5chunk.store.write.newfile.check_room", _full)
     with pytest.raises(OutputError, match="no room"):
         append(path, source)
     assert path.read_bytes() == old and not (tmp_path / ".x.h5.h5chunk-part").exists()

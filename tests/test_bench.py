@@ -15,11 +15,11 @@ from test_cli import check_error, on_terminal, run
 from test_pipeline import nothing_is_left
 
 import h5chunk
-import h5chunk.tools.bench
+import h5chunk.tools.bench.bench
 import h5chunk.tools.reads
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError
-from h5chunk.store.reader import H5Reader
-from h5chunk.tools.benchreport import (
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.bench.report import (
     CACHED,
     DATALOADER,
     DISK,
@@ -144,7 +144,7 @@ def test_never_written(tmp_path: Path) -> None:
 
 def test_more_than_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_images(tmp_path / "a.h5", 1000, 4, (3, 20, 20))
-    monkeypatch.setattr("h5chunk.tools.bench.available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("h5chunk.tools.bench.bench.available_bytes", lambda: 1_000_000)
     report = h5chunk.bench(path, cold=False, **QUICK)
     check_report(report, {DISK, "resident=True"})
     assert report.measured_samples == 416  # whole chunks within half of it

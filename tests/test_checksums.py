@@ -22,11 +22,11 @@ from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.store import checksums
-from h5chunk.store.chunktable import list_chunks
-from h5chunk.store.csr import write_csr
-from h5chunk.store.reader import H5Reader
-from h5chunk.tools.repack import repack
+from h5chunk.store.guard import checksums
+from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.write.csr import write_csr
+from h5chunk.tools.repack.repack import repack
 
 __all__ = ["nothing_is_left"]
 
@@ -69,8 +69,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     found = tmp_path / source.name
     if "gzip" in request.param:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("h5chunk.tools.repack_plan.LEAST_FILTERED_BYTES", 0)
-            patch.setattr("h5chunk.tools.repack_fields.INDEX_CHUNK_BYTES", 256)
+            patch.setattr("h5chunk.tools.repack.plan.LEAST_FILTERED_BYTES", 0)
+            patch.setattr("h5chunk.tools.repack.fields.INDEX_CHUNK_BYTES", 256)
             repack(source, found, compression="gzip")
     else:
         found.write_bytes(source.read_bytes())

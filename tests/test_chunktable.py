@@ -12,7 +12,7 @@ import pytest
 from foreign import make_file, values
 
 from h5chunk.errors import FileError
-from h5chunk.store.chunktable import ChunkTable, list_chunks
+from h5chunk.store.read.chunktable import ChunkTable, list_chunks
 
 N = 37
 SHAPE = (N, 3, 6)
@@ -200,7 +200,7 @@ def test_many_chunks_are_listed_in_parts(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         dataset = file.create_dataset("x", data=np.arange(60).reshape(12, 5), chunks=(1, 2))
         whole = list_chunks(dataset)
-        monkeypatch.setattr("h5chunk.store.chunktable.NUMBERS_AT_A_TIME", 7)
+        monkeypatch.setattr("h5chunk.store.read.chunktable.NUMBERS_AT_A_TIME", 7)
         parts = list_chunks(dataset)
     for name in ("offsets", "sizes", "filter_masks"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(parts, name))

@@ -21,8 +21,8 @@ from foreign import values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5chunk.store import codecs
-from h5chunk.store.codecs import ChunkDecoder, DecodeError, NoDecoder, fletcher32
+from h5chunk.store.read import codecs
+from h5chunk.store.read.codecs import ChunkDecoder, DecodeError, NoDecoder, fletcher32
 
 OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 NUMBERS = itertools.count()  # open files need names of their own

@@ -23,11 +23,11 @@ from PIL import Image
 from test_convert import skipping
 
 import h5chunk
-import h5chunk.tools.convert_sparse as convert_sparse_module
+import h5chunk.tools.convert.sparse as convert_sparse_module
 from h5chunk.cli import main
 from h5chunk.errors import H5ChunkError, OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.convert import convert
+from h5chunk.tools.convert.convert import convert
 
 Make = Callable[..., Path]
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -36,7 +36,7 @@ COUNT = 75  # images: 5 tasks of 16
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.filltask.TASK_SAMPLES", 16)
+    monkeypatch.setattr("h5chunk.store.write.filltask.TASK_SAMPLES", 16)
 
 
 class Stop(BaseException):
@@ -145,7 +145,7 @@ def test_with_images_that_are_left_out(
         def stop(*_: Any) -> None:
             raise Stop
 
-        monkeypatch.setattr("h5chunk.tools.convert_images._write_tables", stop)
+        monkeypatch.setattr("h5chunk.tools.convert.images._write_tables", stop)
         with pytest.raises(Stop):
             convert(path=tmp_path / "x.h5", workers=0, **options)
         monkeypatch.undo()
@@ -305,11 +305,11 @@ def test_ctrl_c_says_what_can_be_done(class_folder: Make, tmp_path: Path, monkey
         if stage == "convert" and done > 25:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("h5chunk.cli._progress", lambda quiet: nullcontext(interrupt))
+    monkeypatch.setattr("h5chunk.cli.convert.progress_bar", lambda quiet: nullcontext(interrupt))
     arguments = ["convert", str(class_folder(COUNT)), str(tmp_path / "x.h5"), "--workers", "0"]
     result = CliRunner().invoke(main, arguments)
     first, second = result.stderr.splitlines()
-    assert result.exit_code == 130 and second == "interrupted: nothing was changed"
+    assert result.exit_code == 130 and second == "interrupted"
     assert first.startswith("note: what was done is kept, and the same command continues it; to give its space back, ")
     assert str(tmp_path / ".x.h5.h5chunk-part") in first
 
@@ -454,7 +454,7 @@ def test_compressed_rows_are_taken_over(
 ) -> None:
     options: dict[str, Any] = {"dense": True, "chunk_samples": 10, "memory_bytes": memory_bytes}
     whole = convert(ratings, tmp_path / "whole.h5", **options)
-    monkeypatch.setattr("h5chunk.tools.sparse_entries.PART_ENTRIES", 5000)
+    monkeypatch.setattr("h5chunk.tools.convert.sparse_entries.PART_ENTRIES", 5000)
     with pytest.raises(Stop):
         convert(ratings, tmp_path / "x.h5", progress=stop_at("write", max(least, 20_000)), **options)
     lines: list[str] = []
@@ -470,7 +470,7 @@ def test_compressed_rows_that_are_not_there(
 ) -> None:
     options: dict[str, Any] = {"dense": True, "chunk_samples": 10}
     convert(ratings, tmp_path / "whole.h5", **options)
-    monkeypatch.setattr("h5chunk.tools.sparse_entries.PART_ENTRIES", 5000)
+    monkeypatch.setattr("h5chunk.tools.convert.sparse_entries.PART_ENTRIES", 5000)
     stopped(ratings, tmp_path / "x.h5", 60_000, **options)
     part = tmp_path / ".x.h5.h5chunk-part"
     data = bytearray(part.read_bytes())
@@ -478,14 +478,14 @@ def test_compressed_rows_that_are_not_there(
         data[len(data) // 2] ^= 0xFF
     part.write_bytes(data[: len(data) // 2] if what == "cut" else data)
     if what == "no room":
-        monkeypatch.setattr("h5chunk.store.newfile.NewFile.allocate_beside", lambda *_: False)
+        monkeypatch.setattr("h5chunk.store.write.newfile.NewFile.allocate_beside", lambda *_: False)
     convert(ratings, tmp_path / "x.h5", **options)
     assert (tmp_path / "x.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
     assert beside(tmp_path / "x.h5") == []
 
 
 def test_a_matrix_of_other_options(ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.tools.sparse_entries.PART_ENTRIES", 5000)
+    monkeypatch.setattr("h5chunk.tools.convert.sparse_entries.PART_ENTRIES", 5000)
     for change in ({"seed": 5}, {"binarize": 3.0}):
         stopped(ratings, tmp_path / "x.h5", 60_000, dense=True, chunk_samples=10)
         lines: list[str] = []

@@ -22,12 +22,12 @@ from PIL import Image
 from test_convert import check_file, expectation, source_index
 
 import h5chunk
-import h5chunk.store.newfolder as newfolder
+import h5chunk.store.write.newfolder as newfolder
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SampleError
-from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import HEADER_BYTES
-from h5chunk.tools.convert import convert, plan_convert
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.tools.convert.convert import convert, plan_convert
 
 Make = Callable[..., Path]
 

@@ -28,11 +28,11 @@ from h5chunk.errors import H5ChunkError, OptionError, OutputError, SourceError
 from h5chunk.plan.codes import MAX_CODE, SCALES, Coding
 from h5chunk.plan.permute import permutation
 from h5chunk.sources.sparse.block import Block
-from h5chunk.store.spool import Spool
-from h5chunk.tools.convert_sparse import convert_sparse, field_name, plan_sparse
-from h5chunk.tools.sparse_entries import Entries
-from h5chunk.tools.sparse_ids import Ids
-from h5chunk.tools.sparse_options import SparseOptions, parse_bytes
+from h5chunk.store.write.spool import Spool
+from h5chunk.tools.convert.sparse import convert_sparse, field_name, plan_sparse
+from h5chunk.tools.convert.sparse_entries import Entries
+from h5chunk.tools.convert.sparse_ids import Ids
+from h5chunk.tools.convert.sparse_options import SparseOptions, parse_bytes
 
 sp = pytest.importorskip("scipy.sparse")
 
@@ -513,7 +513,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("h5chunk.store.spool.write_at", full)
+    monkeypatch.setattr("h5chunk.store.write.spool.write_at", full)
     source, _ = make(900, 150, 50_000)
     with pytest.raises(OutputError, match=r"the disk is full after .* bytes of a temporary file: free some, give more"):
         run(source, tmp_path / "x.h5", memory_bytes=1 << 20)
@@ -537,7 +537,7 @@ def test_two_ids_of_one_hash_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> 
         calls.append(values.dtype)
         return real(values & np.uint64(1) if values.dtype == np.uint64 else values, **options)
 
-    monkeypatch.setattr("h5chunk.tools.sparse_ids.np.unique", all_alike)
+    monkeypatch.setattr("h5chunk.tools.convert.sparse_ids.np.unique", all_alike)
     ids = Ids(10)
     names = np.array([b"d", b"a", b"c", b"a", b"b"])
     assert ids.number(names).tolist() == [3, 0, 2, 0, 1] and len(calls) == 2
@@ -596,7 +596,7 @@ def test_a_plan_writes_nothing(ratings: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.tools.convert_sparse.PROBE_S", 0)
+    monkeypatch.setattr("h5chunk.tools.convert.sparse.PROBE_S", 0)
     source, _ = make(count=100_000, block=10_000)
     plan = plan_sparse(source, tmp_path / "x.h5", SparseOptions(memory_bytes=1 << 20))  # type: ignore[arg-type]
     assert not plan.whole and plan.temporary_bytes > 0 and "about" in str(plan)

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h5chunk.errors import FieldError, FileError
-from h5chunk.store import ranges
-from h5chunk.store.csr import write_csr
-from h5chunk.store.csrrows import CsrField, CsrRoom
-from h5chunk.store.matrixfield import read_indptr
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read import ranges
+from h5chunk.store.read.csrrows import CsrField, CsrRoom
+from h5chunk.store.read.matrixfield import read_indptr
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.write.csr import write_csr
 
 
 def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> scipy.sparse.csr_matrix:
@@ -76,7 +76,7 @@ def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *,
     seed=st.integers(0, 3),
 )
 def test_files_of_ours(tmp_path, monkeypatch, num_rows, num_columns, density, pattern, run_bytes, seed):
-    monkeypatch.setattr("h5chunk.store.csrrows.RUN_BYTES", run_bytes)
+    monkeypatch.setattr("h5chunk.store.read.csrrows.RUN_BYTES", run_bytes)
     monkeypatch.setattr(ranges, "PART_BYTES", run_bytes)
     wanted = matrix(num_rows, num_columns, min(density, 2000 / num_columns), seed)
     path = tmp_path / "a.h5"

@@ -20,11 +20,11 @@ from test_chunktable import create
 
 from h5chunk.errors import FileError
 from h5chunk.plan.order import Order
-from h5chunk.store import codecs, direct, ranges
-from h5chunk.store.codecs import ChunkDecoder
-from h5chunk.store.direct import EncodedField, NotDirect, PlainField
-from h5chunk.store.ranges import MAX_VECTORS, RUN_BYTES
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read import codecs, direct, ranges
+from h5chunk.store.read.codecs import ChunkDecoder
+from h5chunk.store.read.direct import EncodedField, NotDirect, PlainField
+from h5chunk.store.read.ranges import MAX_VECTORS, RUN_BYTES
+from h5chunk.store.read.reader import H5Reader
 
 N = 37
 SHAPE = (N, 3, 5)
@@ -147,7 +147,7 @@ def test_long_runs_are_cut(tmp_path, options):
 )
 def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
     """Every place once, each run neighbours in one chunk, no longer than it may be, no shorter than it must be."""
-    monkeypatch.setattr("h5chunk.store.direct.RUN_BYTES", 4 * run_rows)
+    monkeypatch.setattr("h5chunk.store.read.direct.RUN_BYTES", 4 * run_rows)
     options = {"chunks": (chunk_samples, 2), "maxshape": (None, 2)} if chunk_samples else {}
     data = values((200, 2), np.int16)
     path = make_file(tmp_path / "a.h5", x=(data, options))
@@ -246,7 +246,7 @@ def test_filters_with_all_types(tmp_path, dtype, name):
 )
 def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_bytes, kept, name):
     monkeypatch.setattr(direct, "PART_BYTES", part_bytes)
-    monkeypatch.setattr("h5chunk.store.decoded.KEPT_CHUNKS", kept)
+    monkeypatch.setattr("h5chunk.store.read.decoded.KEPT_CHUNKS", kept)
     data = encoded(tmp_path / "a.h5", (200, 30), chunk, "i2", **FILTERS[name])
     field = direct_field(tmp_path / "a.h5")
     check_direct(tmp_path / "a.h5", data, rows, field)
@@ -360,7 +360,7 @@ def test_memory_that_decoding_takes(tmp_path):
 
 
 def test_huge_compressed_chunks_are_not_direct(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.decoded.MAX_DECODED_BYTES", 1199)
+    monkeypatch.setattr("h5chunk.store.read.decoded.MAX_DECODED_BYTES", 1199)
     encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
     with pytest.raises(NotDirect, match=r"its chunks are of 1\.2 KiB, and threads decode at most 1\.2 KiB each"):
         direct_field(tmp_path / "a.h5")

@@ -27,7 +27,7 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, check_echo, echo_pass, num_echoed
 from h5chunk.plan.order import Order
 from h5chunk.plan.permute import permutation
-from h5chunk.store.ranges import VectorPart
+from h5chunk.store.read.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]
 

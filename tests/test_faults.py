@@ -25,8 +25,8 @@ from h5chunk.errors import FileError, OptionError, WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.store.ranges import VectorPart
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.ranges import VectorPart
+from h5chunk.store.read.reader import H5Reader
 
 __all__ = ["nothing_is_left"]
 
@@ -193,7 +193,7 @@ def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bo
 def test_a_process_ends_though_a_thread_hangs(path: Path) -> None:
     code = (
         "import sys, threading, h5chunk\n"
-        "from h5chunk.store.ranges import VectorPart\n"
+        "from h5chunk.store.read.ranges import VectorPart\n"
         "VectorPart.__call__ = lambda *_: threading.Event().wait()\n"
         "list(h5chunk.ChunkLoader(sys.argv[1], 16, timeout=0.2))\n"
     )

@@ -27,9 +27,9 @@ from h5chunk.errors import FieldError, FileError, OptionError, StateError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.store.files import list_files, open_reader
-from h5chunk.store.filesdirect import files_fields
-from h5chunk.store.fileset import FileSet
+from h5chunk.store.read.files import list_files, open_reader
+from h5chunk.store.read.filesdirect import files_fields
+from h5chunk.store.read.fileset import FileSet
 
 __all__ = ["counted", "nothing_is_left"]
 

@@ -24,7 +24,7 @@ from h5chunk.errors import FieldError, FileError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.store.files import open_reader
+from h5chunk.store.read.files import open_reader
 
 __all__ = ["nothing_is_left"]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import h5chunk.store.fill as fill_module
+import h5chunk.store.write.fill as fill_module
 from h5chunk.errors import OutputError, SampleError, WorkerError
-from h5chunk.store.fill import Filled, fill
-from h5chunk.store.filltask import Done, Failure, FillJob, done_of
+from h5chunk.store.write.fill import Filled, fill
+from h5chunk.store.write.filltask import Done, Failure, FillJob, done_of
 
 SHAPE = (2, 3)
 OFFSET = 11

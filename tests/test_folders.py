@@ -17,10 +17,10 @@ from test_pipeline import nothing_is_left
 
 import h5chunk
 from h5chunk.errors import FieldError, FileError
-from h5chunk.store.files import open_reader
-from h5chunk.tools.benchreport import DISK
-from h5chunk.tools.info import FileInfo
-from h5chunk.tools.info_folder import SHOWN, FolderInfo
+from h5chunk.store.read.files import open_reader
+from h5chunk.tools.bench.report import DISK
+from h5chunk.tools.info.folder import SHOWN, FolderInfo
+from h5chunk.tools.info.info import FileInfo
 from h5chunk.tools.limits import NotMeasured
 from h5chunk.tools.reads import FileReads, locate
 
@@ -93,7 +93,7 @@ def test_bench_of_a_folder(tmp_path: Path, sizes, options) -> None:
 def test_bench_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files whose chunks differ; what fits in memory is not all of them."""
     make_set(tmp_path / "set", UNEVEN)
-    monkeypatch.setattr("h5chunk.tools.bench.available_bytes", lambda: 20_000)
+    monkeypatch.setattr("h5chunk.tools.bench.bench.available_bytes", lambda: 20_000)
     report = h5chunk.bench(tmp_path / "set", cold=False, **QUICK | {"batch_size": 2})
     check_report(report, {DISK, "resident=True"})
     assert 40 < report.measured_samples < total(UNEVEN) and "that fit in memory" in report.notes[0]

@@ -14,9 +14,9 @@ from foreign import make_images, values
 import h5chunk
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError
 from h5chunk.store.format import create_file, read_header
-from h5chunk.store.guard import Guard, Refusal
-from h5chunk.store.reader import H5Reader
-from h5chunk.tools.info import info
+from h5chunk.store.guard.guard import Guard, Refusal
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.info.info import info
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_arrows_go_one_way(path):
         ("sources", "from h5chunk.plan.order import Order"),
         ("store", "def f():\n    from h5chunk.feed import dataset"),
         ("store", "import torch.nn"),
-        ("feed", "from h5chunk.tools.convert import convert"),
+        ("feed", "from h5chunk.tools.convert.convert import convert"),
         ("tools", "from tqdm import tqdm"),
         ("cli", "from h5chunk.plan.layout import plan_layout"),
         ("feed", "from lightning.pytorch import Trainer"),

@@ -12,7 +12,7 @@ from sparse_files import write_h5ad
 from test_matrices import random_matrix, write
 
 import h5chunk
-from h5chunk.tools.info import FileInfo, info
+from h5chunk.tools.info.info import FileInfo, info
 
 
 def look(path: Path) -> FileInfo:

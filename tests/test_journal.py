@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from h5chunk.errors import OutputError
-from h5chunk.store.journal import Journal, key_of
+from h5chunk.store.write.journal import Journal, key_of
 
 RECORDS = [["read", {"rows": 3}], [0, 7, [1, 2], 0.5, "näme\udce9"], None, "x"]
 

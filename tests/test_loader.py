@@ -32,9 +32,9 @@ from h5chunk.feed.pipeline import Load
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.slots import num_open_windows
-from h5chunk.store.codecs import ChunkDecoder
-from h5chunk.store.ranges import VectorPart
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.codecs import ChunkDecoder
+from h5chunk.store.read.ranges import VectorPart
+from h5chunk.store.read.reader import H5Reader
 
 __all__ = ["large", "no_imagecodecs", "nothing_is_left", "path"]
 
@@ -190,7 +190,7 @@ def test_the_warning_points_at_the_caller(tmp_path):
 
 
 def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.decoded.MAX_DECODED_BYTES", 359)
+    monkeypatch.setattr("h5chunk.store.read.decoded.MAX_DECODED_BYTES", 359)
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}))
     [expected] = expected_epochs(path, 16)
     with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode at most"):

@@ -19,8 +19,8 @@ import h5chunk
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
 from h5chunk.feed.orders import recommended_window
-from h5chunk.store.csr import write_csr
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.write.csr import write_csr
 
 TIGHT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -16,12 +16,12 @@ import h5py
 import numpy as np
 import pytest
 
-import h5chunk.store.flusher as flusher_module
-import h5chunk.store.newfile as newfile_module
+import h5chunk.store.write.flusher as flusher_module
+import h5chunk.store.write.newfile as newfile_module
 from h5chunk.errors import OutputError
 from h5chunk.store.format import FieldSpec, FileSpec
-from h5chunk.store.newfile import NewFile, check_output, write_at
-from h5chunk.store.newfolder import NewFolder
+from h5chunk.store.write.newfile import NewFile, check_output, write_at
+from h5chunk.store.write.newfolder import NewFolder
 
 
 def spec(num_samples: int = 10, height: int = 5) -> FileSpec:
@@ -340,7 +340,7 @@ def test_killed_writer_leaves_the_old_file_and_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     path.write_bytes(b"old")
     code = (
-        "import sys, time; from h5chunk.store.newfile import NewFile\n"
+        "import sys, time; from h5chunk.store.write.newfile import NewFile\n"
         "with NewFile(sys.argv[1], overwrite=True):\n    print('ready', flush=True); time.sleep(60)"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)

@@ -16,10 +16,10 @@ import h5chunk.feed.pipeline
 from h5chunk.errors import FileError, WorkerError
 from h5chunk.feed.pipeline import Load, Progress, Readers
 from h5chunk.plan.order import Window
-from h5chunk.store import ranges
-from h5chunk.store.direct import direct_field
-from h5chunk.store.ranges import VectorPart
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read import ranges
+from h5chunk.store.read.direct import direct_field
+from h5chunk.store.read.ranges import VectorPart
+from h5chunk.store.read.reader import H5Reader
 
 N = 203
 DATA = {"x": values((N, 500), np.uint8), "z": values((N, 30), np.int16), "y": values((N,), np.int64)}

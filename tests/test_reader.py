@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.reader import H5Reader, _Handle, model_cache
+from h5chunk.store.read.reader import H5Reader, _Handle, model_cache
 
 __all__ = ["counted"]
 

@@ -25,16 +25,16 @@ from repack_files import check_checksums, check_same, make_everything
 from sparse_files import write_10x, write_h5ad
 
 import h5chunk
-import h5chunk.store.objects
+import h5chunk.store.rewrite.objects
 from h5chunk.errors import FieldError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
 from h5chunk.store.format import read_header
-from h5chunk.store.rawchunks import SpilledChunks
-from h5chunk.tools.repack import repack
-from h5chunk.tools.repack_options import COMPRESSIONS, Tuned, read_tuned
-from h5chunk.tools.repack_report import LaidOut
+from h5chunk.store.rewrite.rawchunks import SpilledChunks
+from h5chunk.tools.repack.options import COMPRESSIONS, Tuned, read_tuned
+from h5chunk.tools.repack.repack import repack
+from h5chunk.tools.repack.report import LaidOut
 
 ANYTHING = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -62,9 +62,9 @@ def tiny_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5chunk.plan.repack.MIN_MEMORY_BYTES", -(1 << 40))
     monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 1000)
     monkeypatch.setattr("h5chunk.plan.repack.LEAST_WRITE_BYTES", 100)
-    monkeypatch.setattr("h5chunk.store.rawrows.TABLE_BYTES", 0)
-    monkeypatch.setattr("h5chunk.store.movedrows.LEAST_VECTOR_BYTES", 16)
-    monkeypatch.setattr("h5chunk.tools.repack_plan.LEAST_FILTERED_BYTES", 0)
+    monkeypatch.setattr("h5chunk.store.rewrite.rawrows.TABLE_BYTES", 0)
+    monkeypatch.setattr("h5chunk.store.rewrite.movedrows.LEAST_VECTOR_BYTES", 16)
+    monkeypatch.setattr("h5chunk.tools.repack.plan.LEAST_FILTERED_BYTES", 0)
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_values_of_variable_length_are_permuted_in_parts(
     everything: Path, tmp_path: Path, tiny_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = []
-    write = h5chunk.store.objects._write
-    monkeypatch.setattr("h5chunk.tools.repack_run.in_child", lambda work, heard, shown: work(heard))
-    monkeypatch.setattr("h5chunk.store.objects._write", lambda *each: parts.append(each[1]) or write(*each))
+    write = h5chunk.store.rewrite.objects._write
+    monkeypatch.setattr("h5chunk.tools.repack.run.in_child", lambda work, heard, shown: work(heard))
+    monkeypatch.setattr("h5chunk.store.rewrite.objects._write", lambda *each: parts.append(each[1]) or write(*each))
     repack(everything, tmp_path / "out.h5", shuffle=True, memory_bytes=20_000, compression="gzip")
     check_same(everything, tmp_path / "out.h5", permutation(100, 0))
     assert sum(rows is not None and len(rows) < 50 for rows in parts) > 4
@@ -245,7 +245,7 @@ def test_bands_of_chunks_that_do_not_fit_wait_on_disk(
 
 MEASURE = """
 import resource, sys
-from h5chunk.tools.repack import repack
+from h5chunk.tools.repack.repack import repack
 repack({small!r}, {out!r}, memory_bytes=16 << 20, overwrite=True, **{options!r})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 repack({large!r}, {out!r}, memory_bytes=16 << 20, overwrite=True, **{options!r})

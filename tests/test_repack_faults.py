@@ -21,12 +21,12 @@ import pytest
 from click.testing import CliRunner, Result
 from repack_files import check_same, make_everything
 
-import h5chunk.store.child as child_module
+import h5chunk.store.rewrite.child as child_module
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OutputError, SourceError, WorkerError
 from h5chunk.plan.permute import permutation
-from h5chunk.store.child import in_child
-from h5chunk.tools.repack import repack
+from h5chunk.store.rewrite.child import in_child
+from h5chunk.tools.repack.repack import repack
 
 OLD = b"what stood there"
 
@@ -202,7 +202,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_file(tmp_path / "a.h5")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
-    monkeypatch.setattr("h5chunk.tools.repack_run.create_replica", None)
+    monkeypatch.setattr("h5chunk.tools.repack.run.create_replica", None)
     for options in ({}, {"shuffle": True, "compression": "gzip", "chunk_samples": 30}):
         check_refused(source, OutputError, "of disk but 19.5 KiB are free: free some, or write elsewhere", **options)
 
@@ -214,7 +214,7 @@ def test_a_disk_that_fails_while_it_is_written(
     source = make_file(tmp_path / "a.h5")
     monkeypatch.setattr("h5chunk.plan.repack.MIN_MEMORY_BYTES", 0)
     monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 1000)
-    monkeypatch.setattr("h5chunk.store.rawrows.TABLE_BYTES", 0)
+    monkeypatch.setattr("h5chunk.store.rewrite.rawrows.TABLE_BYTES", 0)
 
     def fail(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -247,7 +247,7 @@ def test_files_of_limited_size(tmp_path: Path, limit: int) -> None:
 
 KILLED = """
 import os, signal, sys
-from h5chunk.tools.repack import repack
+from h5chunk.tools.repack.repack import repack
 def told(stage, done, total):
     if done >= total * float(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -292,7 +292,7 @@ def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         faulthandler.disable()  # pytest's
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    for where in ("h5chunk.tools.repack_run.create_replica", "h5chunk.tools.repack.survey_file"):
+    for where in ("h5chunk.tools.repack.run.create_replica", "h5chunk.tools.repack.repack.survey_file"):
         monkeypatch.setattr(where, crash)
         check_refused(source, FileError, "HDF5 crashed on it (SIGSEGV): it is damaged")
 
@@ -354,7 +354,7 @@ def test_a_child_gives_what_it_has_and_says_what_went_wrong() -> None:
 
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
-        "import os, signal, time\nfrom h5chunk.store.child import in_child\n"
+        "import os, signal, time\nfrom h5chunk.store.rewrite.child import in_child\n"
         "def told(pid):\n    print(pid, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "in_child(lambda say: say(os.getpid()) or time.sleep(60), told, 'f.h5')\n"
     )

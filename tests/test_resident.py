@@ -25,7 +25,7 @@ from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.pipeline import Load, Readers
 from h5chunk.feed.resident import LOADING_SLOTS
-from h5chunk.store.ranges import VectorPart
+from h5chunk.store.read.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]
 

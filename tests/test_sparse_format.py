@@ -14,9 +14,9 @@ from test_format import check_fixed_types_only
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.plan.sparse import ROW_CHUNK_BYTES, index_dtype, plan_csr
-from h5chunk.store.csr import CsrWriter, csr_spec, read_matrix, write_csr
 from h5chunk.store.format import create_file, open_file, read_header
-from h5chunk.store.newfile import NewFile
+from h5chunk.store.write.csr import CsrWriter, csr_spec, read_matrix, write_csr
+from h5chunk.store.write.newfile import NewFile
 
 sp = pytest.importorskip("scipy.sparse")
 

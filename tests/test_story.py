@@ -28,10 +28,10 @@ from PIL import Image
 import h5chunk
 from h5chunk.errors import FileError, StateError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.reader import H5Reader
-from h5chunk.tools.append import append
-from h5chunk.tools.repack import repack
-from h5chunk.tools.tuneapply import apply_recommendation
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.append.append import append
+from h5chunk.tools.repack.repack import repack
+from h5chunk.tools.tune.apply import apply_recommendation
 
 MOST, ALL = 24, 60  # samples of a source, and of a file that was appended to
 CLASSES = 3  # sample i is of class i % 3

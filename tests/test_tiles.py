@@ -14,10 +14,10 @@ from hypothesis import given, settings
 
 import h5chunk
 from h5chunk.errors import FileError
-from h5chunk.store.decoded import NotDirect
-from h5chunk.store.direct import direct_field
-from h5chunk.store.reader import H5Reader
-from h5chunk.store.tiles import TiledField
+from h5chunk.store.read.decoded import NotDirect
+from h5chunk.store.read.direct import direct_field
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.tiles import TiledField
 
 
 def open_tiles(path: Path) -> TiledField:
@@ -89,7 +89,7 @@ def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_large_chunks_are_left_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.decoded.MAX_DECODED_BYTES", 31)
+    monkeypatch.setattr("h5chunk.store.read.decoded.MAX_DECODED_BYTES", 31)
     path = make_file(tmp_path / "a.h5", x=(values((32, 4, 4), "u1"), {"chunks": (8, 2, 2)}))
     with pytest.raises(NotDirect, match="its chunks are of 32 bytes"):
         open_tiles(path)

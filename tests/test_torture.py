@@ -19,9 +19,9 @@ import pytest
 
 import h5chunk
 from h5chunk.errors import FileError
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.reads import locate
-from h5chunk.tools.verify import verify
+from h5chunk.tools.verify.verify import verify
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -166,7 +166,7 @@ def test_flipped_bits(tmp_path: Path) -> None:
 
 
 def test_flips_that_verify_misses_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.checks.crc32", lambda *_: 0)
+    monkeypatch.setattr("h5chunk.store.guard.checks.crc32", lambda *_: 0)
     assert torture_flips.run(16, 0, tmp_path).bad
 
 

@@ -12,7 +12,7 @@ from foreign import make_file, values
 
 from h5chunk.cli import main
 from h5chunk.errors import TrustError
-from h5chunk.tools.tune import tune
+from h5chunk.tools.tune.tune import tune
 
 N = 64
 COMMANDS = {

@@ -31,15 +31,15 @@ from h5chunk.plan.choose import Candidate, allowed, choose, frontier, runner_up
 from h5chunk.plan.order import Order
 from h5chunk.plan.rowreads import CALL_BYTES, find_reads, replay_batches
 from h5chunk.plan.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
-from h5chunk.store.reader import H5Reader, model_cache
+from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.store.retune import Overlay, _changes, rewrite_header
 from h5chunk.store.sidecar import forget_recommendation, read_recommendation, sidecar_of, write_recommendation
-from h5chunk.tools.repack_options import read_tuned
-from h5chunk.tools.tuneclock import Budget
-from h5chunk.tools.tunereport import CHOSEN, PLAIN, TODAY, WIDTH
-from h5chunk.tools.tunesearch import TURNS, Options, Search
-from h5chunk.tools.tunestudy import BATCH_BYTES, SAMPLE_BYTES, most_samples
-from h5chunk.tools.tuneverify import verify_order
+from h5chunk.tools.repack.options import read_tuned
+from h5chunk.tools.tune.clock import Budget
+from h5chunk.tools.tune.report import CHOSEN, PLAIN, TODAY, WIDTH
+from h5chunk.tools.tune.search import TURNS, Options, Search
+from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, most_samples
+from h5chunk.tools.tune.verify import verify_order
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
 CODES = {"labels_clustered", "sample_spans_chunks", "giant_chunk", "cache_below_chunk", "w0_one", "slow_filter"}
@@ -316,7 +316,7 @@ def test_reads_cover_the_batch(rows, band, row_bytes):
 
 
 def test_the_constant_is_the_readers():
-    from h5chunk.store import reader
+    from h5chunk.store.read import reader
 
     assert reader.CALL_BYTES == CALL_BYTES
 
@@ -565,7 +565,7 @@ def test_plot(converted, tmp_path, monkeypatch):
     h5chunk.tune(converted, group_by="labels", plot=tmp_path / "b.svg", **QUICK)
     assert "samples/s" in (tmp_path / "b.svg").read_text() or (tmp_path / "b.svg").stat().st_size > 1000
     with monkeypatch.context() as patched:  # before anything is measured
-        patched.setattr("h5chunk.tools.tune.look_at_file", None)
+        patched.setattr("h5chunk.tools.tune.tune.look_at_file", None)
         with pytest.raises(OptionError, match="drawn"):
             h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
         with pytest.raises(OutputError, match="does not exist"):
@@ -603,13 +603,13 @@ def ratings(tmp_path) -> Path:
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_sparse_sources(ratings, monkeypatch, share, tmp_path):
     """As a whole, or a matrix of its shape where that would take long: then the source has to say how many rows."""
-    monkeypatch.setattr("h5chunk.tools.tunesource.CONVERT_SHARE", share)
+    monkeypatch.setattr("h5chunk.tools.tune.source.CONVERT_SHARE", share)
     if share:
         found = h5chunk.tune(ratings, **QUICK)
         assert not found.converted and found.num_samples == 200 and found.repack is False
         return
     with pytest.raises(h5chunk.H5ChunkError, match="only reading all of it"):
-        monkeypatch.setattr("h5chunk.tools.tunesource.CONVERT_SHARE", 1e-12)
+        monkeypatch.setattr("h5chunk.tools.tune.source.CONVERT_SHARE", 1e-12)
         h5chunk.tune(ratings, **QUICK)
     scipy_sparse = pytest.importorskip("scipy.sparse")
     matrix = scipy_sparse.random(300, 50, 0.1, "csr", rng=np.random.default_rng(0))
@@ -652,8 +652,8 @@ def test_predicting_takes_a_part_of_the_budget(tmp_path, monkeypatch):
         replayed.append(sum(1 for _ in batches))
         return replay_batches(grid, cache, [np.arange(8)], **options)
 
-    monkeypatch.setattr("h5chunk.tools.tunemodel.LEAST_REPLAY_S", 0.0)
-    monkeypatch.setattr("h5chunk.tools.tunemodel.replay_batches", replay)
+    monkeypatch.setattr("h5chunk.tools.tune.model.LEAST_REPLAY_S", 0.0)
+    monkeypatch.setattr("h5chunk.tools.tune.model.replay_batches", replay)
     path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
     h5chunk.tune(path, **QUICK | {"batch_size": 1, "budget_s": 1e-6})
     assert replayed.count(1) > 4 and replayed.count(N) < 4  # but for what the table shows
@@ -710,7 +710,7 @@ def test_what_only_a_source_can_have(converted, tmp_path, class_folder, monkeypa
         (tmp_path / "shards").mkdir()
         shutil.copy(converted, tmp_path / "shards")
         h5chunk.tune(tmp_path / "shards", **QUICK)
-    monkeypatch.setattr("h5chunk.tools.tunesource.available_bytes", lambda: 1000)
+    monkeypatch.setattr("h5chunk.tools.tune.source.available_bytes", lambda: 1000)
     with pytest.raises(OptionError, match=r"a sample is 368 bytes, but tune takes at most 250 bytes here"):
         h5chunk.tune(class_folder(count=5), **QUICK)
 

@@ -20,7 +20,7 @@ from sparse_files import write_h5ad
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import FileError
-from h5chunk.store.csr import write_csr
+from h5chunk.store.write.csr import write_csr
 
 QUIET = {"workers": 0}
 MATRIX = scipy.sparse.random(300, 70, 0.1, random_state=0, format="csr")
@@ -152,7 +152,7 @@ def test_columns_of_a_row(tmp_path: Path, monkeypatch, change, message: str) -> 
     change(indices)
     path = write_matrix(tmp_path / "a.h5", indices)
     for part_bytes in (1 << 20, 16):
-        monkeypatch.setattr("h5chunk.store.checks.PART_BYTES", part_bytes)
+        monkeypatch.setattr("h5chunk.store.guard.checks.PART_BYTES", part_bytes)
         report = h5chunk.verify(path)
         assert not report.ok and not report.bad and any(message in each for each in report.problems)
 
@@ -292,7 +292,7 @@ def test_rows_of_chunks_of_parts(tmp_path: Path) -> None:
 
 
 def test_quick_says_what_it_read(images: Path, monkeypatch) -> None:
-    monkeypatch.setattr("h5chunk.tools.verify.QUICK_CHUNKS", 4)
+    monkeypatch.setattr("h5chunk.tools.verify.verify.QUICK_CHUNKS", 4)
     report = h5chunk.verify(images, quick=True)
     assert report.ok and {each.num_checked for each in report.fields} == {4}
     assert "'images': of 7 chunks, 4 were read: 0, 2, 4, ..., 6" in report.notes
@@ -310,7 +310,7 @@ def test_a_file_that_is_cut(images: Path) -> None:
 
 
 def test_bytes_that_the_disk_does_not_give(images: Path, monkeypatch) -> None:
-    import h5chunk.store.ranges
+    import h5chunk.store.read.ranges
 
     _, _, offset, size = places(images)[2]
     preadv = os.preadv
@@ -320,7 +320,7 @@ def test_bytes_that_the_disk_does_not_give(images: Path, monkeypatch) -> None:
             raise OSError(5, "Input/output error")
         return preadv(descriptor, buffers, at)
 
-    monkeypatch.setattr(h5chunk.store.ranges.os, "preadv", failing)
+    monkeypatch.setattr(h5chunk.store.read.ranges.os, "preadv", failing)
     report = h5chunk.verify(images)
     assert [(each.field, each.chunk, each.what) for each in report.bad] == [("images", 2, "Input/output error")]
 

@@ -14,10 +14,10 @@ from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.orders import make_order, make_picks
 from h5chunk.plan.order import Order
 from h5chunk.plan.picks import WeightedPicks
-from h5chunk.store.checksums import OFF
-from h5chunk.store.files import Paths
-from h5chunk.store.guard import Trusted
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.guard.checksums import OFF
+from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.read.files import Paths
+from h5chunk.store.read.reader import H5Reader
 
 
 def dataset_of(

@@ -11,7 +11,7 @@ from h5chunk.errors import OptionError
 from h5chunk.feed.normalize import Convert
 from h5chunk.feed.rowconvert import RowConvert, matrix_convert
 from h5chunk.feed.spaces import Fields, torch_dtype
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.reader import H5Reader
 
 GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
 ROWS_BYTES = 256 << 20  # so are rows made dense: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md

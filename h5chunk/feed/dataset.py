@@ -28,14 +28,14 @@ from h5chunk.plan.line import ChunkLine, Line, PickLine, Picks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.plan.permute import SPLIT, permutation
 from h5chunk.plan.picks import pick_samples, split_samples
-from h5chunk.store.amplification import NOTABLE, read_amplification
-from h5chunk.store.checksums import OFF
-from h5chunk.store.files import Paths, chunk_starts, open_other, open_reader
-from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import Header
-from h5chunk.store.guard import Trusted
-from h5chunk.store.matrixfield import MatrixField
-from h5chunk.store.reader import H5Reader, model_cache
+from h5chunk.store.guard.checksums import OFF
+from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.read.amplification import NOTABLE, read_amplification
+from h5chunk.store.read.files import Paths, chunk_starts, open_other, open_reader
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader, model_cache
 
 Fields = Mapping[str, str] | Sequence[str]
 

@@ -19,7 +19,7 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.spaces import CsrRows, CsrWindow, DenseWindow, Fields, Numbers, Spaces, aligned, slot_bytes
-from h5chunk.store.csrrows import CsrRoom
+from h5chunk.store.read.csrrows import CsrRoom
 
 Room = np.ndarray | CsrRoom  # where readers put the samples of a field
 Take = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]

@@ -26,8 +26,8 @@ from h5chunk.feed.state import Resumable, State, save_state
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.feed.supply import Supply
 from h5chunk.plan.echo import AUTO, check_echo, num_echoed
-from h5chunk.store.files import Paths
-from h5chunk.store.guard import Trusted
+from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.read.files import Paths
 
 
 class ChunkLoader(Resumable):

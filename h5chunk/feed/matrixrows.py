@@ -16,13 +16,13 @@ from h5chunk.feed.entries import entries_of, scatter
 from h5chunk.feed.memory import Assemble
 from h5chunk.feed.rowconvert import RowConvert, make_csr
 from h5chunk.feed.spaces import ArrayShape, CsrRows, matrix_space
-from h5chunk.store.csrrows import CsrField
-from h5chunk.store.decoded import NotDirect
-from h5chunk.store.filesdirect import close_descriptors, files_fields, open_descriptors
-from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import opened
-from h5chunk.store.matrixfield import MatrixField
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.csrrows import CsrField
+from h5chunk.store.read.decoded import NotDirect
+from h5chunk.store.read.filesdirect import close_descriptors, files_fields, open_descriptors
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader
 
 Tensors = Sequence[torch.Tensor]
 

@@ -23,8 +23,8 @@ from h5chunk.feed.room import RESIDENT_SHARE
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.line import Picks
 from h5chunk.plan.order import Order
-from h5chunk.store.files import Paths
-from h5chunk.store.guard import Trusted
+from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.read.files import Paths
 
 SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # for what is read ahead: at most, and how often it is looked
 LEAD = 0.15  # part of a slice that is taken before it, uncounted: batches that were read ahead during a pause

@@ -18,8 +18,8 @@ from h5chunk.plan.line import Picks
 from h5chunk.plan.order import INTERLEAVE, Drawn, Order, with_full_windows
 from h5chunk.plan.picks import WeightedPicks, balanced_weights, check_weights
 from h5chunk.plan.sparse import bounded_window, fullest_chunks
-from h5chunk.store.files import chunk_starts
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.files import chunk_starts
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.sidecar import read_recommendation
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, printable
 from h5chunk.plan.order import Window
-from h5chunk.store.csrrows import CsrField, CsrRoom
-from h5chunk.store.direct import EncodedField, PlainField
-from h5chunk.store.filesdirect import FilesField, OpenFiles, close_descriptors, open_descriptors
-from h5chunk.store.ranges import Part
-from h5chunk.store.reader import H5Reader
-from h5chunk.store.tiles import TiledField
+from h5chunk.store.read.csrrows import CsrField, CsrRoom
+from h5chunk.store.read.direct import EncodedField, PlainField
+from h5chunk.store.read.filesdirect import FilesField, OpenFiles, close_descriptors, open_descriptors
+from h5chunk.store.read.ranges import Part
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.tiles import TiledField
 
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size

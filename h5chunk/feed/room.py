@@ -21,7 +21,7 @@ from h5chunk.plan.echo import AUTO
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
-from h5chunk.store.amplification import NOTABLE
+from h5chunk.store.read.amplification import NOTABLE
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
 RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory

@@ -16,10 +16,10 @@ from h5chunk.feed.dense import DenseKernel
 from h5chunk.feed.entries import NUM_CODES, MapParts, Rule, entries_of, scatter, values_of
 from h5chunk.feed.memory import BatchMemory
 from h5chunk.feed.spaces import CsrRows
-from h5chunk.store.fields import Field
-from h5chunk.store.fill import available_cores
-from h5chunk.store.matrixfield import MatrixField
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.write.fill import available_cores
 
 DENSE_THREADS = 4  # of batches that are made dense on the host
 DENSE, CSR, L2 = "dense", "csr", "l2"

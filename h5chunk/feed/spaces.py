@@ -16,9 +16,9 @@ import torch
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.sparse import entries_of_chunks, entries_of_rows, fullest_chunks
-from h5chunk.store.csrrows import CsrRoom
-from h5chunk.store.matrixfield import MatrixField
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.read.csrrows import CsrRoom
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader
 
 ALIGNMENT = 512  # of an array in a slot's buffer
 ArrayShape = tuple[tuple[int, ...], torch.dtype]

@@ -18,17 +18,17 @@ from h5chunk.feed.pipeline import TIMEOUT_S, Direct, Readers, is_kept_whole
 from h5chunk.feed.spaces import CsrRows, FieldSpace, MatrixSpace, Space, matrix_space, slot_bytes, torch_dtype
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.order import Order
-from h5chunk.store.amplification import read_amplification
-from h5chunk.store.checksums import OFF, PIECE_BYTES
-from h5chunk.store.csrrows import CsrField
-from h5chunk.store.direct import NotDirect, direct_field
-from h5chunk.store.files import cache_bytes
-from h5chunk.store.filesdirect import files_fields
-from h5chunk.store.fileset import FileSet
-from h5chunk.store.fill import available_cores
 from h5chunk.store.format import opened
-from h5chunk.store.matrixfield import MatrixField
-from h5chunk.store.reader import H5Reader, model_cache
+from h5chunk.store.guard.checksums import OFF, PIECE_BYTES
+from h5chunk.store.read.amplification import read_amplification
+from h5chunk.store.read.csrrows import CsrField
+from h5chunk.store.read.direct import NotDirect, direct_field
+from h5chunk.store.read.files import cache_bytes
+from h5chunk.store.read.filesdirect import files_fields
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader, model_cache
+from h5chunk.store.write.fill import available_cores
 
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 

@@ -16,7 +16,7 @@ from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order
-from h5chunk.store.guard import Trusted
+from h5chunk.store.guard.guard import Trusted
 
 Path = str | os.PathLike[str]
 

@@ -1,4 +1,4 @@
-"""What the reader of `h5chunk.store.reader` asks HDF5 for, batch by batch, and what the chunk cache makes of it.
+"""What the reader of `h5chunk.store.read.reader` asks HDF5 for, batch by batch, and what the chunk cache makes of it.
 
 A batch is sorted; of its rows in a chunk, those that lie close are read in one call and copied out, others one by one.
 
@@ -21,7 +21,7 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.chunkcache import HIT, ChunkCache
 from h5chunk.plan.selections import find_row_accesses
 
-CALL_BYTES = 48 << 10  # as h5chunk.store.reader has it: bytes that HDF5 copies in the time of one call
+CALL_BYTES = 48 << 10  # as h5chunk.store.read.reader has it: bytes that HDF5 copies in the time of one call
 
 Rows = npt.NDArray[np.int64]
 

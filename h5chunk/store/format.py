@@ -118,7 +118,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.guard import check_beside, damages
+from h5chunk.store.guard.guard import check_beside, damages
 
 FORMAT_VERSION = 1
 GROUP = "h5chunk"
@@ -161,7 +161,7 @@ class ArraySpec:
     fill : int, optional
         Nothing is ever written to it: all elements read as this, and take no bytes.
     gzip : bool
-        Its chunks are compressed, and written one by one (`h5chunk.store.newfile.NewFile.chunk_writer`).
+        Its chunks are compressed, and written one by one (`h5chunk.store.write.newfile.NewFile.chunk_writer`).
     """
 
     shape: tuple[int, ...]

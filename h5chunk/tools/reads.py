@@ -19,12 +19,12 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.store.chunktable import list_chunks
-from h5chunk.store.claims import same_file
-from h5chunk.store.fields import Field
-from h5chunk.store.fileset import FileSet
 from h5chunk.store.format import opened
-from h5chunk.store.reader import H5Reader
+from h5chunk.store.guard.claims import same_file
+from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.limits import NotMeasured, threads_rate
 
 READ_BYTES = 8 << 20  # of one preadv

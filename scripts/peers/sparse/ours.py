@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import h5chunk
-from h5chunk.store.csr import write_csr
+from h5chunk.store.write.csr import write_csr
 from peers import REUSED
 from peers.sparse import CSR, DENSE
 from peers.sparse.matrix import Source

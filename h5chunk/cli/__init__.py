@@ -1,0 +1,11 @@
+"""The command line: arguments, progress bars and exit codes around the functions of `h5chunk.tools`.
+
+Exit codes: 0 done, 1 a named error (one line on standard error), 2 arguments that click refuses, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from h5chunk.cli import append, bench, convert, info, repack, tune, verify
+from h5chunk.cli.group import main
+
+__all__ = ["append", "bench", "convert", "info", "main", "repack", "tune", "verify"]

@@ -1,0 +1,3 @@
+from h5chunk.cli import main
+
+main()

@@ -1,0 +1,55 @@
+"""What commands show while they run: a bar for each stage, and notes above it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+
+def one_line(message: str) -> str:
+    """A message with line breaks and other control characters (of file names) escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+
+
+def note(line: str) -> None:
+    tqdm.write(f"note: {one_line(line)}", file=sys.stderr)  # above the bar
+
+
+@contextmanager
+def progress_bar(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int, int | None], None] | None]:
+    """A bar for each stage; none with --quiet or where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    words = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
+    words |= {"repack": "repacking", "tune": "tuning", "verify": "verifying", "copy": "copying"}
+    units = {"read": "B", "write": " entries", "repack": "B", "verify": "B", "copy": "B"}
+    bar: tqdm[Any] | None = None
+    current = ""
+
+    def show(stage: str, done: int, total: int | None) -> None:
+        nonlocal bar, current
+        if stage != current or bar is None:
+            if bar is not None:
+                bar.close()
+            bar = tqdm(
+                desc=words[stage],
+                unit=units.get(stage, unit),
+                unit_scale=stage in units,
+                total=total,
+                leave=False,
+                mininterval=0.1,
+                dynamic_ncols=True,
+            )
+            current = stage
+        bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,1 @@
+"""What keeps bad files out and finds bad chunks."""

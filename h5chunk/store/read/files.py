@@ -1,0 +1,143 @@
+"""Which files a path means, and the reader of one of them or of several as one data set."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.guard.checksums import OFF
+from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.shardnames import missing_shards, wrong_counts
+
+OnePath = str | os.PathLike[str]
+Paths = OnePath | Sequence[OnePath]
+
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # what is read of a folder
+
+
+def open_reader(
+    path: Paths, fields: Mapping[str, str] | None = None, *, trusted: Trusted = False, checksums: str = OFF
+) -> H5Reader:
+    """The reader of a file, or of several as one data set.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        A file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or several of
+        these, in this order. A folder of shards must have all of one set: name some of them by a pattern or a list.
+    fields : mapping of str to str, optional
+    trusted, checksums
+        As for `H5Reader`.
+
+    Raises
+    ------
+    FileError
+        There is none, one of them cannot be opened, or a folder has not all its shards.
+    FieldError
+        Fields of the files differ.
+    OptionError
+        A file comes twice, or has no checksums although they shall be checked.
+    """
+    files = list_files(path)
+    _check_shards(path)
+    if len(files) == 1:
+        return H5Reader(files[0], fields, trusted=trusted, checksums=checksums)
+    return FileSet(files, fields, _name(path, files), trusted=trusted, checksums=checksums)
+
+
+def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
+    """A reader of other fields of the same file or files."""
+    options: Any = {"trusted": reader.trusted, "checksums": reader.checksums}
+    if isinstance(reader, FileSet):
+        return FileSet([each.path for each in reader.readers], fields, reader.path, **options)
+    return H5Reader(reader.path, fields, **options)
+
+
+def list_files(path: Paths) -> list[Path]:
+    """The files that are meant; see `open_reader`."""
+    if not isinstance(path, (str, os.PathLike)):
+        if isinstance(path, bytes) or not isinstance(path, Iterable):
+            raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
+        given = list(path)
+        if not given:
+            raise OptionError("path is an empty list: name at least one file")
+        return [file for each in given for file in list_files(each)]
+    if not str(path) or "\0" in str(path):
+        raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
+    try:
+        return _list_files(Path(path))
+    except OSError as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+
+
+def _check_shards(path: Paths) -> None:
+    """Raise FileError if a folder has a part of a set of shards, or of several ones of one name."""
+    if not isinstance(path, (str, os.PathLike)):
+        for each in path:
+            _check_shards(each)
+        return
+    if not Path(path).is_dir():
+        return
+    names = [file.name for file in list_files(path)]
+    remedy = "bring it back, or name those to read by a pattern or a list"
+    missing = list(missing_shards(names))
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise FileError(f"{printable(path)}: shard {printable(missing[0])}{more} missing: {remedy}")
+    if wrong := next(wrong_counts(names), None):
+        raise FileError(f"{printable(path)}: {wrong}")
+
+
+def _list_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
+        if not found:
+            raise FileError(
+                f"{printable(path)}: a folder without files {', '.join(SUFFIXES)}: name a file or a pattern"
+            )
+        return sorted(found, key=_natural)
+    if path.exists() or not re.search(r"[*?\[]", str(path)):
+        return [path]  # which may not exist: its reader says so
+    plain = next(number for number, part in enumerate(path.parts) if re.search(r"[*?\[]", part))
+    root, pattern = Path(*path.parts[:plain]), str(Path(*path.parts[plain:]))
+    matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]
+    if not matching:
+        raise FileError(f"{printable(path)}: no file matches this pattern")
+    return sorted(matching, key=_natural)
+
+
+def chunk_starts(reader: H5Reader) -> np.ndarray | None:
+    """The number of each chunk's first sample, and that of all samples; None where all chunks are equal."""
+    return reader.chunk_starts if isinstance(reader, FileSet) else None
+
+
+def cache_bytes(reader: H5Reader, main: CacheSettings) -> int:
+    """What the caches of the largest field take in one process."""
+    return reader.cache_bytes(main) if isinstance(reader, FileSet) else main.nbytes
+
+
+def _natural(path: Path) -> list[tuple[int, str] | str]:
+    """By name, but numbers in it by their value; of equal ones (a1, a01) the name decides."""
+    parts = re.split(r"(\d+)", str(path))
+    key: list[tuple[int, str] | str] = [
+        (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
+    ]
+    return [*key, (-1, str(path))]
+
+
+def _name(path: Paths, files: list[Path]) -> Path:
+    """What messages call the set."""
+    if isinstance(path, (str, os.PathLike)):
+        return Path(path)
+    return Path(f"{files[0]} and {len(files) - 1} more")

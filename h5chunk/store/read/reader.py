@@ -1,0 +1,350 @@
+"""Rows of any HDF5 file in which samples lie along the first axis, through HDF5's own chunk cache.
+
+A reader travels between processes and opens the file in each one when it is first asked for rows. The rows of a
+request are read chunk by chunk, so that a request needs each chunk once, whatever the order of its rows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, OptionError, printable
+from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.layout import plan_layout
+from h5chunk.store.format import Header, checksums_of, open_file, opened, read_header
+from h5chunk.store.guard.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
+from h5chunk.store.guard.claims import check_chunks
+from h5chunk.store.guard.guard import Guard, Trusted, damages
+from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.csrhdf5 import CsrHandle
+from h5chunk.store.read.csrrows import CsrRoom
+from h5chunk.store.read.fields import Field, look_at, usual_fields
+from h5chunk.store.read.matrixfield import MatrixField, read_indptr
+
+SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
+CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
+
+
+_reading = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a fork: the thread that held it may not be there."""
+    global _reading
+    _reading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class H5Reader:
+    """Reads rows of some fields of one file.
+
+    Parameters
+    ----------
+    path : path
+    fields : mapping of str to str, or None
+        Datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or the matrix
+        ``X``, and ``labels`` if there are any.
+    trusted : bool, path or sequence of paths
+        Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
+        the file; or in these folders. See `h5chunk.store.guard.guard`.
+    checksums : {"off", "first", "always"}
+        Whether chunks are checked against the checksums of a file of ours: each when this process first reads of it,
+        or whenever it does. See `h5chunk.store.guard.checksums`.
+
+    Attributes
+    ----------
+    fields : dict of str to Field or MatrixField
+    matrix : MatrixField or None
+        The field that is a sparse matrix; there may be one.
+    main : Field or MatrixField
+        The matrix, or the field of the largest samples.
+    chunk_samples : int
+        Samples of ``main`` that are read together.
+
+    Raises
+    ------
+    FileError
+        The file cannot be opened.
+    FieldError
+        A dataset is missing or cannot be a field.
+    TrustError
+        It leads to other files, or needs a filter that is not known.
+    OptionError
+        Checksums shall be checked, but there are none.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fields: Mapping[str, str] | None = None,
+        *,
+        trusted: Trusted = False,
+        checksums: str = OFF,
+    ) -> None:
+        self.path = Path(path)
+        self.trusted, self.checksums = trusted, checksums
+        self._stamp = _stamp(self.path)  # before opening it; compared after opening it: no replacement slips between
+        with opened(self.path) as file:
+            self.header: Header | None = read_header(file)
+            if fields is None:
+                fields = usual_fields(file, self.path)
+            _check_names(fields)
+            guard = Guard(self.path, trusted)
+            self.fields = {
+                name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
+            }
+            self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
+        matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
+        if len(matrices) > 1:
+            raise FieldError(f"{printable(self.path)}: fields name {len(matrices)} sparse matrices: name one")
+        self.matrix = matrices[0] if matrices else None
+        lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+            raise FieldError(f"{printable(self.path)}: fields differ in length: {shown}: name fields of one length")
+        self.num_samples = next(iter(lengths.values()))
+        self._caches: dict[str, CacheSettings] = {}
+        self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
+        self._indptr: np.ndarray | None = None
+        self._fingerprint: int | None = None
+        self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
+        self.chunk_samples = self.main.grid.band_samples or self._chunk_samples_if_contiguous()
+
+    def _chunk_samples_if_contiguous(self) -> int:
+        """A contiguous dataset has no chunks: neighbours are read together as if it had good ones."""
+        return plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes)).chunk_samples
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
+        grid = self.main.grid
+        return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs between files of different data, and is the same for copies of a file.
+
+        Of checksums in files of ours; of names, shapes and types in others.
+        """
+        if self._fingerprint is None:
+            about = [
+                (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str)
+                for name, each in self.fields.items()
+            ]
+            found = zlib.crc32(repr(about).encode())
+            if self.header is not None:
+                with opened(self.path) as file:
+                    self.check_unchanged()
+                    found = checksums_of(file, found)
+            self._fingerprint = found
+        return self._fingerprint
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where each row of the matrix begins in its entries: (num_rows + 1,) int64.
+
+        Raises
+        ------
+        FileError
+            It is damaged, or the file was changed.
+        """
+        if self._indptr is None:
+            assert self.matrix is not None
+            with opened(self.path) as file:
+                self.check_unchanged()
+                self._check_indptr(file, self.matrix)
+                self._indptr = read_indptr(file[self.matrix.dataset], self.path, self.matrix)
+        return self._indptr
+
+    def _check_indptr(self, file: h5py.File, matrix: MatrixField) -> None:
+        name = f"{matrix.name}/indptr"
+        if name in self.sums:
+            dataset = file[f"{matrix.dataset}/indptr"]
+            table, sums = list_chunks(dataset), self.sums[name]
+            checks = ChunkChecks(self.path, name, dataset, table, sums, num_samples=matrix.num_rows)
+            checks.check_all(file.id.get_vfd_handle())
+
+    def set_caches(self, main: CacheSettings) -> None:
+        """Give the largest field the cache ``main``, and each other field room for the same samples.
+
+        Takes effect at the next read.
+        """
+        room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
+        caches = {}
+        for field in self.fields.values():
+            grid = field.grid
+            bands = -(-room_samples // grid.band_samples) + 1 if grid.band_samples else 0
+            if grid.num_bands * grid.band_bytes <= SMALL_FIELD_BYTES:
+                bands = grid.num_bands
+            caches[field.name] = _cache_of(grid, bands, OLDEST_FIRST)
+        caches[self.main.name] = main
+        if caches != self._caches:
+            self._caches = caches
+            self.close()
+
+    def caches_in_force(self) -> dict[str, CacheSettings]:
+        """What HDF5 says of the caches of this process, by field: read back, not remembered."""
+        return {name: handle.cache() for name, handle in self._handles().items()}
+
+    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrRoom) -> None:
+        """Read rows of a field.
+
+        Parameters
+        ----------
+        name : str
+        rows : (n,) int64
+            Each from 0 to ``num_samples - 1``; in any order, also repeated.
+        out : (n, *sample_shape), the field's dtype, C-contiguous; or CsrRoom
+            The latter for a matrix, with its ``starts``.
+
+        Raises
+        ------
+        FileError
+            The file was changed, or cannot be read.
+        """
+        handle = self._handles()[name]
+        try:
+            with _reading:  # a handle keeps what it selects, and memory to read through
+                handle.read(rows, out)  # type: ignore[arg-type]
+        except FileError:
+            self.check_unchanged()
+            raise
+        except OSError as error:  # HDF5 names neither file nor field
+            self.check_unchanged()
+            remedy = ""
+            if "plugin" in str(error) or "filter" in str(error):
+                remedy = ': if a filter is missing, pip install "h5chunk[codecs]"'
+            raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
+        self.check_unchanged()  # HDF5 gives zeros for what a file that was cut short lacks
+
+    def _handles(self) -> dict[str, _Handle | CsrHandle]:
+        """The open datasets of this process; those inherited by a fork are left alone."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = None
+            with damages(self.path):
+                file = open_file(self.path)
+                self.check_unchanged()
+                self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
+        return self._opened[1]
+
+    def _handle(self, file: h5py.File, field: Field | MatrixField) -> _Handle | CsrHandle:
+        cache = self._caches.get(field.name)
+        if isinstance(field, MatrixField):
+            return CsrHandle(file, field, self.indptr, cache, self.sums)
+        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples, self.sums)
+
+    def check_unchanged(self, descriptor: int | None = None) -> None:
+        """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
+        found = _stamp(self.path if descriptor is None else descriptor)
+        if not found:
+            raise FileError(f"{printable(self.path)}: no such file any more: removed since it was first opened")
+        if found != self._stamp:
+            raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self._opened = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None, "_indptr": None}
+
+
+def _check_names(fields: Mapping[str, str]) -> None:
+    """Raise OptionError unless they name datasets."""
+    if not fields:
+        raise OptionError("fields is empty: name at least one dataset")
+    wrong = next((each for pair in fields.items() for each in pair if not isinstance(each, str)), None)
+    if wrong is not None:
+        raise OptionError(f"fields has {wrong!r}: give names of datasets")
+
+
+class _Handle:
+    """One open dataset with its cache."""
+
+    def __init__(
+        self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums = NO_SUMS
+    ) -> None:
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        if cache is not None:
+            access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
+        self._file = file  # keeps it open
+        self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
+        dataset = h5py.Dataset(self._id)
+        check_chunks(dataset)
+        self._checks: ChunkChecks | None = None
+        if field.name in sums and dataset.size:
+            table = list_chunks(dataset)
+            self._checks = ChunkChecks(Path(file.filename), field.name, dataset, table, sums[field.name])
+        self._space = self._id.get_space()
+        self._kind = h5py.h5t.py_create(field.dtype, logical=True)
+        self._row = h5py.h5s.create_simple((1, *field.sample_shape))
+        self._shape = field.sample_shape
+        self._row_bytes = field.grid.sample_bytes
+        self._band_samples = band_samples
+        room = cache.nbytes if cache is not None else 0
+        self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded anew at every call
+        self._scratch = np.empty((0, *self._shape), field.dtype)
+
+    def cache(self) -> CacheSettings:
+        nslots, nbytes, w0 = self._id.get_access_plist().get_chunk_cache()
+        return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 says 0 slots where there is no cache
+
+    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
+        if not len(rows):
+            return
+        if self._checks is not None:
+            self._checks.check_rows(self._file.id.get_vfd_handle(), rows)
+        places = np.argsort(rows, kind="stable")
+        ordered = rows[places]
+        chunks = ordered // self._band_samples
+        borders = np.flatnonzero(chunks[1:] != chunks[:-1]) + 1
+        for start, stop in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
+            first, last = int(ordered[start]), int(ordered[stop - 1]) + 1
+            too_many = (last - first) * self._row_bytes > (stop - start - 1) * CALL_BYTES
+            if stop - start == 1 or (too_many and not self._whole):
+                for place in range(start, stop):
+                    self._read_run(int(ordered[place]), self._row, out[places[place] : places[place] + 1])
+            else:
+                self._read_through(first, last, ordered[start:stop], places[start:stop], out)
+
+    def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
+        count = memory.shape[0]
+        self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
+        self._id.read(memory, self._space, out, self._kind)
+
+    def _read_through(self, first: int, last: int, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+        if len(self._scratch) < last - first:
+            self._scratch = np.empty((last - first, *self._shape), out.dtype)
+        scratch = self._scratch[: last - first]
+        self._read_run(first, h5py.h5s.create_simple(scratch.shape), scratch)
+        out[places] = scratch[rows - first]
+
+
+def _stamp(path: Path | int) -> tuple[int, ...]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()  # opening it says why
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
+    """The cache in which ``open_chunks`` runs of ``reader.chunk_samples`` samples stay until read in full."""
+    return _cache_of(reader.main.grid, open_chunks, w0)
+
+
+def _cache_of(grid: ChunkGrid, open_bands: int, w0: float) -> CacheSettings:
+    if not grid.needs_cache:
+        return CacheSettings(1, 0)
+    nbytes = cache_for(open_bands, grid.band_bytes, max(1, grid.num_bands)).nbytes
+    return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, w0)

@@ -1,0 +1,1 @@
+"""Writing a whole file anew, of whatever is in it."""

@@ -1,0 +1,260 @@
+"""What is in any HDF5 file, object by object, and what of it cannot be kept when the file is written anew.
+
+Nothing is followed out of the file: external links, external storage and virtual datasets are refused. Soft links are
+taken as they are, and not followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import h5py
+from h5py import h5d, h5g, h5l, h5o, h5s, h5t
+
+from h5chunk.errors import FileError, H5ChunkError, OutputError, TrustError, printable
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.rewrite.references import ORDER_TRACKED, is_fixed, refers, refers_to_regions, unknown_reference
+
+NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
+_FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))
+_DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """One dataset, as it says of itself.
+
+    Attributes
+    ----------
+    path : bytes
+        Without a leading slash.
+    shape : tuple of int, or None
+        None: it has no space at all.
+    maxshape : tuple of (int or None)
+    chunks : tuple of int, or None
+    dtype : str
+        For people.
+    kind : str
+        As that of a NumPy type; V for what NumPy does not have.
+    item_bytes : int
+    filters, filter_names : tuple of int, of str
+        Registered numbers; names as the file gives them.
+    stored_bytes : int
+        In the file.
+    fixed, refers, regions : bool
+        Whether its values are the bytes that they are, or refer to objects, or to parts of them.
+    named : bool
+        Whether its type has a name in the file.
+    """
+
+    path: bytes
+    shape: tuple[int, ...] | None
+    maxshape: tuple[int | None, ...]
+    chunks: tuple[int, ...] | None
+    dtype: str
+    kind: str
+    item_bytes: int
+    filters: tuple[int, ...]
+    filter_names: tuple[str, ...]
+    stored_bytes: int
+    fixed: bool
+    refers: bool
+    regions: bool
+    named: bool
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return printable(self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape or (0,)) * self.item_bytes if self.shape != () else self.item_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """Along the first axis; 0 if there is none, or nothing in it."""
+        return self.shape[0] if self.shape and self.num_bytes else 0
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """What a sample costs; of a dataset with rows."""
+        return ChunkGrid(self.shape or (), self.chunks, self.item_bytes, bool(self.filters))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One link of the tree.
+
+    Attributes
+    ----------
+    parent, name : bytes
+        Path of the group that it is in, and its name there.
+    kind : {"group", "dataset", "type", "soft", "again"}
+        "again": another name of an object that has one.
+    leads_to : bytes
+        Of a soft link: its words; of another name: the object's first path.
+    """
+
+    parent: bytes
+    name: bytes
+    kind: str
+    leads_to: bytes = b""
+
+    @property
+    def path(self) -> bytes:
+        return b"/".join((self.parent, self.name)) if self.parent else self.name
+
+
+@dataclass
+class Survey:
+    """All of a file.
+
+    Attributes
+    ----------
+    nodes : list of Node
+        Parents before what is in them; links of a group in its order.
+    datasets : dict of bytes to DatasetFacts
+        By path.
+    paths : dict of int to bytes
+        Path of each object by its address; that of the root is empty.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)
+    paths: dict[int, bytes] = field(default_factory=dict)
+
+
+@contextmanager
+def damages(shown: str) -> Iterator[None]:
+    """What HDF5 says of a file becomes an error of ours; that the disk is full is not the file's fault."""
+    try:
+        yield
+    except H5ChunkError:
+        raise
+    except _DAMAGES as error:
+        reason = str(error) or type(error).__name__
+        if any(word in reason for word in _FULL_DISK):
+            raise OutputError(f"{shown}: its copy cannot be written: {reason}") from None
+        raise FileError(f"{shown}: cannot be read: {reason}: it is damaged, or of a kind that is not known") from error
+
+
+def survey_file(file: h5py.File) -> Survey:
+    """Walk through a file.
+
+    Raises
+    ------
+    FileError
+        Something leads out of the file, cannot be kept, or is damaged.
+    """
+    found, shown = Survey(), printable(file.filename)
+    with damages(shown):
+        found.paths[h5o.get_info(file.id).addr] = b""
+        groups = [b""]
+        for parent in groups:  # grows
+            group = h5g.open(file.id, parent or b"/")
+            for name in _link_names(group):
+                node = _look_at_link(group, parent, name, found, shown)
+                found.nodes.append(node)
+                if node.kind == "group":
+                    groups.append(node.path)
+                elif node.kind == "dataset":
+                    found.datasets[node.path] = look_at_dataset(h5d.open(group, name), node.path, shown)
+    return found
+
+
+def _link_names(group: h5g.GroupID) -> list[bytes]:
+    names: list[bytes] = []
+    tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
+    group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
+    return names
+
+
+def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey, shown: str) -> Node:
+    where = f"{shown}: {printable(parent + b'/' + name if parent else name)!r}"
+    if name in (b"", b".") or b"/" in name:
+        raise FileError(f"{where} has a name that no path can hold: it is damaged")
+    kind = group.links.get_info(name).type
+    if kind == h5l.TYPE_SOFT:
+        return Node(parent, name, "soft", group.links.get_val(name))
+    if kind == h5l.TYPE_EXTERNAL:
+        raise FileError(
+            f"{where} is a link into another file, which is not followed: copy what it leads to, or delete it"
+        )
+    if kind != h5l.TYPE_HARD:
+        raise FileError(f"{where} is a link of a kind that is not known ({kind}): delete it")
+    info = h5o.get_info(group, name)
+    if info.addr in found.paths:
+        return Node(parent, name, "again", found.paths[info.addr])
+    kinds = {h5o.TYPE_GROUP: "group", h5o.TYPE_DATASET: "dataset", h5o.TYPE_NAMED_DATATYPE: "type"}
+    if info.type not in kinds:
+        raise FileError(f"{where} is an object of a kind that is not known ({info.type})")
+    node = Node(parent, name, kinds[info.type])
+    found.paths[info.addr] = node.path
+    return node
+
+
+def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetFacts:
+    """What a dataset says of itself.
+
+    Raises
+    ------
+    FileError
+        Its values lie in other files, or cannot be kept.
+    """
+    where = f"{shown}: {printable(path)!r}"
+    properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
+    layout = properties.get_layout()
+    if layout == h5d.CONTIGUOUS and properties.get_external_count():
+        raise TrustError(f"{where}: its values lie in other files, which are not opened: copy them into one (h5repack)")
+    if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
+        raise TrustError(f"{where} is a virtual dataset, which may lead to other files: copy it into one (h5repack)")
+    if unknown_reference(kind):
+        raise FileError(f"{where} has references of a kind that h5py does not read: leave it out, or write it anew")
+    null = space.get_simple_extent_type() == h5s.NULL
+    filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
+    most = () if null else space.get_simple_extent_dims(True)
+    return DatasetFacts(
+        path=path,
+        shape=None if null else tuple(dataset.shape),
+        maxshape=tuple(None if size == h5s.UNLIMITED else size for size in most),
+        chunks=properties.get_chunk() if layout == h5d.CHUNKED else None,
+        dtype=_type_words(dataset),
+        kind=_type_kind(dataset, kind),
+        item_bytes=kind.get_size(),
+        filters=tuple(each[0] for each in filters),
+        filter_names=tuple(printable(each[3].split(b"\0")[0]) for each in filters),
+        stored_bytes=_check_stored(dataset, where),
+        fixed=is_fixed(kind),
+        refers=refers(kind),
+        regions=refers_to_regions(kind),
+        named=kind.committed(),
+    )
+
+
+def _check_stored(dataset: h5d.DatasetID, where: str) -> int:
+    stored = dataset.get_storage_size()
+    there = h5py.h5i.get_file_id(dataset).get_filesize()
+    if stored > there:
+        raise FileError(f"{where} claims {stored} stored bytes but the file has {there}: it is damaged")
+    return int(stored)
+
+
+def _type_words(dataset: h5d.DatasetID) -> str:
+    try:
+        return str(dataset.dtype)
+    except TypeError:
+        return "a type that NumPy does not have"
+
+
+def _type_kind(dataset: h5d.DatasetID, kind: h5t.TypeID) -> str:
+    try:
+        return str(dataset.dtype.kind)
+    except TypeError:
+        return "V"

@@ -1,0 +1,1 @@
+"""Writing files: in parallel, crash-safe, each in its place only when it is whole."""

@@ -1,0 +1,193 @@
+"""Worker processes that write samples into a new file, whole chunks in place.
+
+Workers take runs of chunks, get the samples from a source, and write each chunk with one ``pwrite``: pixels never
+pass between processes. What comes back for a chunk is its checksum and what to count. Which worker writes a chunk
+does not change its bytes. What a journal claims to be written is looked at again by the workers, first of all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import WorkerError
+from h5chunk.store.write.filltask import Done, Failure, FillJob, Tasks
+
+TASKS_AHEAD = 3  # waiting for each worker
+GO_ON, STOP, LEAVE = 0, 1, 2  # what workers are told
+LEAVE_S = 1.0  # to stop; behind that they leave where they are
+LOOK_S = 0.5
+
+Written = Callable[[int], None]  # told how many samples were written since the last call
+
+
+@dataclass
+class Filled:
+    """What came of it.
+
+    Attributes
+    ----------
+    checksums : (num_chunks,) uint32
+    notes : Counter
+        What the source noted of its samples.
+    failures : list of Failure
+        In row order; their rows hold zeros.
+    """
+
+    checksums: np.ndarray
+    notes: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def fill(
+    job: FillJob,
+    num_workers: int,
+    stop_at_failure: bool,
+    written: Written,
+    claims: Mapping[int, Done] | None = None,
+    finished: Callable[[Done], None] = lambda done: None,
+) -> Filled:
+    """Write all chunks of the job.
+
+    Parameters
+    ----------
+    job : FillJob
+    num_workers : int
+        Processes; 0 to write in this one.
+    stop_at_failure : bool
+        Return as soon as a sample failed.
+    written : callable
+    claims : dict of int to Done, optional
+        Tasks that are said to be done, by their first chunks: not done again where that holds.
+    finished : callable, optional
+        Told each task that was done here, unless the failure of a sample is the end of all.
+
+    Raises
+    ------
+    WorkerError
+        A worker died.
+    OutputError
+        A chunk could not be written.
+    """
+    filled = Filled(np.zeros(job.num_chunks, np.uint32))
+    claims = claims or {}
+    claimed = {first: claim for first, claim in claims.items() if not (stop_at_failure and claim.failures)}
+    tasks = [(chunks, claimed.get(chunks.start)) for chunks in job.tasks()]
+    tasks.sort(key=lambda task: task[1] is None)
+    results = _in_this_process(job, tasks) if num_workers == 0 else _in_workers(job, tasks, num_workers)
+    try:
+        for done in results:
+            filled.checksums[done.chunks.start : done.chunks.stop] = done.checksums
+            filled.notes.update(done.notes)
+            filled.failures.extend(done.failures)
+            is_end = bool(done.failures) and stop_at_failure
+            if done.is_new and not is_end:
+                finished(done)
+            written(len(job.rows(done.chunks)))
+            if is_end:
+                break
+    finally:
+        results.close()
+    filled.failures.sort()
+    return filled
+
+
+_Task = tuple[range, "Done | None"]
+
+
+def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
+    with Tasks(job) as doing:
+        for task in tasks:
+            yield doing.do(*task)
+
+
+def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
+    context = multiprocessing.get_context(_start_method())
+    try:
+        told = context.RawValue("b", GO_ON)  # no lock: a worker that is killed must not hold one
+        pool = ProcessPoolExecutor(
+            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, told)
+        )
+    except OSError as error:
+        raise WorkerError(
+            f"no worker can be started: {error.strerror}: look at the room in /dev/shm and {tempfile.gettempdir()}, or "
+            "use --workers 0"
+        ) from None
+    waiting: set[Future[Done]] = set()
+    left = iter(tasks)
+    try:
+        while True:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+                for task in left:
+                    waiting.add(pool.submit(_run_task, *task))
+                    if len(waiting) >= TASKS_AHEAD * num_workers:
+                        break
+            if not waiting:
+                return
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    except BrokenProcessPool:
+        raise WorkerError(
+            "a worker process died (killed, or out of memory?): the output was left as it was; "
+            "run it again, with fewer workers if memory was short"
+        ) from None
+    finally:
+        told.value = STOP  # after an error or Ctrl-C, do not finish the tasks that were started
+        timer = threading.Timer(LEAVE_S, lambda: setattr(told, "value", LEAVE))
+        timer.start()
+        pool.shutdown(wait=True, cancel_futures=True)
+        timer.cancel()
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start_method() -> str:
+    """How workers are started: by fork on Linux, at once and without a guard in the caller's main module.
+
+    They run Pillow, NumPy and zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere
+    fork is not safe, and the caller's main module needs the guard that torch's DataLoader needs as well.
+    """
+    return "fork" if sys.platform == "linux" else "spawn"
+
+
+_tasks: Tasks
+
+
+def _start_worker(job: FillJob, told: Any) -> None:
+    global _tasks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
+    threading.Thread(target=_leave_in_time, args=(told,), daemon=True).start()
+    _tasks = Tasks(job, lambda: told.value != GO_ON)
+    _tasks.__enter__()  # for the life of this process
+
+
+def _leave_in_time(told: Any) -> None:
+    """End with the parent, or when told to: one that was killed may have locked for ever what others wait for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):
+            pass
+        os._exit(1)
+
+
+def _run_task(chunks: range, claim: Done | None) -> Done:
+    return _tasks.do(chunks, claim)

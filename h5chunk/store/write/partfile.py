@@ -1,0 +1,106 @@
+"""What stands beside an output until that is complete: its names, its lock, whether it has room and is kept."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
+from h5chunk.plan.layout import human_bytes
+from h5chunk.store.write.journal import Journal
+
+ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
+LOCK_WAIT_S = 0.5  # the workers of a writer that was just killed hold its lock until they have noticed
+
+
+def part_path(path: Path) -> Path:
+    """Where a file, or a folder, stands until it is complete."""
+    return path.with_name(f".{path.name}.h5chunk-part")
+
+
+def journal_path(path: Path) -> Path:
+    """Where the journal of that is."""
+    return path.with_name(f".{path.name}.h5chunk-journal")
+
+
+def lock(descriptor: int, shown: str) -> None:
+    """Lock what is open; close it and raise OutputError if another process has locked it, or it cannot be locked."""
+    end = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(descriptor)
+                raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
+            time.sleep(LOCK_WAIT_S / 10)
+        except OSError as error:
+            os.close(descriptor)
+            raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
+
+
+def is_kept(journal: Journal, error: BaseException | None) -> bool:
+    """Whether what was done is worth keeping: after the error, the same command would not make something else."""
+    if error is None or not journal.holds_work:
+        return False
+    return isinstance(error, SampleError) or not isinstance(error, (SourceError, OptionError))
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite all of ``data``."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def check_name(path: Path) -> None:
+    """Raise OutputError unless files can be named after ``path``, and it can be looked at."""
+    beside = journal_path(path)
+    try:
+        os.stat(beside.with_name(f"{beside.name}-data"))  # the longest of them
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+            raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}: give another name") from None
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raise OutputError unless a file can be made at ``path``."""
+    shown = printable(path)
+    check_name(path)
+    if path.is_dir():
+        raise OutputError(f"{shown}: is a folder: give the name of a file")
+    if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be gone
+        raise OutputError(f"{shown}: is no regular file, and is not replaced by one: give another name")
+    if os.path.exists(path) and not overwrite:
+        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+    if not path.parent.is_dir():
+        raise OutputError(f"{shown}: its folder {printable(path.parent)} does not exist: make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{shown}: its folder {printable(path.parent)} is not writable")
+
+
+def check_room(path: Path, num_bytes: int) -> None:
+    """Raise OutputError unless the disk of ``path`` has ``num_bytes`` free."""
+    free = shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise OutputError(no_room(path, num_bytes, f"{human_bytes(free)} are free"))
+
+
+def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
+    """The message of a disk that is too small."""
+    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"
+
+
+def reason_of(error: OSError | RuntimeError) -> str | None:
+    """What the system said, also through HDF5, which calls it a RuntimeError when it closes a file; None if nothing."""
+    if isinstance(error, OSError):
+        return os.strerror(error.errno) if error.errno else str(error)
+    found = re.search(r"errno = (\d+)", str(error))
+    return os.strerror(int(found[1])) if found else None

@@ -1,0 +1,154 @@
+"""Arrays that wait in memory, or, once there are too many, in a file without a name.
+
+The file stands in a folder but has no name there: the system takes it back with the process, however that ends. Once
+all is in it, it can be given a name, and be opened again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import numpy as np
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.store.write.partfile import write_at
+
+
+class Spool:
+    """Context manager around arrays of one type, end to end.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the file goes.
+    dtype : np.dtype
+    memory_bytes : int
+        What may stay in memory; all goes to the file when this is passed.
+
+    Attributes
+    ----------
+    num_bytes, num_parts : int
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype, memory_bytes: int) -> None:
+        self._folder = folder
+        self.dtype = dtype
+        self._memory_bytes = memory_bytes
+        self._parts: list[np.ndarray] = []
+        self._file: IO[bytes] | None = None
+        self.num_bytes = 0
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._parts = []
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return self.num_bytes // self.dtype.itemsize
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it became too much for memory."""
+        return self._file is not None
+
+    def append(self, values: np.ndarray) -> None:
+        """Add an array; it must not be changed afterwards.
+
+        Raises
+        ------
+        OutputError
+            The disk is full.
+        """
+        self._parts.append(values)
+        self.num_bytes += values.nbytes
+        if self._file is not None or self.num_bytes > self._memory_bytes:
+            self._spill()
+
+    def _spill(self) -> None:
+        try:
+            if self._file is None:
+                self._file = _open_unnamed(self._folder)
+                offset = 0
+            else:
+                offset = self.num_bytes - sum(part.nbytes for part in self._parts)
+            while self._parts:
+                part = self._parts.pop(0)
+                write_at(self._file.fileno(), part.view(np.uint8).data, offset)
+                offset += part.nbytes
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise OutputError(
+                    f"{printable(self._folder)}: the disk is full after {self.num_bytes} bytes of a temporary file: "
+                    "free some, give more memory, or write elsewhere"
+                ) from None
+            raise OutputError(
+                f"{printable(self._folder)}: no temporary file can be written: {error.strerror}"
+            ) from None
+
+    def keep(self, path: Path) -> bool:
+        """Give the file a name, so that it outlives the process; False if there is none, or the system cannot."""
+        if self._file is None or not Path("/proc/self/fd").is_dir():
+            return False
+        try:
+            path.unlink(missing_ok=True)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                source = f"/proc/self/fd/{self._file.fileno()}"
+                os.link(source, path.name, dst_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(folder)
+        except OSError:
+            return False
+        return True
+
+    def reopen(self, path: Path, num_bytes: int) -> None:
+        """Take a file that was kept for what is in the spool."""
+        try:
+            self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0)
+        except OSError as error:
+            raise OutputError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
+        self.num_bytes = num_bytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Elements ``start`` to ``stop``, of what is on disk, in new memory."""
+        if self._file is None:
+            raise ValueError("it is in memory: take the parts")
+        values = np.empty(stop - start, self.dtype)
+        view = values.view(np.uint8).data
+        offset = start * self.dtype.itemsize
+        while view:
+            done = os.preadv(self._file.fileno(), [view], offset)
+            if not done:
+                raise OutputError(f"{printable(self._folder)}: a temporary file was cut short")
+            view, offset = view[done:], offset + done
+        return values
+
+    def take(self, num_elements: int) -> Iterator[np.ndarray]:
+        """All of it, once, in parts of about ``num_elements``; what was given is gone from memory."""
+        if self._file is None:
+            self._parts.reverse()
+            while self._parts:
+                yield self._parts.pop()
+            return
+        for start in range(0, len(self), num_elements):
+            yield self.read(start, min(start + num_elements, len(self)))
+
+
+def _open_unnamed(folder: Path) -> IO[bytes]:
+    if hasattr(os, "O_TMPFILE"):  # of this kind, and without O_EXCL, it can be given a name
+        with contextlib.suppress(OSError):
+            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+            return os.fdopen(os.open(folder, flags, 0o600), "r+b", buffering=0)
+    return tempfile.TemporaryFile(dir=folder, prefix=".h5chunk-", buffering=0)

@@ -1,0 +1,1 @@
+"""`h5chunk append`: more samples behind those of a file."""

@@ -1,0 +1,298 @@
+"""Add samples to a file that h5chunk converted. The longer file takes its place when it is complete and on disk."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from h5chunk.errors import FileError, OptionError, OutputError, printable
+from h5chunk.sources.decode import MAX_PIXELS
+from h5chunk.store.rewrite.survey import damages
+from h5chunk.store.write.appended import OldFile, open_old
+from h5chunk.store.write.csr import CSR
+from h5chunk.store.write.newfile import NewFile, check_room
+from h5chunk.tools.append.dense import write_dense_rows
+from h5chunk.tools.append.images import Addition, OldImages, plan_addition
+from h5chunk.tools.append.longer import plan_longer, write_longer
+from h5chunk.tools.append.report import AppendPlan, AppendReport, small_chunks, unmixed
+from h5chunk.tools.append.rows import OldRows, plan_rows
+from h5chunk.tools.append.sparse import estimate_rows, open_mapped, read_rows, write_csr_rows
+from h5chunk.tools.convert.images import Progress, count_written, estimate_s, prepare
+from h5chunk.tools.convert.resume import Notify, say_nothing, telling
+from h5chunk.tools.convert.sparse_options import MEMORY_BYTES
+from h5chunk.tools.verify.tables import look_at_tables
+
+IMAGES_ONLY = {"manifest": None, "fit": None, "workers": None, "on_error": "fail", "max_pixels": MAX_PIXELS}
+SPARSE_ONLY = {"format": None, "layer": None, "columns": None, "drop_columns": False, "memory_bytes": MEMORY_BYTES}
+
+
+def append(
+    path: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    fit: str | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    workers: int | None = None,
+    on_error: str = "fail",
+    max_pixels: int = MAX_PIXELS,
+    new_classes: bool = False,
+    format: str | None = None,
+    layer: str | None = None,
+    columns: Sequence[str] | None = None,
+    drop_columns: bool = False,
+    memory_bytes: int = MEMORY_BYTES,
+    progress: Progress | None = None,
+    notify: Notify | None = None,
+) -> AppendReport:
+    """Add the samples of a source to a file that `h5chunk.convert` made.
+
+    The old samples keep their places; the new ones come behind them. A longer file is written beside the old one, of
+    which all chunks are checked on the way, and takes its place in one step: so room for both is needed, and the old
+    samples can be read all the while. Who has the old file open then still has it; our readers look, and end with a
+    FileError that says that it was replaced, rather than mix the two. Equal file, source and options give equal bytes,
+    with any number of workers.
+
+    New samples are permuted among themselves only. So the file no longer counts as shuffled, and windows are made as
+    for one that is not: `h5chunk repack --shuffle` mixes old and new.
+
+    Parameters
+    ----------
+    path : path
+        The file: images, or a sparse matrix, as convert writes them.
+    source : path
+        As for `h5chunk.convert`, of the same kind. Images are decoded as the file says that its own were, and get the
+        size of those; values of a matrix get its scale, and are clipped or binarised as its own were.
+    manifest : path, optional
+        Of images; its columns must be the fields of the file.
+    fit : {"error", "stretch", "crop", "pad"}, optional
+        For images of another size; as the file's own if not given.
+    seed : int
+        Of the permutation of the new samples.
+    shuffle : bool
+        False keeps the order of the source.
+    workers, on_error, max_pixels
+        As for `h5chunk.convert`. The list of images that were left out, ``PATH.skipped.csv``, gets those of now behind
+        those of before.
+    new_classes : bool
+        Whether classes, or categories of a field, that the file does not have go behind its own. Classes are found by
+        their names; labels of old samples stay.
+    format, layer, columns, memory_bytes
+        Of sparse matrices, as for `h5chunk.convert`.
+    drop_columns : bool
+        Whether entries of a matrix in columns that the file does not have are left out. Columns are found by their ids
+        or names where the file has any, else by their numbers.
+    progress : callable, optional
+        Called as ``progress(stage, done, total)``.
+    notify : callable, optional
+        Called with a line for people: that what an earlier call had done of the same images is used, or is kept.
+
+    Raises
+    ------
+    FileError
+        The file is missing, damaged, or none that convert made.
+    SourceError, SampleError
+        The source cannot be used, or differs from the file in fields, classes or columns.
+    OutputError
+        The new file cannot be written, or another process is writing it.
+    OptionError
+        An argument cannot be. The file is as it was after any of these.
+    """
+    given = dict(locals())
+    started = time.perf_counter()
+    path = _check_paths(given.pop("path"), source, manifest)
+    with open_old(path) as old:
+        _check_tables(old)
+        _check_options(old, given)
+        return (_append_images if old.kind == "images" else _append_rows)(old, given, started)
+
+
+def plan_append(path: str | os.PathLike[str], source: str | os.PathLike[str], **options: Any) -> AppendPlan:
+    """What `append` would do with the same arguments; writes nothing.
+
+    Raises
+    ------
+    As `append`, as far as a look at the source and at a few images shows it.
+    """
+    call = inspect.signature(append).bind(path, source, **options)
+    call.apply_defaults()
+    given = dict(call.arguments)
+    path = _check_paths(given.pop("path"), source, given["manifest"])
+    with open_old(path) as old:
+        _check_tables(old)
+        _check_options(old, given)
+        return (_plan_images if old.kind == "images" else _plan_rows)(old, given)
+
+
+def _check_paths(
+    path: str | os.PathLike[str], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
+) -> Path:
+    path = Path(path)
+    if not path.exists():
+        raise FileError(f"{printable(path)}: no such file: h5chunk convert makes it")
+    if path.is_dir():
+        raise FileError(
+            f"{printable(path)}: is a folder: append to one of its files, or convert the new samples into one more "
+            "and read them together"
+        )
+    for read in (source, manifest):
+        if read is not None and os.path.exists(read) and path.samefile(read):
+            raise OptionError(f"{printable(path)}: is the source itself: give other samples")
+    return path
+
+
+def _check_tables(old: OldFile) -> None:
+    """Raise FileError if what the file keeps beside the data does not agree with itself."""
+    with damages(old.shown):
+        problem = next(look_at_tables(old.file, old.header, list(old.datasets)), None)
+    if problem is not None:
+        raise FileError(f"{old.shown}: {problem}: nothing was appended: h5chunk verify says all that is wrong")
+
+
+def _check_options(old: OldFile, given: dict[str, Any]) -> None:
+    """Raise OptionError if one is given that is for files of the other kind."""
+    others, kind = (SPARSE_ONLY, "images") if old.kind == "images" else (IMAGES_ONLY, "a matrix")
+    for name, default in others.items():
+        if given[name] != default:
+            raise OptionError(
+                f"{name} is {given[name]!r} but {old.shown} holds {kind}: that option is for "
+                f"{'matrices' if old.kind == 'images' else 'images'}"
+            )
+
+
+def _addition(old: OldFile, given: dict[str, Any]) -> Addition:
+    before = OldImages(old)
+    options = before.image_options(given["fit"])
+    shared = ("source", "manifest", "seed", "shuffle", "workers", "on_error", "max_pixels", "progress")
+    job = prepare(
+        path=old.path,
+        chunk_samples=None,
+        check=lambda path: None,
+        **{name: given[name] for name in shared},
+        **options,
+    )
+    return plan_addition(before, job, options["fit"], given["new_classes"], printable(given["source"]))
+
+
+def _append_images(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
+    addition = _addition(old, given)
+    job, progress = addition.job, given["progress"]
+    notify = given["notify"] or say_nothing
+    carried = _telling("copy", addition.carried_bytes, progress)
+    again = addition.come_again()
+    with _taking_place(old, notify) as new:
+        longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
+    skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
+    return AppendReport(
+        path=old.shown,
+        kind=old.kind,
+        num_added=len(longer.order),
+        num_samples=longer.layout.num_samples,
+        num_bytes=old.path.stat().st_size,
+        seconds=time.perf_counter() - started,
+        counts=dict(filled.notes.most_common()),
+        new_classes=addition.classes.added,
+        class_names=addition.classes.names,
+        skipped=skipped,
+        skipped_list=_add_skipped(old.path, skipped),
+        ignored=job.listing.ignored,
+        notes=[*again, unmixed(old.shown), *small_chunks(longer.layout)],
+    )
+
+
+def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
+    addition = _addition(old, given)
+    num_bytes = plan_longer(addition, addition.job.order).spec().num_bytes
+    check_room(old.path, num_bytes)
+    return AppendPlan(
+        path=old.shown,
+        kind=old.kind,
+        num_old=addition.before.num_samples,
+        num_new=len(addition.job.order),
+        num_bytes=num_bytes,
+        free_bytes=shutil.disk_usage(old.path.absolute().parent).free,
+        estimated_s=estimate_s(addition.job),
+        new_classes=addition.classes.added,
+        notes=[*addition.come_again(), unmixed(old.shown)],
+    )
+
+
+def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
+    rows, progress = OldRows(old), given["progress"]
+    source = open_mapped(rows, given)
+    with _taking_place(old, say_nothing) as new, ExitStack() as stack:
+        kept = read_rows(rows, source, given, stack, _telling("read", source.num_bytes, progress))
+        more = plan_rows(rows, kept, new_classes=given["new_classes"])
+        write = write_csr_rows if old.kind == CSR else write_dense_rows
+        write(new, rows, kept, more, given, _telling("copy", rows.stored_bytes, progress))
+    dropped = {"entries in columns that the file does not have": source.num_dropped}
+    return AppendReport(
+        path=old.shown,
+        kind=old.kind,
+        num_added=len(kept.row_entries),
+        num_samples=len(more.tables["source_index"]),
+        num_bytes=old.path.stat().st_size,
+        seconds=time.perf_counter() - started,
+        counts={what: count for what, count in (kept.counts | dropped).items() if count},
+        new_classes=more.new_classes,
+        notes=[*more.notes, unmixed(old.shown)],
+    )
+
+
+def _plan_rows(old: OldFile, given: dict[str, Any]) -> AppendPlan:
+    plan = estimate_rows(OldRows(old), given)
+    check_room(old.path, plan.num_bytes)
+    return replace(plan, notes=[unmixed(old.shown)])
+
+
+@contextmanager
+def _taking_place(old: OldFile, notify: Notify) -> Iterator[NewFile]:
+    """The new file, which takes the place of the old one in the end, with its permissions."""
+    new = NewFile(old.path, overwrite=True)
+    with telling(new, notify), new:
+        old.check_unchanged()  # by who had the lock before
+        yield new
+        new.part.chmod(old.mode)
+        old.check_unchanged()
+        new.commit()
+
+
+def _telling(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
+    done = 0
+
+    def told(count: int) -> None:
+        nonlocal done
+        done = min(total, done + count)
+        if progress:
+            progress(stage, done, total)
+
+    return told
+
+
+def _add_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:
+    """Put what was left out behind what was before; gives the list's path."""
+    target = path.with_name(path.name + ".skipped.csv")
+    if not skipped:
+        return None
+    try:
+        is_new = not target.exists()
+        with target.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            if is_new:
+                writer.writerow(("path", "reason"))
+            writer.writerows(skipped)
+    except OSError as error:
+        raise OutputError(
+            f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
+            f"{printable(path)} itself is complete"
+        ) from None
+    return printable(target)

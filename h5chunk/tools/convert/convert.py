@@ -1,0 +1,275 @@
+"""Pack a folder, an archive or a manifest of images, or a sparse matrix, into one HDF5 file or a folder of shards."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.sources.decode import MAX_PIXELS
+from h5chunk.store.write.fill import Filled
+from h5chunk.store.write.newfile import NewFile, check_output, check_room
+from h5chunk.store.write.newfolder import check_folder
+from h5chunk.tools.convert.images import Conversion, Progress, count_written, estimate_s, prepare, write_images
+from h5chunk.tools.convert.report import ConvertPlan, ConvertReport
+from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
+from h5chunk.tools.convert.resume import Notify, TaskLog, say_nothing, telling
+from h5chunk.tools.convert.shards import check_shards, describe, folder_bytes, split_conversion, write_shards
+from h5chunk.tools.convert.sparse import MEMORY_BYTES, convert_sparse, plan_sparse
+from h5chunk.tools.convert.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    size: tuple[int, int] | None = None,
+    fit: str = "error",
+    color: str = "rgb",
+    layout: str = "nchw",
+    chunk_samples: int | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    workers: int | None = None,
+    on_error: str = "fail",
+    animated: str = "error",
+    max_pixels: int = MAX_PIXELS,
+    format: str | None = None,
+    layer: str | None = None,
+    columns: Sequence[str] | None = None,
+    scale: float | None = None,
+    clip: bool = False,
+    binarize: float | None = None,
+    min_row_count: int = 0,
+    min_column_count: int = 0,
+    dense: bool = False,
+    filter: str = "gzip",
+    memory_bytes: int = MEMORY_BYTES,
+    shards: int | None = None,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    notify: Notify | None = None,
+) -> ConvertReport | SparseReport:
+    """Pack images, or a sparse matrix, into one HDF5 file, or images into a folder of several.
+
+    The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
+    equal bytes, with any number of workers. What was done when it is stopped, by Ctrl-C, a full disk, an image that
+    cannot be used or a signal, is kept in ``.NAME.h5chunk-part`` beside it: the same call continues.
+
+    Parameters
+    ----------
+    source : path
+        A folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix: a file of
+        (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
+        10x .h5, or a dense .npy.
+    path : path
+        The file to make; with ``shards`` or ``shard_bytes``, the folder.
+    manifest : path, optional
+        A .csv with a path column, relative to ``source``, and columns that become fields.
+    size : (height, width), optional
+        Of all images in the file. Without it, they must agree.
+    fit : {"error", "stretch", "crop", "pad"}
+        What to do with images of another size.
+    color : {"rgb", "gray", "keep"}
+    layout : {"nchw", "nhwc"}
+        Axes of the field ``images``: (N, C, H, W) or (N, H, W, C), uint8.
+    chunk_samples : int, optional
+        Samples in one chunk; chosen if not given.
+    seed : int
+        Of the permutation that the samples are written in.
+    shuffle : bool
+        False keeps the order of the source.
+    workers : int, optional
+        Processes that decode; as many as there are cores if not given; 0: none but this one.
+    on_error : {"fail", "skip"}
+        For an image that cannot be used: give up, or leave it out and list it in ``PATH.skipped.csv``.
+    animated : {"error", "first"}
+        For an image of several frames.
+    max_pixels : int
+        Images of more pixels are refused.
+    format : {"images", "csv", "npz", "mtx", "libsvm", "h5ad", "10x", "npy"}, optional
+        What the source is, where its name and first bytes do not tell. This and all options down to ``memory_bytes``
+        are for sparse matrices; those from ``manifest`` to ``max_pixels``, but for ``chunk_samples``, ``seed`` and
+        ``shuffle``, for images.
+    layer : str, optional
+        Which matrix of an .h5ad: ``X``, ``raw`` or the name of a layer; which genome of an old 10x file.
+    columns : sequence of str, optional
+        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if any, value.
+    scale : float, optional
+        Values are stored as value * scale, which must be whole numbers from 0 to 255; without, the smallest of 1, 2,
+        4, 5, 8, 10, 16, 20, 100 that makes them so. The values of duplicate entries are summed before anything else.
+    clip : bool
+        Whether what lies outside of 0..255 becomes 0 or 255.
+    binarize : float, optional
+        Values of at least this become 1, all others are dropped.
+    min_row_count, min_column_count : int
+        Leave out first columns, then rows, of fewer entries than this; once. Rows without entries are kept if the
+        source has them by number, and if this is 0.
+    dense : bool
+        Pack dense rows instead.
+    filter : {"gzip", "none"}
+        Of their chunks.
+    memory_bytes : int
+        About the most memory to take; what does not fit waits on disk, beside ``path``. The output does not depend on
+        it.
+    shards : int, optional
+        Of images: make so many files ``PATH/NAME-00000-of-00012.h5``, each complete by itself, with samples that were
+        shuffled over all of them. `h5chunk.ChunkDataset` reads the folder as one.
+    shard_bytes : int, optional
+        The same, in as few files as there can be of at most so many bytes, about.
+    overwrite : bool
+        Whether to replace a file at ``path``, or a folder in which there are shards alone.
+    progress : callable, optional
+        Called as ``progress(stage, done, total)``.
+    notify : callable, optional
+        Called with a line for people: that an unfinished conversion is continued, or kept.
+
+    Returns
+    -------
+    ConvertReport or SparseReport
+
+    Raises
+    ------
+    SourceError, SampleError
+        The source cannot be used, with the image and the reason.
+    OutputError
+        The file cannot be made; what stood at ``path`` is as it was.
+    OptionError
+        An argument cannot be.
+    """
+    given = dict(locals())
+    if is_sparse(source, given, convert):
+        return convert_sparse(source, path, **sparse_arguments(given), progress=progress, notify=notify or say_nothing)
+    return _convert_images(**_of_images(given), notify=notify or say_nothing)
+
+
+def _of_images(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in (*SPARSE_ONLY, "notify")}
+
+
+def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notify, **options: Any) -> ConvertReport:
+    started = time.perf_counter()
+    job, shards = _prepare(overwrite=overwrite, progress=progress, **options)
+    if shards:
+        files, filled = write_shards(job, shards, overwrite, progress, notify)
+    else:
+        left, filled = _write_file(job, overwrite, progress, notify)
+        files = [left]
+    skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
+    return ConvertReport(
+        path=printable(job.path),
+        num_samples=sum(len(each.order) for each in files),
+        num_bytes=folder_bytes(job.path) if shards else job.path.stat().st_size,
+        sample_shape=job.sample_shape,
+        chunk_samples=files[0].layout.chunk_samples,
+        seconds=time.perf_counter() - started,
+        modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
+        applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
+        skipped=skipped,
+        skipped_list=_write_skipped(job.path, skipped, overwrite),
+        ignored=job.listing.ignored,
+        class_names=job.listing.class_names,
+    )
+
+
+def _write_file(
+    job: Conversion, overwrite: bool, progress: Progress | None, notify: Notify
+) -> tuple[Conversion, Filled]:
+    new = NewFile(job.path, overwrite)
+    with telling(new, notify), new:
+        new.journal.open(job.key(1))
+        log = TaskLog(new.journal, [(len(job.order), job.layout.chunk_samples)], notify)
+        result = write_images(new, job, count_written(len(job.order), progress), log)
+        log.finish()
+        new.commit()
+    return result
+
+
+_APPLIED = ("rotated", "resized", "first frame")
+
+
+def _prepare(
+    *, shards: int | None, shard_bytes: int | None, overwrite: bool, **options: Any
+) -> tuple[Conversion, list[Conversion]]:
+    """The conversion, and those of its shards if it is to have any."""
+    check_shards(shards, shard_bytes)
+    is_sharded = shards is not None or shard_bytes is not None
+    job = prepare(check=partial(check_folder if is_sharded else check_output, overwrite=overwrite), **options)
+    if not is_sharded:
+        return job, []
+    return job, split_conversion(job, shards, shard_bytes, chosen=options["chunk_samples"] is None)
+
+
+def plan_convert(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any
+) -> ConvertPlan | SparsePlan:
+    """What `convert` would do with the same arguments; writes nothing.
+
+    Raises
+    ------
+    As `convert`, as far as a look at the source and at a few images shows it.
+    """
+    plan = foresee_convert(source, path, **options)
+    if isinstance(plan, ConvertPlan):
+        check_room(Path(path), plan.num_bytes)
+    return plan
+
+
+def foresee_convert(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any
+) -> ConvertPlan | SparsePlan:
+    """As `plan_convert`, whether or not the disk has room for it."""
+    call = inspect.signature(convert).bind(source, path, **options)
+    call.apply_defaults()
+    given = call.arguments
+    if is_sparse(source, given, convert):
+        return plan_sparse(source, path, **sparse_arguments(given))
+    job, shards = _prepare(**_of_images(given))
+    specs = [each.spec() for each in shards or [job]]
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    layout = job.layout
+    if shards:
+        first = shards[0].layout
+        layout = replace(first, num_samples=len(job.order), reasons=(*first.reasons, describe(shards)))
+    return ConvertPlan(
+        num_samples=len(job.source),
+        sample_shape=job.sample_shape,
+        layout=layout,
+        fields={each.name: str(each.dtype) for each in specs[0].fields},
+        num_bytes=num_bytes,
+        free_bytes=shutil.disk_usage(job.path.parent).free,
+        estimated_s=estimate_s(job),
+        num_workers=job.num_workers,
+        class_names=job.listing.class_names,
+        ignored=job.listing.ignored,
+    )
+
+
+def _write_skipped(path: Path, skipped: list[tuple[str, str]], overwrite: bool) -> str | None:
+    """Write the list of what was left out beside the file; the list of a file that was replaced goes with it."""
+    target = path.with_name(path.name + ".skipped.csv")
+    try:
+        if not skipped:
+            if overwrite:
+                target.unlink(missing_ok=True)
+            return None
+        with target.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("path", "reason"))
+            writer.writerows(skipped)
+    except OSError as error:
+        raise OutputError(
+            f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
+            f"{printable(path)} itself is complete"
+        ) from None
+    return printable(target)

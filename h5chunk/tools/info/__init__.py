@@ -1,0 +1,1 @@
+"""`h5chunk info`: what is in a file or a folder."""

@@ -1,0 +1,255 @@
+"""Which datasets of a file hold samples, and how they are laid out anew.
+
+A field is a dataset whose first axis counts samples: as long as the one that was named, or as ``images``, ``X`` of
+AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
+from h5chunk.plan.sparse import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
+from h5chunk.store.format import GROUP, Header
+from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
+from h5chunk.tools.repack.options import RepackOptions
+
+SPARSE = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
+PARTS = ("data", "indices", "indptr")
+IMAGES = b"images"
+
+
+@dataclass(frozen=True)
+class SparseGroup:
+    """A sparse matrix.
+
+    Attributes
+    ----------
+    path : bytes
+    kind : {"csr", "csc", ""}
+        Empty: nothing says which.
+    shape : (int, int)
+        Zeros if nothing says it.
+    data, indices, indptr : DatasetFacts
+    """
+
+    path: bytes
+    kind: str
+    shape: tuple[int, int]
+    data: DatasetFacts
+    indices: DatasetFacts
+    indptr: DatasetFacts
+
+    @property
+    def parts(self) -> tuple[DatasetFacts, ...]:
+        return self.data, self.indices, self.indptr
+
+    @property
+    def num_entries(self) -> int:
+        return self.indices.num_rows
+
+    @property
+    def chunk_entries(self) -> int:
+        """Entries of a chunk of data and indices."""
+        return max(1, min(INDEX_CHUNK_BYTES // self.indices.item_bytes, self.num_entries))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What repack works on.
+
+    Attributes
+    ----------
+    num_samples : int
+        Of the main field; 0 if nothing in the file has samples.
+    main : str
+        Its name.
+    layouts : dict of int to Layout or CsrLayout
+        By number of samples: usually one.
+    fields : list of DatasetFacts
+        All datasets of one of these lengths, of fixed-size types.
+    others : list of DatasetFacts
+        Those of other types.
+    sparse : list of SparseGroup
+    anndata : bool
+        Whether the file is one of AnnData's.
+    too_large : list of str
+        Datasets of which no two rows fit in memory; they are no fields.
+    """
+
+    num_samples: int
+    main: str
+    layouts: dict[int, Layout | CsrLayout]
+    fields: list[DatasetFacts] = field(default_factory=list)
+    others: list[DatasetFacts] = field(default_factory=list)
+    sparse: list[SparseGroup] = field(default_factory=list)
+    anndata: bool = False
+    too_large: list[str] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout | CsrLayout | None:
+        """Of the main field."""
+        return self.layouts.get(self.num_samples)
+
+
+def find_samples(
+    file: h5py.File, survey: Survey, header: Header | None, options: RepackOptions, part_bytes: int
+) -> Samples:
+    """Find the fields, and plan their chunks.
+
+    Parameters
+    ----------
+    file : h5py.File
+    survey : Survey
+        Of the file.
+    header : Header or None
+        What it says of itself.
+    options : RepackOptions
+    part_bytes : int
+        The most that a sample may have.
+
+    Raises
+    ------
+    FieldError
+        A dataset that was named is missing, or cannot be a field.
+    FileError
+        The file is damaged.
+    OptionError
+        The chunks that were asked for cannot be.
+    """
+    shown = printable(file.filename)
+    beside = f"{GROUP}/".encode() if header is not None else b"\0"
+    datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}
+    kept = {_named(datasets, name, shown).path for name in options.keep}
+    sparse = [
+        group
+        for group in _sparse_groups(file, survey, datasets, shown)
+        if not kept & {part.path for part in group.parts}
+    ]
+    parts = {facts.path for group in sparse for facts in group.parts}
+    anndata = is_anndata(file)
+    candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
+    large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
+    if not options.shuffle and not options.fields:  # else they are refused in time
+        candidates = [facts for facts in candidates if facts not in large]
+    mains = _mains(candidates, datasets, sparse, header, options, anndata, shown)
+    lengths = dict(mains)
+    members = [facts for facts in candidates if facts.num_rows in lengths]
+    fields = [facts for facts in members if facts.fixed]
+    layouts = {rows: _plan(rows, fields, sparse, options.chunk_samples) for rows in lengths}
+    num_samples, main = mains[0] if mains else (0, "")
+    others = [facts for facts in members if not facts.fixed]
+    return Samples(num_samples, main, layouts, fields, others, sparse, anndata, [facts.name for facts in large])
+
+
+def _mains(
+    candidates: list[DatasetFacts],
+    datasets: dict[bytes, DatasetFacts],
+    sparse: list[SparseGroup],
+    header: Header | None,
+    options: RepackOptions,
+    anndata: bool,
+    shown: str,
+) -> list[tuple[int, str]]:
+    """Number of samples and name of the datasets that decide what is a field."""
+    if options.fields:
+        named = [_named(datasets, name, shown) for name in options.fields]
+        for facts in named:
+            if not facts.num_rows or not facts.fixed:
+                raise FieldError(f"{shown}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field")
+        return [(facts.num_rows, facts.name) for facts in named]
+    if header is not None:
+        matrix = [group for group in sparse if group.path == b"X"]
+        first = datasets.get(IMAGES) or datasets.get(b"X") or (matrix[0].data if matrix else None)
+        if first is None or (not matrix and first.num_rows != header.num_samples):
+            raise FileError(f"{shown}: damaged: no field has the {header.num_samples} samples that /{GROUP} speaks of")
+        return [(header.num_samples, "X" if matrix else first.name)]
+    usable = [facts for facts in candidates if facts.fixed and facts.kind in NUMBERS_AND_TEXT]
+    images = [facts for facts in usable if facts.path == IMAGES]
+    matrices = [group for group in sparse if group.path == b"X"]
+    dense = [facts for facts in usable if facts.path == b"X"]
+    if anndata and (matrices or dense):
+        return [(matrices[0].shape[0] if matrices else dense[0].num_rows, "X")]
+    largest = sorted(usable, key=lambda facts: facts.num_bytes)[-1:]
+    rows = [group for group in sparse if group.kind == "csr" and group.shape[0]]
+    if rows and not images:
+        group = max(rows, key=lambda group: group.num_entries)
+        entry_bytes = group.data.item_bytes + group.indices.item_bytes
+        if not largest or group.num_entries * entry_bytes > largest[0].num_bytes:
+            return [(group.shape[0], printable(group.path))]
+    return [(facts.num_rows, facts.name) for facts in images or largest]
+
+
+def _named(datasets: dict[bytes, DatasetFacts], name: str, shown: str) -> DatasetFacts:
+    facts = datasets.get(os.fsencode(name).strip(b"/"))
+    if facts is None:
+        there = ", ".join(facts.name for facts in list(datasets.values())[:8]) or "none"
+        raise FieldError(f"{shown}: has no dataset {printable(name)!r}; it has {there}")
+    return facts
+
+
+def _plan(
+    num_rows: int, fields: list[DatasetFacts], sparse: list[SparseGroup], chunk_samples: int | None
+) -> Layout | CsrLayout:
+    """The chunks of the fields of one length: as their largest needs them."""
+    largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
+    rows = [group for group in sparse if group.kind == "csr" and group.shape[0] == num_rows and group.shape[1]]
+    for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:
+        entry_bytes = group.indices.item_bytes + (group.data.item_bytes if group.data.stored_bytes else 0)
+        if group.num_entries * entry_bytes >= largest:
+            pattern = not group.data.stored_bytes
+            return plan_csr(num_rows, group.shape[1], group.num_entries, pattern=pattern, chunk_samples=chunk_samples)
+    return plan_layout(num_rows, max(1, largest // num_rows), chunk_samples)
+
+
+def is_anndata(file: h5py.File) -> bool:
+    """Whether AnnData wrote a file, or one like its."""
+    return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
+
+
+def _sparse_groups(
+    file: h5py.File, survey: Survey, datasets: dict[bytes, DatasetFacts], shown: str
+) -> Iterator[SparseGroup]:
+    for node in survey.nodes:
+        if node.kind != "group":
+            continue
+        prefix = node.path + b"/"
+        parts = [datasets.get(prefix + part.encode()) for part in PARTS]
+        if any(facts is None or len(facts.shape or ()) != 1 or not facts.fixed for facts in parts):
+            continue
+        group = file[node.path]
+        word = _word(group, "encoding-type") or _word(group, "h5sparse_format")
+        kind = SPARSE.get(word, "")
+        if kind or not word:
+            yield _sparse_group(group, node.path, kind, [facts for facts in parts if facts is not None], shown)
+
+
+def _sparse_group(group: h5py.Group, path: bytes, kind: str, parts: list[DatasetFacts], shown: str) -> SparseGroup:
+    where = f"{shown}: {printable(path)!r}"
+    if not kind:  # as in files of Cell Ranger
+        return SparseGroup(path, "", (0, 0), *parts)
+    shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
+    if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
+        raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")
+    data, indices, indptr = parts
+    major = int(shape[1 if kind == "csc" else 0])
+    lengths = [facts.shape[0] if facts.shape else 0 for facts in parts]
+    if lengths[2] != major + 1 or lengths[0] != lengths[1] or indptr.kind not in "iu":
+        raise FileError(
+            f"{where} is damaged: {lengths[0]} values, {lengths[1]} indices and {lengths[2]} pointers of "
+            f"{indptr.dtype} in {shape[0]} x {shape[1]}"
+        )
+    return SparseGroup(path, kind, (int(shape[0]), int(shape[1])), data, indices, indptr)
+
+
+def _word(group: h5py.Group, name: str) -> str:
+    value = group.attrs.get(name, "")
+    return (
+        value if isinstance(value, str) else bytes(value).decode("utf-8", "replace") if isinstance(value, bytes) else ""
+    )

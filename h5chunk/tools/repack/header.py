@@ -1,0 +1,141 @@
+"""What a repacked file says about itself: the group ``/h5chunk``, new or brought up to date.
+
+A file of ours keeps its group. A file of others gets one if there is something to say: that its samples were shuffled,
+or which window and cache to read it with. Its fields may then lie in groups; ``checksums`` names them by their paths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import h5py
+import numpy as np
+
+import h5chunk
+from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.layout import Layout
+from h5chunk.plan.sparse import CsrLayout
+from h5chunk.store.format import FORMAT_VERSION, GROUP, ArraySpec, Header, create_dataset
+from h5chunk.store.rewrite.survey import Survey
+from h5chunk.tools.repack.fields import Samples
+from h5chunk.tools.repack.options import RepackOptions
+
+SOURCE_INDEX = f"{GROUP}/source_index"
+CHECKSUMS = f"{GROUP}/checksums"
+
+
+@dataclass
+class NewHeader:
+    """The group that the new file will have.
+
+    Attributes
+    ----------
+    attributes : dict
+        Those that are set; others of the old group stay.
+    tables : dict of str to (shape, dtype)
+        Datasets below the group that are new.
+    """
+
+    attributes: dict[str, Any]
+    tables: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
+
+    def add_checksums(self, name: str, num_chunks: int) -> None:
+        """Make room for those of a dataset."""
+        self.tables[f"checksums/{name}"] = ((num_chunks,), np.dtype(np.uint32))
+
+    def write(self, file: h5py.File) -> Mapping[str, h5py.Dataset]:
+        """Make the group, or bring it up to date; its new datasets by path, to be filled."""
+        group = file.require_group(GROUP)
+        for name, value in self.attributes.items():
+            group.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
+        group.require_group("checksums")
+        made = {}
+        for name, (shape, dtype) in self.tables.items():
+            parent, _, last = name.rpartition("/")
+            holder = group.require_group(parent) if parent else group
+            made[f"{GROUP}/{name}"] = create_dataset(holder, last, ArraySpec(shape, dtype))
+        return made
+
+
+def plan_header(
+    header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
+) -> NewHeader | None:
+    """The group of the new file; None if it needs none.
+
+    Raises
+    ------
+    OptionError
+        It is needed but cannot be.
+    """
+    wanted = options.shuffle or options.window is not None or options.cache is not None
+    if header is None and not wanted:
+        return None
+    what = "shuffle" if options.shuffle else "window" if options.window is not None else "cache"
+    if samples.anndata:
+        raise OptionError(
+            f"{shown}: {what} would add the group /{GROUP}, but readers of AnnData's files refuse groups that they do "
+            "not know: leave it out"
+        )
+    layout = samples.layout
+    if layout is None:
+        raise OptionError(f"{shown}: {what} was given, but no dataset in it counts samples along its first axis")
+    if len(samples.layouts) > 1:
+        lengths = ", ".join(map(str, sorted(samples.layouts)))
+        raise OptionError(f"{shown}: {what} was given, but the fields differ in length ({lengths}): name those of one")
+    if header is None and any(node.path == GROUP.encode() for node in survey.nodes):
+        raise FileError(f"{shown}: has a group /{GROUP} that h5chunk did not write: rename it")
+    new = NewHeader(_attributes(header, layout, options))
+    if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
+        new.tables["source_index"] = ((samples.num_samples,), np.dtype(np.int64))
+    return new
+
+
+def _attributes(header: Header | None, layout: Layout | CsrLayout, options: RepackOptions) -> dict[str, Any]:
+    layout = layout if options.window is None else replace(layout, window_chunks=options.window)
+    cache: CacheSettings = layout.cache if options.cache is None else options.cache
+    attributes: dict[str, Any] = {
+        "h5chunk_version": h5chunk.__version__,
+        "chunk_samples": np.int64(layout.chunk_samples),
+        "window_chunks": np.int64(layout.window_chunks),
+        "rdcc_nslots": np.int64(cache.nslots),
+        "rdcc_nbytes": np.int64(cache.nbytes),
+        "rdcc_w0": np.float64(cache.w0),
+        "options": _options(header, options),
+    }
+    if header is None:
+        num_samples = layout.num_rows if isinstance(layout, CsrLayout) else layout.num_samples
+        attributes |= {"format_version": np.int64(FORMAT_VERSION), "num_samples": np.int64(num_samples)}
+    if header is None or options.shuffle:
+        seed = options.seed if options.shuffle else 0
+        attributes |= {"seed": np.uint64(seed), "shuffled": np.uint8(options.shuffle)}
+    return attributes
+
+
+def _options(header: Header | None, options: RepackOptions) -> str:
+    """What was asked for when the file was converted, and now."""
+    try:
+        before = json.loads(header.options) if header is not None else {}
+    except (ValueError, RecursionError):
+        before = {}
+    before = before if isinstance(before, dict) else {}
+    return json.dumps({**before, "repack": options.recorded()}, sort_keys=True)
+
+
+def checksum_name(path: bytes, shown: str) -> str:
+    """Name of a dataset among the checksums.
+
+    Raises
+    ------
+    FileError
+        It is not UTF-8.
+    """
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        raise FileError(
+            f"{shown}: the name {printable(path)!r} is not UTF-8, and checksums are kept by name: rename it"
+        ) from None

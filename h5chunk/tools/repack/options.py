@@ -1,0 +1,202 @@
+"""What can be asked of repack: options, what a tuner found (``--tuned FILE.json``), and the names of compressions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from h5chunk.errors import OptionError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.repack import check_memory
+from h5chunk.store.read.codecs import GZIP, LZF
+from h5chunk.store.rewrite.replica import Filter
+
+MEMORY_BYTES = 1 << 30
+MAX_COUNT = (1 << 63) - 1  # that a file can keep
+COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
+_LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
+
+
+@dataclass(frozen=True)
+class RepackOptions:
+    """What is asked for; as the arguments of `h5chunk.tools.repack.repack.repack`.
+
+    Raises
+    ------
+    OptionError
+        One of them cannot be.
+    """
+
+    chunk_samples: int | None = None
+    window: int | None = None
+    cache: CacheSettings | None = None
+    shuffle: bool = False
+    seed: int = 0
+    compression: str | None = None
+    fields: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    memory_bytes: int = MEMORY_BYTES
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_samples", "window"):
+            _check_count(name, getattr(self, name))
+        if self.cache is not None and max(self.cache.nslots, self.cache.nbytes) > MAX_COUNT:
+            raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_COUNT}")
+        if not 0 <= self.seed < 1 << 64:
+            raise OptionError(f"seed is {self.seed}: give a number from 0 to {(1 << 64) - 1}")
+        check_memory(self.memory_bytes, 0)
+        parse_compression(self.compression)
+
+    @property
+    def filters(self) -> tuple[Filter, ...]:
+        """Of the fields' chunks."""
+        return parse_compression(self.compression)
+
+    def recorded(self) -> dict[str, Any]:
+        """What the file keeps of them: all that its bytes depend on."""
+        names = ("chunk_samples", "window", "shuffle", "seed", "compression", "fields", "keep")
+        return {name: getattr(self, name) for name in names}
+
+    def with_tuned(self, tuned: Tuned) -> RepackOptions:
+        """What was not asked for is as the tuner found it."""
+        return replace(
+            self,
+            shuffle=self.shuffle or tuned.shuffle,
+            chunk_samples=tuned.chunk_samples if self.chunk_samples is None else self.chunk_samples,
+            window=tuned.window_chunks if self.window is None else self.window,
+            cache=tuned.cache if self.cache is None else self.cache,
+            compression=tuned.compression if self.compression is None else self.compression,
+        )
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a tuner found best for a file; what it says nothing of is None.
+
+    Attributes
+    ----------
+    chunk_samples, window_chunks : int, optional
+    cache : CacheSettings, optional
+    compression : str, optional
+    shuffle : bool
+        Its window and chunks mix well enough only once samples are permuted.
+    num_samples : int, optional
+        Of the file.
+    """
+
+    chunk_samples: int | None = None
+    window_chunks: int | None = None
+    cache: CacheSettings | None = None
+    compression: str | None = None
+    shuffle: bool = False
+    num_samples: int | None = None
+
+    def without_header(self) -> Tuned:
+        """What a file without the group ``/h5chunk`` can have of it."""
+        return replace(self, window_chunks=None, cache=None, shuffle=False)
+
+
+def read_tuned(path: str | os.PathLike[str]) -> Tuned:
+    """A JSON object such as ``{"chunk_samples": 8, "window_chunks": 9, "cache": [1, 0, 0.0], "compression": null}``.
+
+    Every key may be missing or null; others are ignored.
+
+    Raises
+    ------
+    OptionError
+        It cannot be read, or a value cannot be.
+    """
+    shown = printable(path)
+    try:
+        given = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise OptionError(f"{shown}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{shown}: not a JSON file: {error}") from None
+    if not isinstance(given, dict):
+        raise OptionError(f'{shown}: holds {_shown(given)}, not a JSON object such as {{"chunk_samples": 8}}')
+    try:
+        for name in ("chunk_samples", "window_chunks", "num_samples"):
+            _check_count(name, given.get(name))
+        shuffle = given.get("shuffle")
+        if shuffle is not None and not isinstance(shuffle, bool):
+            raise OptionError(f"shuffle is {_shown(shuffle)}: give true or false")
+        compression = given.get("compression")
+        if compression is not None and not isinstance(compression, str):
+            raise OptionError(f"compression is {_shown(compression)}: give one of {', '.join(COMPRESSIONS)}")
+        parse_compression(compression)
+        cache = None if given.get("cache") is None else _cache(given["cache"])
+    except OptionError as error:
+        raise OptionError(f"{shown}: {error}") from None
+    return Tuned(
+        chunk_samples=given.get("chunk_samples"),
+        window_chunks=given.get("window_chunks"),
+        cache=cache,
+        compression=compression,
+        shuffle=bool(shuffle),
+        num_samples=given.get("num_samples"),
+    )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise OptionError(f"{name} is {_shown(value)}: give a whole number, at least 1")
+    if value is not None and value > MAX_COUNT:
+        raise OptionError(f"{name} is {_shown(value)}: give at most {MAX_COUNT}")
+
+
+def _cache(value: Any) -> CacheSettings:
+    numbers = isinstance(value, Sequence) and len(value) == 3 and all(type(each) in (int, float) for each in value)
+    if not numbers or any(type(each) is not int for each in value[:2]):
+        raise OptionError(f"cache is {_shown(value)}: give [nslots, nbytes, w0], two whole numbers and one from 0 to 1")
+    return CacheSettings.of(value)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parse_compression(text: str | None) -> tuple[Filter, ...]:
+    """Filters by name, such as ``gzip`` or ``gzip:9``.
+
+    Raises
+    ------
+    OptionError
+        There is none of that name, or it needs hdf5plugin, which is missing.
+    """
+    name, _, level = (text or "none").partition(":")
+    if name not in COMPRESSIONS or (level and name not in _LEVELS):
+        raise OptionError(
+            f"compression is {text!r}: give one of {', '.join(COMPRESSIONS)}, gzip:0 to 9 or zstd:1 to 22"
+        )
+    if name == "none":
+        return ()
+    if name == "lzf":
+        return (Filter(LZF),)
+    number = 0
+    if name in _LEVELS:
+        least, most, number = _LEVELS[name]
+        number = int(level) if level.isdecimal() else -1 if level else number
+        if not least <= number <= most:
+            raise OptionError(f"compression is {text!r}: levels of {name} are {least} to {most}")
+    return (Filter(GZIP, (number,)),) if name == "gzip" else _of_plugin(name, number)
+
+
+def _of_plugin(name: str, level: int) -> tuple[Filter, ...]:
+    try:
+        import hdf5plugin
+    except ImportError:
+        raise OptionError(f'compression is {name!r} but hdf5plugin is missing: pip install "h5chunk[codecs]"') from None
+    made = {"zstd": lambda: hdf5plugin.Zstd(clevel=level), "lz4": hdf5plugin.LZ4, "blosc": hdf5plugin.Blosc}[name]()
+    code = int(made["compression"])
+    if not h5py.h5z.filter_avail(code):
+        raise OptionError(f"compression is {name!r} but this hdf5plugin lacks it: install one that has it")
+    return (Filter(code, tuple(made["compression_opts"])),)

@@ -1,0 +1,171 @@
+"""Write any HDF5 file anew, so that samples lie in it as training reads them; all else is kept."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.permute import permutation
+from h5chunk.plan.repack import Shares
+from h5chunk.store.format import read_header
+from h5chunk.store.rewrite.child import in_child
+from h5chunk.store.rewrite.rewrite import NewOrder
+from h5chunk.store.rewrite.survey import Survey, damages, survey_file
+from h5chunk.store.write.fill import available_cores
+from h5chunk.store.write.newfile import NewFile, check_output
+from h5chunk.tools.repack.check import bytes_to_check, check_moved
+from h5chunk.tools.repack.fields import find_samples, is_anndata
+from h5chunk.tools.repack.header import plan_header
+from h5chunk.tools.repack.options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
+from h5chunk.tools.repack.plan import RepackPlan, check_shuffle, plan_repack
+from h5chunk.tools.repack.report import RepackReport
+from h5chunk.tools.repack.run import Progress, Run, Source, telling
+
+MAX_THREADS = 8  # each takes its share of the memory
+
+
+def repack(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    chunk_samples: int | None = None,
+    window: int | None = None,
+    cache: CacheSettings | Sequence[float] | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    compression: str | None = None,
+    tuned: str | os.PathLike[str] | None = None,
+    fields: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    memory_bytes: int = MEMORY_BYTES,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> RepackReport:
+    """Write an HDF5 file anew with whole samples in its chunks.
+
+    A field is a dataset of fixed-size elements whose first axis is as long as that of the main one: ``images``, ``X``
+    of AnnData, or the largest; or those that are named. Fields get chunks of whole samples, uncompressed unless asked
+    for. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups, attributes, links,
+    references and dimension scales are kept as they are. Of a file that has checksums, what gets new ones is compared
+    with those first.
+
+    Parameters
+    ----------
+    source, path : path
+        The file to read, and the one to write; it appears under its name when it is complete and on disk.
+    chunk_samples : int, optional
+        Samples in one chunk; chosen if not given.
+    window : int, optional
+        Recommended number of chunks to shuffle together, stored in the file's group ``/h5chunk``.
+    cache : CacheSettings or (nslots, nbytes, w0), optional
+        Recommended chunk cache, stored there as well.
+    shuffle : bool
+        Permute the samples of all fields alike. The permutation is kept in ``/h5chunk/source_index``.
+    seed : int
+        Of the permutation; the same one as when images are converted.
+    compression : {"none", "gzip", "gzip:0" to "gzip:9", "lzf", "zstd", "zstd:1" to "zstd:22", "lz4", "blosc"}
+        Of the fields' chunks; all but gzip and lzf need hdf5plugin.
+    tuned : path, optional
+        JSON file of what was found best: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
+        what is given here counts more. Of AnnData's files, only what these can have.
+    fields : sequence of str
+        Datasets that say how many samples there are; without shuffle, of several lengths.
+    keep : sequence of str
+        Datasets that are no fields, though as long as one.
+    memory_bytes : int
+        About the most memory to take. The output does not depend on it.
+    overwrite : bool
+        Whether to replace a file at ``path``.
+    progress : callable, optional
+        Called as ``progress("repack", done, total)`` with bytes.
+
+    Raises
+    ------
+    FileError, FieldError
+        The source is missing, damaged, leads to other files, or has something that cannot be kept.
+    OutputError
+        The file cannot be made; what stood at ``path`` is as it was.
+    OptionError
+        An argument cannot be.
+    """
+    options = RepackOptions(
+        chunk_samples=chunk_samples,
+        window=window,
+        cache=None if cache is None else CacheSettings.of(cache),
+        shuffle=shuffle,
+        seed=seed,
+        compression=compression,
+        fields=tuple(fields),
+        keep=tuple(keep),
+        memory_bytes=memory_bytes,
+        overwrite=overwrite,
+    )
+    found = None if tuned is None else read_tuned(tuned)
+    path = Path(path)
+    if os.path.exists(path) and os.path.exists(source) and path.samefile(source):
+        raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+    check_output(path, overwrite)
+    with Source(Path(source)) as opened:
+        return _repack(opened, path, options, found, progress)
+
+
+def _repack(
+    source: Source, path: Path, options: RepackOptions, tuned: Tuned | None, progress: Progress | None
+) -> RepackReport:
+    started = time.perf_counter()
+    survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda _: None, source.shown)
+    samples = plan.samples
+    order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
+    told = telling(plan, survey, progress, bytes_to_check(plan, survey))
+    check_moved(plan, survey, source, told)
+    with NewFile(path, options.overwrite) as new:
+        run = Run(source, survey, plan, order, new, told)
+        lost = run.create()
+        with new.flusher():
+            run.move_all()
+        after = run.look()
+        source.check_unchanged()
+        new.commit()
+    layout = samples.layout
+    return RepackReport(
+        path=printable(path),
+        num_samples=samples.num_samples,
+        main=samples.main,
+        chunk_samples=layout.chunk_samples if layout is not None else None,
+        window_chunks=options.window or (layout.window_chunks if layout is not None else None),
+        has_header=plan.header is not None,
+        shuffled=options.shuffle,
+        seed=options.seed,
+        source_bytes=source.num_bytes,
+        num_bytes=path.stat().st_size,
+        seconds=time.perf_counter() - started,
+        fields=after,
+        num_copied=len(survey.datasets) - len(plan.moves) - (len(samples.others) if options.shuffle else 0),
+        notes=[*plan.notes, *lost],
+    )
+
+
+def _plan(source: Source, options: RepackOptions, tuned: Tuned | None) -> tuple[Survey, RepackPlan, RepackOptions]:
+    """Look at the file, and settle what is done, and with which options."""
+    with damages(source.shown):
+        old = read_header(source.file)
+        notes: list[str] = []
+        if tuned is not None and is_anndata(source.file):
+            notes += ["of what was tuned only chunks and compression are taken: AnnData's files have no more"]
+            tuned = tuned.without_header()
+        if tuned is not None:
+            options = options.with_tuned(tuned)
+        survey = survey_file(source.file)
+        num_threads = min(MAX_THREADS, available_cores())
+        part_bytes = Shares(options.memory_bytes, num_threads).part_bytes
+        samples = find_samples(source.file, survey, old, options, part_bytes)
+        if tuned is not None and tuned.num_samples not in (None, samples.num_samples):
+            notes.append(f"it was tuned for {tuned.num_samples:,} samples, but there are {samples.num_samples:,} here")
+        notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
+        header = plan_header(old, survey, samples, options, source.shown)
+        plan = plan_repack(source.file, survey, samples, header, options, num_threads, notes)
+        return survey, plan, options

@@ -1,0 +1,132 @@
+"""What repack did: for people (``str``) and for scripts (``to_json``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from h5chunk.plan.layout import human_bytes
+from h5chunk.store.rewrite.survey import DatasetFacts
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """How a dataset lies in a file.
+
+    Attributes
+    ----------
+    chunks : tuple of int or None
+        None: contiguous, or compact.
+    filters : tuple of str
+        As the file names them.
+    stored_bytes : int
+    chunks_per_sample : float
+        That one sample touches; a contiguous dataset counts 1. Of a sparse matrix, a row in the mean.
+    """
+
+    chunks: tuple[int, ...] | None
+    filters: tuple[str, ...]
+    stored_bytes: int
+    chunks_per_sample: float
+
+    @classmethod
+    def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
+        """As a dataset says of itself; ``row_elements`` of its rows make a sample."""
+        touched: float = facts.grid.chunks_per_sample
+        if facts.chunks and row_elements > 1:
+            touched = round(1 + (row_elements - 1) / facts.chunks[0], 3)
+        return cls(facts.chunks, facts.filter_names, facts.stored_bytes, touched)
+
+    def __str__(self) -> str:
+        chunks = "contiguous" if self.chunks is None else "chunks of " + " x ".join(map(str, self.chunks))
+        filters = f", {'+'.join(self.filters)}" if self.filters else ""
+        return f"{chunks}{filters}, {human_bytes(self.stored_bytes)}, {self.chunks_per_sample:,} a sample"
+
+
+@dataclass(frozen=True)
+class FieldReport:
+    """What was done to one dataset.
+
+    Attributes
+    ----------
+    name, dtype : str
+    shape : tuple of int
+    num_bytes : int
+        Of its values.
+    before, after : LaidOut
+    shuffled : bool
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    before: LaidOut
+    after: LaidOut
+    shuffled: bool
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.shape))
+        return f"  {self.name}  {self.dtype} {shape}\n      was {self.before}\n      is  {self.after}"
+
+
+@dataclass(frozen=True)
+class RepackReport:
+    """What was done to a file.
+
+    Attributes
+    ----------
+    path : str
+    num_samples : int
+        0 if no dataset counts samples.
+    main : str
+        The field that says how many.
+    chunk_samples, window_chunks : int or None
+        As planned; the window is in the file only if it has the group ``/h5chunk``.
+    has_header : bool
+        Whether it has that.
+    shuffled : bool
+    seed : int
+    source_bytes, num_bytes : int
+        Of the files.
+    seconds : float
+    fields : list of FieldReport
+        Datasets that were laid out anew.
+    num_copied : int
+        Datasets that were copied as they are.
+    notes : list of str
+        What could not be kept, or should be known.
+    """
+
+    path: str
+    num_samples: int
+    main: str
+    chunk_samples: int | None
+    window_chunks: int | None
+    has_header: bool
+    shuffled: bool
+    seed: int
+    source_bytes: int
+    num_bytes: int
+    seconds: float
+    fields: list[FieldReport] = field(default_factory=list)
+    num_copied: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rate = human_bytes(self.num_bytes / max(self.seconds, 1e-9))
+        order = f", shuffled with seed {self.seed}" if self.shuffled else ""
+        samples = f"{self.num_samples:,} samples of {self.main!r}{order}" if self.num_samples else "no samples"
+        lines = [
+            f"{self.path}: {samples}, {human_bytes(self.source_bytes)} -> {human_bytes(self.num_bytes)}, {rate}/s",
+            *map(str, self.fields),
+        ]
+        if self.has_header:
+            lines.append(f"  windows of {self.window_chunks} chunks of {self.chunk_samples} samples are recommended")
+        if self.num_copied:
+            lines.append(f"  {self.num_copied:,} other datasets were copied as they are")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -1,0 +1,222 @@
+"""Does what was planned: writes the new file of a repack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import h5py
+import numpy as np
+from h5py import h5d
+
+from h5chunk.errors import FileError, printable
+from h5chunk.store.format import Region, open_file
+from h5chunk.store.rewrite.child import in_child
+from h5chunk.store.rewrite.movedrows import EvenRows, UnevenRows
+from h5chunk.store.rewrite.rawrows import RawRows, open_rows
+from h5chunk.store.rewrite.replica import Replica, create_replica, printable_key
+from h5chunk.store.rewrite.rewrite import NewOrder, copy_rows, shuffle_rows
+from h5chunk.store.rewrite.survey import Survey, damages, look_at_dataset
+from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target, written
+from h5chunk.store.write.newfile import NewFile
+from h5chunk.tools.repack.header import CHECKSUMS, SOURCE_INDEX, checksum_name
+from h5chunk.tools.repack.plan import Move, RepackPlan, plan_changes
+from h5chunk.tools.repack.report import FieldReport, LaidOut
+
+Progress = Callable[[str, int, "int | None"], None]
+"""Told ("repack", bytes done, bytes in all)."""
+
+
+class Source:
+    """The file to read, open in HDF5 and as bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.shown = path, printable(path)
+
+    def __enter__(self) -> Source:
+        self.file = open_file(self.path)
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._stamp = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+        self.file.close()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._stamp[2]
+
+    def _now(self) -> tuple[int, ...]:
+        status = os.fstat(self.descriptor)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Raise FileError if the file was written to meanwhile."""
+        if self._now() != self._stamp:
+            raise FileError(f"{self.shown}: changed while it was read: start again")
+
+
+def telling(plan: RepackPlan, survey: Survey, progress: Progress | None, checked_bytes: int) -> Callable[[int], None]:
+    """What to tell of bytes that were checked, moved or copied."""
+    moved = {move.facts.path for move in plan.moves}
+    copied = sum(facts.stored_bytes for path, facts in survey.datasets.items() if path not in moved)
+    done, total = 0, checked_bytes + plan.moved_bytes + copied
+
+    def told(num_bytes: int) -> None:
+        nonlocal done
+        done = min(total, done + num_bytes)
+        if progress:
+            progress("repack", done, total)
+
+    told(0)
+    return told
+
+
+class Run:
+    """The writing of one file."""
+
+    def __init__(
+        self,
+        source: Source,
+        survey: Survey,
+        plan: RepackPlan,
+        order: NewOrder | None,
+        new: NewFile,
+        told: Callable[[int], None],
+    ) -> None:
+        self._source, self._survey, self._plan, self._order = source, survey, plan, order
+        self._new, self._told = new, told
+        self._regions: dict[str, Region] = {}
+
+    def create(self) -> list[str]:
+        """Write all but what is laid out anew; says what could not be kept."""
+        lost: list[str] = []
+
+        def create(part: Path) -> dict[str, Region]:
+            replica = in_child(lambda say: self._create(part, say), self._told, self._source.shown)
+            lost.extend(replica.lost)
+            return replica.regions
+
+        self._regions = dict(self._new.make(self._plan.num_bytes, create))
+        return lost
+
+    def _create(self, part: Path, copied: Callable[[int], None]) -> Replica:
+        changes = plan_changes(self._plan, self._survey, self._order, copied)
+        return create_replica(part, self._source.file, self._survey, changes)
+
+    def move_all(self) -> None:
+        """Write what is laid out anew, and the tables beside it."""
+        tables: dict[str, np.ndarray] = {}
+        if self._order is not None and all(move.facts.path != SOURCE_INDEX.encode() for move in self._plan.moves):
+            tables[SOURCE_INDEX] = self._order.order
+        with self._new_descriptor() as descriptor:
+            for move in self._plan.moves:
+                if move.layout.written:
+                    with damages(self._source.shown):
+                        sums = self._move(move, descriptor)
+                    if move.checked:
+                        tables[f"{CHECKSUMS}/{checksum_name(move.facts.path, self._source.shown)}"] = sums
+        with written(self._new.part):
+            for name, values in tables.items():
+                self._new.write(name, values)
+
+    @contextmanager
+    def _new_descriptor(self) -> Iterator[int]:
+        descriptor = os.open(self._new.part, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _move(self, move: Move, descriptor: int) -> np.ndarray:
+        """Write one dataset; gives the checksums of its chunks."""
+        with self._target(move, descriptor) as target:
+            if move.kind == "pointers":
+                target.put(0, self._new_pointers(move))
+                self._told(move.facts.num_bytes)
+            else:
+                self._move_rows(move, target)
+            return target.finish()
+
+    def _move_rows(self, move: Move, target: Target) -> None:
+        shares, folder = self._plan.shares, self._new.part.parent
+        dataset = h5py.Dataset(h5d.open(self._source.file.id, move.facts.path))
+        with closing(self._open(dataset)) as rows:
+            if move.kind == "copy" or self._order is None:
+                copy_rows(rows, target, shares, unit_rows=move.unit_rows, told=self._told)
+                return
+            permuted: EvenRows | UnevenRows = EvenRows(rows, move.unit_rows)
+            if move.kind == "runs":
+                starts = self._starts(move.pointers, move.facts.num_rows)
+                where = f"{self._source.shown}: {move.facts.name!r}"
+                permuted = UnevenRows(rows, starts, self._order.order, shares.part_bytes, where)
+            shuffle_rows(permuted, self._order, target, shares, folder=folder, told=self._told)
+
+    def _target(self, move: Move, descriptor: int) -> Target:
+        if move.layout.filters:
+            return CompressedTarget(self._new.part, move.facts.path, self._plan.shares.num_threads, move.checked)
+        return PlainTarget(
+            self._new.part,
+            descriptor,
+            self._regions[printable_key(move.facts.path)],
+            num_bytes=move.facts.num_bytes,
+            chunk_bytes=move.chunk_bytes,
+            checked=move.checked,
+        )
+
+    def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
+        """Where rows of different lengths begin, and where the last one ends: (num_samples + 1,) int64."""
+        name = f"{self._source.shown}: {printable(path)!r}"
+        values = self._read_all(path).astype(np.int64)
+        if len(values) == self._plan.samples.num_samples:
+            values = np.concatenate(([0], values))
+        falls = np.flatnonzero(np.diff(values) < 0)
+        if values[0] != 0 or len(falls):
+            raise FileError(f"{name} is damaged: it falls at row {int(falls[0]) if len(falls) else 0}")
+        if num_elements is not None and values[-1] != num_elements:
+            raise FileError(f"{name} is damaged: it ends at {values[-1]}, but there are {num_elements} elements")
+        return values
+
+    def _read_all(self, path: bytes) -> np.ndarray:
+        """All of a dataset of numbers of one dimension, past HDF5, which believes what chunks inflate to."""
+        dataset = h5py.Dataset(h5d.open(self._source.file.id, path))
+        values = np.empty(dataset.shape, dataset.dtype)
+        with closing(self._open(dataset)) as rows:
+            rows.read(0, len(values), values.view(np.uint8).reshape(len(values), -1))
+        return values
+
+    def _open(self, dataset: h5py.Dataset) -> RawRows:
+        shares = self._plan.shares
+        return open_rows(
+            dataset,
+            self._source.descriptor,
+            part_bytes=shares.part_bytes,
+            num_threads=shares.num_threads,
+            folder=self._new.part.parent,
+        )
+
+    def _new_pointers(self, move: Move) -> np.ndarray:
+        """What a dataset of pointers holds in the new order, as bytes."""
+        assert self._order is not None
+        lengths = np.diff(self._starts(move.facts.path, None))[self._order.order]
+        values = np.concatenate(([0], np.cumsum(lengths)))[-move.facts.num_rows :]
+        dtype = self._source.file[move.facts.path].dtype
+        return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
+
+    def look(self) -> list[FieldReport]:
+        """What became of the fields, as the new file says."""
+        moved = [(move.facts, move.row_elements, move.kind != "copy") for move in self._plan.moves if move.is_field]
+        if self._order is not None:
+            moved += [(facts, 1.0, True) for facts in self._plan.samples.others]
+        reports = []
+        with h5py.File(self._new.part, "r", locking=False) as file:
+            for facts, row_elements, shuffled in moved:
+                now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, self._source.shown)
+                before, after = LaidOut.of(facts, row_elements), LaidOut.of(now, row_elements)
+                reports.append(
+                    FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, shuffled)
+                )
+        return reports

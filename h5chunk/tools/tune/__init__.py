@@ -1,0 +1,1 @@
+"""`h5chunk tune`: settings found by a model and by measurement."""

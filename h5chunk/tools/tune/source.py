@@ -1,0 +1,155 @@
+"""Sources that are not converted yet: what they would become is tuned, on a file of the same shape."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.settings import Facts
+from h5chunk.plan.sparse import index_dtype, plan_csr
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.convert.convert import convert, foresee_convert
+from h5chunk.tools.convert.report import ConvertPlan
+from h5chunk.tools.convert.report_sparse import SparsePlan
+from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.tune.clock import Budget
+from h5chunk.tools.tune.study import SAMPLE_BYTES, Study, look_at_file, most_samples, write_rows
+
+CONVERT_SHARE = 0.25  # of the budget: a sparse source that takes less is converted as a whole
+RANDOM_BYTES = 16 << 20  # of pixels, which are used again and again: what they are changes no rate
+
+
+def is_source(path: str | os.PathLike[str]) -> bool:
+    """Whether it has to be converted before anything reads it: all that is there and no HDF5 file."""
+    return os.path.exists(path) and not (Path(path).is_file() and h5py.is_hdf5(path))
+
+
+def look_at_source(
+    source: str | os.PathLike[str],
+    *,
+    batch_size: int,
+    size: tuple[int, int] | None,
+    folder: Path,
+    budget: Budget,
+) -> Study:
+    """What is known of a source, and a file in its stead.
+
+    Parameters
+    ----------
+    source : path
+        Images or a sparse matrix, as `h5chunk.convert` takes them.
+    batch_size : int
+    size : (height, width), optional
+        That images will be brought to.
+    folder : Path
+        For the file.
+    budget : Budget
+
+    Raises
+    ------
+    SourceError, SampleError, OptionError
+        As `h5chunk.plan_convert`, but for the room on the disk.
+    OutputError
+        There is no room for a sample of it.
+    """
+    options = {} if size is None else {"size": size, "fit": "stretch"}
+    try:
+        plan = foresee_convert(source, folder / "plan.h5", **options)
+    except SourceError:
+        _check_files(Path(source))
+        raise
+    if isinstance(plan, SparsePlan):
+        study = _sparse(source, plan, batch_size, folder, budget)
+    else:
+        study = _images(plan, batch_size, folder)
+    study.converted, study.source = False, printable(source)
+    study.notes.append("not converted yet: rates are those of a file of this shape, read from the page cache")
+    return study
+
+
+def _check_files(folder: Path) -> None:
+    """Raise OptionError for a folder of files that are converted already."""
+    if folder.is_dir() and (found := sorted(each for each in folder.glob("*.h5") if h5py.is_hdf5(each))):
+        raise OptionError(
+            f"{printable(folder)}: holds files that are converted already, and tune takes one: give "
+            f"{printable(found[0])}, whose window and cache will do for files like it"
+        )
+
+
+def _images(plan: ConvertPlan, batch_size: int, folder: Path) -> Study:
+    """Random pixels, and the other fields, in the chunks that convert would choose."""
+    layout, shape = plan.layout, tuple(plan.sample_shape)
+    dtypes = {name: np.dtype(dtype) for name, dtype in plan.fields.items()}
+    shapes = {name: shape if name == "images" else () for name in dtypes}
+    sample_bytes = sum(int(np.prod(shapes[name])) * dtype.itemsize for name, dtype in dtypes.items())
+    if (room := available_bytes() // 4) < sample_bytes:
+        size, limit = human_bytes(sample_bytes), human_bytes(room)
+        raise OptionError(f"a sample is {size}, but tune takes at most {limit} here: give a smaller --size (size=)")
+    count = min(plan.num_samples, most_samples(batch_size, sample_bytes))
+    few = max(1, min(count, RANDOM_BYTES // sample_bytes))
+    rng = np.random.default_rng(0)
+    rows = {
+        name: np.frombuffer(rng.bytes(few * int(np.prod(shapes[name])) * dtype.itemsize), dtype).reshape(
+            few, *shapes[name]
+        )
+        for name, dtype in dtypes.items()
+    }
+    path = folder / "source.h5"
+    write_rows(path, rows, count, min(layout.chunk_samples, count))
+    named = {name: f"f{number}" for number, name in enumerate(rows)}
+    facts = Facts(
+        grid=ChunkGrid((plan.num_samples, *shape), (layout.chunk_samples, *shape), 1),
+        sample_bytes=sample_bytes,
+        chunk_samples=layout.chunk_samples,
+        batch_size=batch_size,
+        window_chunks=layout.window_chunks,
+        shuffled=True,
+        loads=all(dtype.kind != "S" for dtype in dtypes.values()),
+    )
+    return Study(H5Reader(path, named), named, facts, None, folder, count, rows=rows)
+
+
+def _sparse(source: str | os.PathLike[str], plan: SparsePlan, batch_size: int, folder: Path, budget: Budget) -> Study:
+    """The matrix itself if that takes little time, else one of its shape with rows of equal length."""
+    path = folder / "source.h5"
+    if plan.estimated_s < CONVERT_SHARE * budget.seconds:
+        convert(source, path)
+        return look_at_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
+    if plan.num_rows is None or not plan.num_entries:
+        raise SourceError(
+            f"{printable(source)}: only reading all of it tells how many rows it has, which takes about "
+            f"{plan.estimated_s:.0f} s: give a --budget of {plan.estimated_s / CONVERT_SHARE:.0f}s, or convert it first"
+        )
+    num_columns = plan.num_columns or 1 << 16
+    layout = plan_csr(plan.num_rows, num_columns, plan.num_entries, pattern=False)
+    row = max(1, min(num_columns, round(plan.num_entries / plan.num_rows)))
+    count = max(1, min(plan.num_rows, SAMPLE_BYTES // (4 * row)))
+    _write_csr(path, count, num_columns, row)
+    study = look_at_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
+    grid = study.facts.grid
+    whole = ChunkGrid((plan.num_rows, *grid.shape[1:]), (layout.chunk_samples, *grid.shape[1:]), 1)
+    study.facts = replace(
+        study.facts, grid=whole, chunk_samples=layout.chunk_samples, window_chunks=layout.window_chunks, shuffled=True
+    )
+    study.notes.append(f"about {plan.num_entries:,} entries, as the start of the source has them; rows of one length")
+    return study
+
+
+def _write_csr(path: Path, num_rows: int, num_columns: int, row: int) -> None:
+    """Rows of so many entries each."""
+    rng = np.random.default_rng(0)
+    columns = np.sort(rng.choice(num_columns, row, replace=False)).astype(index_dtype(num_columns))
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs["encoding-type"] = np.bytes_(b"csr_matrix")
+        group.attrs["shape"] = np.array([num_rows, num_columns], np.int64)
+        group["indptr"] = np.arange(num_rows + 1, dtype=np.int64) * row
+        group["indices"] = np.tile(columns, num_rows)
+        group["data"] = np.ones(num_rows * row, np.uint8)

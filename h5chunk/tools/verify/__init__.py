@@ -1,0 +1,1 @@
+"""`h5chunk verify`: structure and checksums of a file or a folder; repair."""

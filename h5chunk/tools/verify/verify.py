@@ -1,0 +1,275 @@
+"""Checks a file: its structure, every chunk against its checksum, and whether what it says agrees with itself.
+
+Of a file of others there are no checksums: then every chunk is decoded, which shows what a filter can notice, and plain
+bytes are only read. A bit that flipped in those cannot be seen by anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, TrustError, printable
+from h5chunk.store.format import GROUP, Header, opened, read_header
+from h5chunk.store.guard.checks import MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
+from h5chunk.store.guard.claims import same_file
+from h5chunk.store.guard.guard import DAMAGES, Guard, Refusal, Trusted
+from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.ranges import open_descriptor
+from h5chunk.store.write.csr import MATRIX
+from h5chunk.store.write.fill import available_cores
+from h5chunk.tools.verify.folder import FolderReport, verify_folder
+from h5chunk.tools.verify.report import BadChunk, Checked, VerifyReport
+from h5chunk.tools.verify.tables import MatrixCheck, find_matrices, holds_matrix, look_at_tables
+
+QUICK_CHUNKS = 32  # of each dataset
+MAX_THREADS = 8
+CHECKSUMS = f"{GROUP}/checksums/"
+OURS = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")
+
+Progress = Callable[[str, int, "int | None"], None]
+"""Told ("verify", bytes read, bytes to read)."""
+
+
+def verify(
+    path: Paths,
+    *,
+    quick: bool = False,
+    repair: str | os.PathLike[str] | None = None,
+    manifest: str | os.PathLike[str] | None = None,
+    trusted: Trusted = False,
+    progress: Progress | None = None,
+) -> VerifyReport | FolderReport:
+    """Check a file, ours or not, or all files of a folder.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        Of a folder, a pattern or a list, all files are checked; of shards ``NAME-00000-of-00012.h5`` also whether any
+        is missing, and whether they can be read as one.
+    quick : bool
+        Of each dataset look at 32 chunks only, evenly spaced from the first to the last.
+    repair : path, optional
+        What the file was converted from: bad chunks of images and labels are written anew from it, where that gives
+        the bytes that the checksum says.
+    manifest : path, optional
+        The manifest that it was converted with; to repair the fields that came from it.
+    trusted : bool, path or sequence of paths
+        Whether links are followed, see `h5chunk.store.guard.guard`. Views and external storage are looked at where they
+        lie, not here, in any case.
+    progress : callable, optional
+        Called as ``progress("verify", done_bytes, total_bytes)``.
+
+    Returns
+    -------
+    VerifyReport or FolderReport
+        ``report.ok`` says whether anything is wrong.
+
+    Raises
+    ------
+    FileError
+        It cannot be opened, or what it says of itself cannot be; or there is no file in the folder.
+    SourceError
+        What to repair from cannot be used.
+    """
+
+    def check(file: Path, progress: Progress | None) -> VerifyReport:
+        return _verify_file(file, quick, repair, manifest, trusted, progress)
+
+    if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
+        return check(Path(path), progress)
+    return verify_folder(path, check, progress)
+
+
+def _verify_file(
+    path: Path,
+    quick: bool,
+    repair: str | os.PathLike[str] | None,
+    manifest: str | os.PathLike[str] | None,
+    trusted: Trusted,
+    progress: Progress | None,
+) -> VerifyReport:
+    started = time.perf_counter()
+    with opened(path) as file:
+        job = _survey(file, path, trusted, quick)
+        read_bytes = _check_all(job, progress)
+        for matrix in job.matrices.values():
+            matrix.finish(not quick)
+            job.problems += matrix.problems
+            job.notes += matrix.notes
+        bad = sorted(job.bad, key=lambda each: (job.numbers[each.field], each.chunk))
+        header = job.header
+    repaired: list[BadChunk] = []
+    if repair is not None and bad:
+        from h5chunk.tools.verify.repair import repair_chunks
+
+        repaired, bad = repair_chunks(path, bad, repair, manifest)
+        if repaired and job.problems:  # some may be gone
+            again = _verify_file(path, quick, None, None, trusted, progress)
+            return replace(again, bad=tuple(bad), repaired=tuple(repaired))
+    return VerifyReport(
+        path=printable(path),
+        num_bytes=path.stat().st_size,
+        by_h5chunk=header is not None,
+        quick=quick,
+        fields=tuple(
+            Checked(each.name, max(len(each.written), len(chunks)), len(chunks), each.by)
+            for each, chunks in job.datasets
+        ),
+        bad=tuple(bad),
+        problems=tuple(job.problems),
+        notes=tuple(job.notes),
+        seconds=time.perf_counter() - started,
+        read_bytes=read_bytes,
+        repaired=tuple(repaired),
+    )
+
+
+@dataclass
+class _Job:
+    """What is to be checked, and what came of it."""
+
+    path: Path
+    header: Header | None
+    datasets: list[tuple[CheckedDataset, np.ndarray]] = field(default_factory=list)
+    matrices: dict[str, MatrixCheck] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bad: list[BadChunk] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        return {each.name: number for number, (each, _) in enumerate(self.datasets)}
+
+
+def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
+    """Look at the structure of everything, and say what is to be read."""
+    job = _Job(path, read_header(file))
+    guard = Guard(path, trusted)
+    found: dict[str, h5py.Dataset] = {}
+    for name, item in guard.walk(file):
+        if isinstance(item, Refusal):
+            _refuse(job, item.error)
+            continue
+        try:
+            if not (job.header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
+                guard.check_field(item, name)
+            if not same_file(item, file):
+                job.notes.append(f"{name!r} lies in another file: check that one")
+                continue
+            found[name] = item
+        except FileError as error:
+            _refuse(job, error)
+    names = sorted(found)
+    is_csr = job.header is not None and holds_matrix(file)
+    if job.header is not None:
+        job.problems += _whole(look_at_tables(file, job.header, names))
+    data = [name for name in names if job.header is None or not name.startswith(f"{GROUP}/")]
+    job.matrices = find_matrices(file, path, data, is_csr)
+    for name in data:
+        _add(job, found, name, quick)
+    if job.header is not None:
+        lost = [name[len(CHECKSUMS) :] for name in names if name.startswith(CHECKSUMS)]
+        job.problems += [f"there are checksums of {name!r}, but no such dataset" for name in lost if name not in found]
+    return job
+
+
+def _whole(problems: Iterator[str]) -> list[str]:
+    """All of them; what HDF5 cannot read of the tables is one more."""
+    found = []
+    try:
+        for each in problems:
+            found.append(each)
+    except DAMAGES as error:
+        found.append(f"the group /{GROUP} cannot be read: {error}")
+    return found
+
+
+def _refuse(job: _Job, error: FileError) -> None:
+    what = str(error).removeprefix(f"{printable(job.path)}: ")
+    (job.notes if isinstance(error, TrustError) else job.problems).append(what)
+
+
+def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> None:
+    """One more dataset, with its checksums."""
+    dataset = found[name]
+    if dataset.is_virtual or (dataset.chunks is None and dataset.external):
+        job.notes.append(f"{name!r} has its values in other files: check those")
+        return
+    prefix, _, part = name.rpartition("/")
+    matrix = job.matrices.get(prefix)
+    try:
+        expected = _checksums(job, found, name)
+        each = CheckedDataset(job.path, dataset, expected, _look(matrix, part))
+        if expected is not None and len(expected) != each.num_chunks:
+            job.problems.append(f"{name!r} has {each.num_chunks} chunks but {len(expected)} checksums")
+            each = CheckedDataset(job.path, dataset, None, _look(matrix, part))
+    except DAMAGES as error:
+        job.problems.append(str(error).removeprefix(f"{printable(job.path)}: "))
+        return
+    chunks = np.arange(each.num_chunks) if expected is not None else each.written
+    if quick and len(chunks) > QUICK_CHUNKS:
+        chunks = chunks[np.unique(np.linspace(0, len(chunks) - 1, QUICK_CHUNKS).astype(np.int64))]
+        shown = ", ".join(map(str, chunks[:3]))
+        job.notes.append(
+            f"{name!r}: of {each.num_chunks:,} chunks, {len(chunks)} were read: {shown}, ..., {chunks[-1]}"
+        )
+    job.datasets.append((each, chunks))
+
+
+def _checksums(job: _Job, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
+    table = found.get(f"{CHECKSUMS}{name}")
+    if job.header is None:
+        return None
+    if table is None:
+        pattern = name.endswith("/data") and not found[name].id.get_storage_size()
+        if not pattern and found[name].size:
+            (job.problems if name in OURS else job.notes).append(f"{name!r} has no checksums")
+        return None
+    if table.ndim != 1 or table.dtype != np.uint32:
+        job.problems.append(f"the checksums of {name!r} are {table.dtype} {table.shape}, not a list of uint32")
+        return None
+    values: np.ndarray = table[()]
+    return values
+
+
+def _look(matrix: MatrixCheck | None, part: str) -> Look | None:
+    if matrix is None or matrix.columns is None:
+        return None
+    return matrix.columns if part == "indices" else matrix.look_at_codes if part == "data" and matrix.ours else None
+
+
+def _check_all(job: _Job, progress: Progress | None) -> int:
+    """Read what is to be read; gives the bytes."""
+    total = sum(each.stored_bytes(chunks) for each, chunks in job.datasets)
+    done = 0
+    descriptor = open_descriptor(job.path)
+    try:
+        for each, chunks in job.datasets:
+            if progress:
+                progress("verify", done, total)
+            threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // each.thread_bytes()))
+            for came in check_parts(each.parts(chunks), descriptor, threads):
+                done += came.num_bytes
+                job.bad += [_bad(job, each, damage) for damage in came.damages]
+                if progress:
+                    progress("verify", done, total)
+    finally:
+        os.close(descriptor)
+    return done
+
+
+def _bad(job: _Job, each: CheckedDataset, damage: Damage) -> BadChunk:
+    prefix, _, part = each.name.rpartition("/")
+    matrix, rows = job.matrices.get(prefix), None
+    if matrix is not None and part in ("indptr", "indices", "data"):
+        rows = matrix.rows(part, *each.elements(damage.chunk))
+    first, last = rows or each.rows(damage.chunk)
+    offset, num_bytes = each.place(damage.chunk)
+    return BadChunk(each.name, damage.chunk, first, last, offset, num_bytes, damage.what, damage.expected, damage.found)
