@@ -70,8 +70,8 @@ def tiny_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """All in this process, and nothing waits for the disk."""
-    for module in ("repack", "repack_run"):
-        monkeypatch.setattr(f"h5chunk.tools.{module}.in_child", lambda work, heard, shown: work(heard))
+    for module in ("repack", "run"):
+        monkeypatch.setattr(f"h5chunk.tools.repack.{module}.in_child", lambda work, heard, shown: work(heard))
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr("os.fdatasync", lambda descriptor: None)
 
