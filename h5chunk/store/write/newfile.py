@@ -29,11 +29,13 @@ from h5chunk.store.write.partfile import (
     check_output,
     check_room,
     is_kept,
+    is_open,
     journal_path,
     lock,
     no_room,
     part_path,
     reason_of,
+    sync_folder,
     write_at,
 )
 
@@ -94,15 +96,9 @@ class NewFile:
                 ) from None
             lock(descriptor, shown)
             # The part file may have become the output between our opening and locking it.
-            if self._is_part(descriptor):
+            if is_open(descriptor, self.part):
                 return descriptor
             os.close(descriptor)
-
-    def _is_part(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.part))
-        except FileNotFoundError:
-            return False
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
         """Create the file with all its space, so that a full disk shows before the first sample.
@@ -258,11 +254,7 @@ class NewFile:
             if self._has_own_journal:
                 self.journal.remove()  # while the name of the part file, and with it the lock, is ours
             self.part.replace(self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self._path.parent)
         except OSError as error:
             raise OutputError(f"{printable(self._path)}: cannot be put on disk: {error.strerror}") from None
 
@@ -271,7 +263,7 @@ class NewFile:
     ) -> None:
         try:
             self._header.unlink(missing_ok=True)
-            if self._is_part(self._descriptor):
+            if is_open(self._descriptor, self.part):
                 self.kept = is_kept(self.journal, error)
                 if self._has_own_journal:
                     self.journal.close() if self.kept else self.journal.remove()

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.store.write.journal import Journal
-from h5chunk.store.write.partfile import check_name, is_kept, journal_path, lock, part_path
+from h5chunk.store.write.partfile import check_name, is_kept, is_open, journal_path, lock, part_path, sync_folder
 
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.h5")
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
@@ -108,15 +108,9 @@ class NewFolder:
             except OSError as error:
                 raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
             lock(descriptor, shown)
-            if self._is_part(descriptor):
+            if is_open(descriptor, self.part):
                 return descriptor
             os.close(descriptor)
-
-    def _is_part(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.part))
-        except FileNotFoundError:
-            return False
 
     def commit(self) -> None:
         """Put the folder under its name; its files are on disk already."""
@@ -128,11 +122,7 @@ class NewFolder:
                 self.part.rename(self._path)
             else:
                 self._replace()
-            parent = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(parent)
-            finally:
-                os.close(parent)
+            sync_folder(self._path.parent)
         except OSError as error:
             raise OutputError(f"{printable(self._path)}: cannot be put on disk: {error.strerror}") from None
 
@@ -154,7 +144,7 @@ class NewFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._is_part(self._descriptor):
+            if is_open(self._descriptor, self.part):
                 self.kept = is_kept(self.journal, error)
                 self.journal.close() if self.kept else self.journal.remove()
                 if not self.kept:

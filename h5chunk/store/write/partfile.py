@@ -45,6 +45,23 @@ def lock(descriptor: int, shown: str) -> None:
             raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
 
 
+def is_open(descriptor: int, path: Path) -> bool:
+    """Whether what is open is what stands at a path: another writer may have moved or removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def is_kept(journal: Journal, error: BaseException | None) -> bool:
     """Whether what was done is worth keeping: after the error, the same command would not make something else."""
     if error is None or not journal.holds_work:

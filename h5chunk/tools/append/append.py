@@ -7,7 +7,7 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,10 @@ from h5chunk.tools.append.longer import plan_longer, write_longer
 from h5chunk.tools.append.report import AppendPlan, AppendReport, small_chunks, unmixed
 from h5chunk.tools.append.rows import OldRows, plan_rows
 from h5chunk.tools.append.sparse import estimate_rows, open_mapped, read_rows, write_csr_rows
-from h5chunk.tools.convert.images import Progress, count_written, estimate_s, prepare
+from h5chunk.tools.convert.images import count_written, estimate_s, prepare
 from h5chunk.tools.convert.resume import Notify, say_nothing, telling
 from h5chunk.tools.convert.sparse_options import MEMORY_BYTES
+from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.verify.tables import look_at_tables
 
 IMAGES_ONLY = {"manifest": None, "fit": None, "workers": None, "on_error": "fail", "max_pixels": MAX_PIXELS}
@@ -187,7 +188,7 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
     addition = _addition(old, given)
     job, progress = addition.job, given["progress"]
     notify = given["notify"] or say_nothing
-    carried = _telling("copy", addition.carried_bytes, progress)
+    carried = count_up("copy", addition.carried_bytes, progress)
     again = addition.come_again()
     with _taking_place(old, notify) as new:
         longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
@@ -230,10 +231,10 @@ def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendR
     rows, progress = OldRows(old), given["progress"]
     source = open_mapped(rows, given)
     with _taking_place(old, say_nothing) as new, ExitStack() as stack:
-        kept = read_rows(rows, source, given, stack, _telling("read", source.num_bytes, progress))
+        kept = read_rows(rows, source, given, stack, count_up("read", source.num_bytes, progress))
         more = plan_rows(rows, kept, new_classes=given["new_classes"])
         write = write_csr_rows if old.kind == CSR else write_dense_rows
-        write(new, rows, kept, more, given, _telling("copy", rows.stored_bytes, progress))
+        write(new, rows, kept, more, given, count_up("copy", rows.stored_bytes, progress))
     dropped = {"entries in columns that the file does not have": source.num_dropped}
     return AppendReport(
         path=old.shown,
@@ -264,18 +265,6 @@ def _taking_place(old: OldFile, notify: Notify) -> Iterator[NewFile]:
         new.part.chmod(old.mode)
         old.check_unchanged()
         new.commit()
-
-
-def _telling(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
-    done = 0
-
-    def told(count: int) -> None:
-        nonlocal done
-        done = min(total, done + count)
-        if progress:
-            progress(stage, done, total)
-
-    return told
 
 
 def _add_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:

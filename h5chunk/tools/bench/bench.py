@@ -25,7 +25,6 @@ from h5chunk.tools.bench.report import CACHED, DISK, FRESH, LIMITS, BenchReport,
 from h5chunk.tools.bench.stages import (
     ROUNDS,
     Clock,
-    Progress,
     Stage,
     Subject,
     batch_stages,
@@ -36,6 +35,7 @@ from h5chunk.tools.bench.stages import (
     memory_stages,
 )
 from h5chunk.tools.limits import NotMeasured, available_bytes
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.reads import FileReads, Stored, locate
 
 MAX_WORKERS = 4

@@ -29,9 +29,8 @@ from h5chunk.tools.bench.report import (
     Figure,
 )
 from h5chunk.tools.limits import MemoryCopy, NotMeasured, thread_counts
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.reads import DISK_THREADS, DiskRead, FileReads, Stored
-
-Progress = Callable[[str, int, int | None], None]
 
 ROUNDS = 3  # counted, after one that is not
 COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # of the time: disk, filling the page cache, numbers of threads

@@ -18,13 +18,14 @@ from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.newfile import NewFile, check_output, check_room
 from h5chunk.store.write.newfolder import check_folder
-from h5chunk.tools.convert.images import Conversion, Progress, count_written, estimate_s, prepare, write_images
+from h5chunk.tools.convert.images import Conversion, count_written, estimate_s, prepare, write_images
 from h5chunk.tools.convert.report import ConvertPlan, ConvertReport
 from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
 from h5chunk.tools.convert.resume import Notify, TaskLog, say_nothing, telling
 from h5chunk.tools.convert.shards import check_shards, describe, folder_bytes, split_conversion, write_shards
 from h5chunk.tools.convert.sparse import MEMORY_BYTES, convert_sparse, plan_sparse
 from h5chunk.tools.convert.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
+from h5chunk.tools.progress import Progress
 
 
 def convert(

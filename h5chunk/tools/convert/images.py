@@ -28,13 +28,11 @@ from h5chunk.store.write.filltask import FillJob
 from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.tools.convert.resume import TaskLog, facts_of_all
+from h5chunk.tools.progress import Progress, count_up
 
 IMAGES = "images"
 NAMES_AT_A_TIME = 65_536
 PROBES = 24  # images decoded to estimate the time
-
-Progress = Callable[[str, int, "int | None"], None]
-"""Told (stage, done, total): stage "list" without a total, then "convert" with one."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +133,7 @@ def write_images(
 
 def count_written(total: int, progress: Progress | None) -> Callable[[int], None]:
     """What is told of samples as they are written, and tells of all of them."""
-    done = 0
-
-    def written(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress:
-            progress("convert", done, total)
-
+    written = count_up("convert", total, progress)
     written(0)
     return written
 

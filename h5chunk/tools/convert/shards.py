@@ -13,8 +13,9 @@ from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.filltask import Failure
 from h5chunk.store.write.newfile import NewFile, check_room
 from h5chunk.store.write.newfolder import NewFolder, shard_name
-from h5chunk.tools.convert.images import Conversion, Progress, count_written, write_images
+from h5chunk.tools.convert.images import Conversion, count_written, write_images
 from h5chunk.tools.convert.resume import Notify, TaskLog, telling
+from h5chunk.tools.progress import Progress
 
 MAX_SHARDS = 99_999  # their numbers have five digits
 

@@ -39,10 +39,9 @@ from h5chunk.tools.convert.sparse_options import MEMORY_BYTES as MEMORY_BYTES
 from h5chunk.tools.convert.sparse_options import SparseOptions
 from h5chunk.tools.convert.sparse_read import Budget, Read, read_source
 from h5chunk.tools.convert.sparse_saved import keep_read, kept_read
+from h5chunk.tools.progress import Progress, count_up
 
 PROBE_S = 1.0  # time to read the start of a source for a plan
-
-Progress = Callable[[str, int, "int | None"], None]
 
 
 def convert_sparse(
@@ -80,7 +79,9 @@ def convert_sparse(
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
-        chunk_samples = write(new, kept, options, fields, tables, _writing(progress, kept), notify)
+        chunk_samples = write(
+            new, kept, options, fields, tables, count_up("write", int(kept.row_entries.sum()), progress), notify
+        )
         new.commit()
         num_ranges = read.entries.num_ranges
     return SparseReport(
@@ -150,18 +151,6 @@ def _read(
     read = read_source(source, coding, folder, budget, seed, stack, told)
     keep_read(read, budget, journal)
     return read
-
-
-def _writing(progress: Progress | None, kept: Kept) -> Callable[[int], None]:
-    done, total = 0, int(kept.row_entries.sum())
-
-    def wrote(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress:
-            progress("write", done, total)
-
-    return wrote
 
 
 def _write_csr(

@@ -17,13 +17,14 @@ from h5chunk.store.rewrite.rewrite import NewOrder
 from h5chunk.store.rewrite.survey import Survey, damages, survey_file
 from h5chunk.store.write.fill import available_cores
 from h5chunk.store.write.newfile import NewFile, check_output
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.repack.check import bytes_to_check, check_moved
 from h5chunk.tools.repack.fields import find_samples, is_anndata
 from h5chunk.tools.repack.header import plan_header
 from h5chunk.tools.repack.options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
 from h5chunk.tools.repack.plan import RepackPlan, check_shuffle, plan_repack
 from h5chunk.tools.repack.report import RepackReport
-from h5chunk.tools.repack.run import Progress, Run, Source, telling
+from h5chunk.tools.repack.run import Run, Source, telling
 
 MAX_THREADS = 8  # each takes its share of the memory
 

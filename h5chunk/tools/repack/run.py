@@ -21,12 +21,10 @@ from h5chunk.store.rewrite.rewrite import NewOrder, copy_rows, shuffle_rows
 from h5chunk.store.rewrite.survey import Survey, damages, look_at_dataset
 from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target, written
 from h5chunk.store.write.newfile import NewFile
+from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.repack.header import CHECKSUMS, SOURCE_INDEX, checksum_name
 from h5chunk.tools.repack.plan import Move, RepackPlan, plan_changes
 from h5chunk.tools.repack.report import FieldReport, LaidOut
-
-Progress = Callable[[str, int, "int | None"], None]
-"""Told ("repack", bytes done, bytes in all)."""
 
 
 class Source:
@@ -63,14 +61,7 @@ def telling(plan: RepackPlan, survey: Survey, progress: Progress | None, checked
     """What to tell of bytes that were checked, moved or copied."""
     moved = {move.facts.path for move in plan.moves}
     copied = sum(facts.stored_bytes for path, facts in survey.datasets.items() if path not in moved)
-    done, total = 0, checked_bytes + plan.moved_bytes + copied
-
-    def told(num_bytes: int) -> None:
-        nonlocal done
-        done = min(total, done + num_bytes)
-        if progress:
-            progress("repack", done, total)
-
+    told = count_up("repack", checked_bytes + plan.moved_bytes + copied, progress)
     told(0)
     return told
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-Progress = Callable[[str, int, int | None], None]
+from h5chunk.tools.progress import Progress
+
 LEAST_SLICE_S, MOST_SLICE_S = 0.05, 1.0
 
 

@@ -23,9 +23,10 @@ from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, 
 from h5chunk.plan.shuffle import window_for
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.tune.advice import Remedies, Triple, default_cache, find_advice, usable
 from h5chunk.tools.tune.apply import apply_recommendation
-from h5chunk.tools.tune.clock import Budget, Progress
+from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.measure import PlainLoop, measure_cold
 from h5chunk.tools.tune.model import Model
 from h5chunk.tools.tune.options import check_converted, check_numbers, check_unconverted, plain_cache, worker_numbers

@@ -17,11 +17,10 @@ from h5chunk.store.format import opened, read_header
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.shardnames import NUMBERED, missing_shards, shard_numbers, wrong_counts
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import VerifyReport
 
 SHOWN = 20  # whole files and missing ones in what people read; JSON has all
-
-Progress = Callable[[str, int, "int | None"], None]
 
 
 @dataclass(frozen=True)

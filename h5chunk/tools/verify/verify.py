@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.ranges import open_descriptor
 from h5chunk.store.write.csr import MATRIX
 from h5chunk.store.write.fill import available_cores
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.folder import FolderReport, verify_folder
 from h5chunk.tools.verify.report import BadChunk, Checked, VerifyReport
 from h5chunk.tools.verify.tables import MatrixCheck, find_matrices, holds_matrix, look_at_tables
@@ -32,9 +33,6 @@ QUICK_CHUNKS = 32  # of each dataset
 MAX_THREADS = 8
 CHECKSUMS = f"{GROUP}/checksums/"
 OURS = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")
-
-Progress = Callable[[str, int, "int | None"], None]
-"""Told ("verify", bytes read, bytes to read)."""
 
 
 def verify(
