@@ -8,7 +8,7 @@ import click
 
 from h5chunk.cli.group import main
 from h5chunk.cli.options import Bytes, Names
-from h5chunk.cli.output import note, progress_bar
+from h5chunk.cli.output import note, progress_bar, show
 
 
 @main.command()
@@ -77,7 +77,4 @@ def append(file: str, source: str, no_shuffle: bool, dry_run: bool, quiet: bool,
     with progress_bar(quiet) as progress:
         call = plan_append if dry_run else run
         result = call(file, source, shuffle=not no_shuffle, progress=progress, notify=note, **options)
-    if as_json:
-        click.echo(result.to_json())
-    elif not quiet:
-        click.echo(str(result))
+    show(result, as_json=as_json, quiet=quiet)

@@ -8,7 +8,7 @@ import click
 
 from h5chunk.cli.group import main
 from h5chunk.cli.options import Bytes, ChunkSamples, Names
-from h5chunk.cli.output import note, progress_bar
+from h5chunk.cli.output import note, progress_bar, show
 
 
 @main.command()
@@ -153,10 +153,7 @@ def convert(
         _take_tuned(tuned, options)
     with progress_bar(quiet) as progress:
         result = (plan_convert if dry_run else run)(source, output, progress=progress, notify=note, **options)
-    if as_json:
-        click.echo(result.to_json())
-    elif not quiet:
-        click.echo(str(result))
+    show(result, as_json=as_json, quiet=quiet)
 
 
 def _take_tuned(path: str, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import click
 
 from h5chunk.cli.group import main
 from h5chunk.cli.options import trusted
+from h5chunk.cli.output import show
 
 
 @main.command()
@@ -22,4 +23,4 @@ def info(file: str, as_json: bool, **options: Any) -> None:
     from h5chunk.tools.info.info import info as run
 
     result = run(file, **options)
-    click.echo(result.to_json() if as_json else str(result))
+    show(result, as_json=as_json)

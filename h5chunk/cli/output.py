@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import click
 from tqdm import tqdm
 
 
@@ -53,3 +54,11 @@ def progress_bar(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, 
     finally:
         if bar is not None:
             bar.close()
+
+
+def show(result: Any, *, as_json: bool, quiet: bool = False) -> None:
+    """A report, for people or as JSON, which --quiet does not silence."""
+    if as_json:
+        click.echo(result.to_json())
+    elif not quiet:
+        click.echo(str(result))

@@ -8,7 +8,7 @@ import click
 
 from h5chunk.cli.group import main
 from h5chunk.cli.options import Bytes, ChunkSamples
-from h5chunk.cli.output import progress_bar
+from h5chunk.cli.output import progress_bar, show
 
 
 @main.command()
@@ -62,7 +62,4 @@ def repack(file: str, out: str, quiet: bool, as_json: bool, **options: Any) -> N
 
     with progress_bar(quiet) as progress:
         result = run(file, out, progress=progress, **options)
-    if as_json:
-        click.echo(result.to_json())
-    elif not quiet:
-        click.echo(str(result))
+    show(result, as_json=as_json, quiet=quiet)

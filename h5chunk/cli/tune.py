@@ -8,7 +8,7 @@ import click
 
 from h5chunk.cli.group import main
 from h5chunk.cli.options import Bytes, Seconds, Triple, trusted
-from h5chunk.cli.output import progress_bar
+from h5chunk.cli.output import progress_bar, show
 
 
 @main.command()
@@ -67,4 +67,4 @@ def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json
 
     with progress_bar(as_json, " %") as progress:
         result = run(source, fields=fields or None, workers=workers or None, progress=progress, **options)
-    click.echo(result.to_json() if as_json else str(result))
+    show(result, as_json=as_json)

@@ -9,7 +9,7 @@ import click
 
 from h5chunk.cli.group import main
 from h5chunk.cli.options import trusted
-from h5chunk.cli.output import progress_bar
+from h5chunk.cli.output import progress_bar, show
 
 
 @main.command()
@@ -33,6 +33,6 @@ def verify(file: str, as_json: bool, **options: Any) -> None:
 
     with progress_bar(as_json) as progress:
         result = run(file, progress=progress, **options)
-    click.echo(result.to_json() if as_json else str(result))
+    show(result, as_json=as_json)
     if not result.ok:
         sys.exit(1)

@@ -12,6 +12,7 @@ Both read and write in long runs, and the result is that of a shuffle in one pas
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,19 @@ class Packing:
     index: np.ndarray | None
 
 
+def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
+    """Where each chunk of ``chunk_shape`` (without the first axis) goes in a sample, in row-major order.
+
+    >>> find_pieces((3,), (2,))
+    ((slice(0, 2, None),), (slice(2, 3, None),))
+    """
+    pieces = [
+        [slice(start, min(start + chunk, size)) for start in range(0, size, chunk)]
+        for size, chunk in zip(sample_shape, chunk_shape, strict=True)
+    ]
+    return tuple(itertools.product(*pieces))
+
+
 def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
     """How to put together samples that lie in chunks of ``chunk_shape`` (without the first axis).
 
@@ -186,13 +200,7 @@ def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_b
     [0, 2, 1, 3, 4, 6]
     """
     grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
-    slices = tuple(
-        tuple(
-            slice(at * chunk, min(size, (at + 1) * chunk))
-            for at, chunk, size in zip(place, chunk_shape, sample_shape, strict=True)
-        )
-        for place in np.ndindex(*grid)
-    )
+    slices = find_pieces(sample_shape, chunk_shape)
     chunk_items, num_items = math.prod(chunk_shape), math.prod(sample_shape)
     run_bytes = item_bytes * _run_items(sample_shape, chunk_shape)
     index = None

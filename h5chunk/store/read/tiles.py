@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.plan.repack import find_pieces
 from h5chunk.store.guard.checksums import NO_SUMS, Sums
 from h5chunk.store.read.decoded import KEPT_BYTES, DecodedChunks
 from h5chunk.store.read.fields import Field
@@ -52,11 +53,7 @@ class TiledField:
         self.name = field.name
         self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
         self._dtype, self._shape, self._chunk = field.dtype, tuple(dataset.shape), tuple(dataset.chunks)
-        pieces = [
-            [slice(start, min(start + size, length)) for start in range(0, length, size)]
-            for length, size in zip(self._shape[1:], self._chunk[1:], strict=True)
-        ]
-        self._pieces = list(itertools.product(*pieces))  # of a sample, in the order of its chunks
+        self._pieces = find_pieces(self._shape[1:], self._chunk[1:])
         chunk_bytes = max(1, int(np.prod(self._chunk)) * field.dtype.itemsize)
         kept = min(KEPT_BANDS * len(self._pieces), KEPT_BYTES // chunk_bytes)
         self._chunks = DecodedChunks(path, field.name, dataset, sums, num_kept=kept)
