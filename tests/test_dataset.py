@@ -82,6 +82,34 @@ def test_fields_by_name_and_order(tmp_path):
     check_dataset(ChunkDataset(str(path), fields=("y", "name")), {"y": y, "name": name})
 
 
+def test_strings_are_str_everywhere(tmp_path):
+    """values(), samples, batches, subsets, splits and weights agree on what a string field holds."""
+    split = np.array([name.encode() for name in ["train", "val", "été", ""] * 5])
+    split[-1] = b"\xff"
+    images = values((20, 4), "u1")
+    path = make_file(
+        tmp_path / "a.h5", images=(images, {"chunks": (4, 4)}), split=(split, {}), h5chunk__row_ids=(split, {})
+    )
+    dataset = ChunkDataset(path, fields=["images", "split"])
+    names = dataset.values("split")
+    assert (
+        names.tolist()
+        == [dataset[i][1] for i in range(20)]
+        == dataset[:][1]
+        == [*(["train", "val", "été", ""] * 5)[:-1], "\\xff"]
+    )
+    batches = torch.utils.data.DataLoader(dataset, batch_size=8)
+    assert [name for _, batch in batches for name in batch] == names.tolist()
+    assert dataset.values("h5chunk/row_ids").tolist() == names.tolist()
+    train = dataset.subset(names == "train")
+    assert train.samples.tolist() == [0, 4, 8, 12, 16] and set(train.values("split")) == {"train"}
+    assert dataset.subset([]).values("split").tolist() == []
+    parts = dataset.subset(names != "\\xff").split((0.8, 0.2), stratify="split")
+    assert [sum(part.values("split") == "train") for part in parts] == [4, 1]
+    drawn = [i for batch in ChunkSampler(dataset, 4, weights="split") for i in batch]
+    assert sum(name == "\\xff" for name in names[drawn]) == 4
+
+
 def test_without_labels_there_are_only_images(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 20, 4))
     assert dataset.fields == ("images",)

@@ -207,7 +207,7 @@ class ChunkDataset(Dataset[Any]):
         return [self.subset(part) for part in split_samples(line, fractions, groups, seed)]
 
     def values(self, name: str) -> np.ndarray:
-        """A field of one value a sample, of all samples: (n,).
+        """A field of one value per sample, of all samples: (n,), numbers or, as in ``dataset[i]``, ``str``.
 
         Raises
         ------
@@ -224,7 +224,7 @@ class ChunkDataset(Dataset[Any]):
             raise FieldError(f"field {name!r} has samples of shape {field.sample_shape}: name one of a value a sample")
         found = np.empty(len(self), field.dtype)
         reader.read(name, self.samples, found)
-        return found
+        return _decoded(found)
 
     @property
     def read_amplification(self) -> float:
@@ -397,7 +397,7 @@ class ChunkDataset(Dataset[Any]):
         field = self._reader.fields[name]
         text = np.empty((len(rows), *field.sample_shape), field.dtype)
         self._reader.read(name, rows, text)
-        return np.char.decode(text, "utf-8", "backslashreplace").tolist()
+        return _decoded(text).tolist()
 
     def __repr__(self) -> str:
         fields = ", ".join(
@@ -423,6 +423,11 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     if twice is not None:
         raise OptionError(f"fields names {twice!r} twice: give each a name of its own: fields={{'name': {twice!r}}}")
     return {name: name for name in names}
+
+
+def _decoded(values: np.ndarray) -> np.ndarray:
+    """Decode fixed-length strings from UTF-8; a byte that is not UTF-8 becomes ``\\xNN``. Numbers stay as they are."""
+    return np.char.decode(values, "utf-8", "backslashreplace") if values.dtype.kind == "S" else values
 
 
 def _numbers(indices: Any) -> np.ndarray:
