@@ -326,7 +326,7 @@ def _limit_from_the_start(num_bytes: int) -> None:
 
 
 def _limit_after_room_was_taken(num_bytes: int) -> None:
-    for name in ("allocate", "allocate_beside", "reallocate"):
+    for name in ("allocate", "reallocate"):
         setattr(newfile.NewFile, name, _limited(getattr(newfile.NewFile, name), num_bytes))
 
 

@@ -35,6 +35,7 @@ import h5chunk.store.write.newfile as newfile_module
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
+from h5chunk.store.write.csr import write_csr
 from h5chunk.tools.append.append import append, plan_append
 
 Make = Callable[..., Path]
@@ -360,12 +361,14 @@ def test_files_that_cannot_be_appended_to(tmp_path: Path) -> None:
         file["embeddings"] = np.zeros((8, 3))
     (tmp_path / "text.h5").write_text("hello")
     (tmp_path / "folder").mkdir()
+    write_csr(tmp_path / "matrix.h5", np.array([0, 1]), np.array([2]), np.array([1], "u1"), 5)
     for name, message in {
         "theirs.h5": "not written by h5chunk",
         "newer.h5": "format version 99",
         "more.h5": "'embeddings' is not as h5chunk convert writes it, and would be lost",
         "text.h5": "not an HDF5 file",
         "folder": "is a folder: append to one of its files",
+        "matrix.h5": "holds a matrix, and only images can be appended to: .* one more file",
         "none.h5": "no such file: h5chunk convert makes it",
     }.items():
         for run in (append, plan_append):
@@ -373,7 +376,6 @@ def test_files_that_cannot_be_appended_to(tmp_path: Path) -> None:
                 run(tmp_path / name, source)
     assert [each.name for each in tmp_path.iterdir() if "h5chunk-" in each.name] == []
     for options, message in (
-        ({"layer": "X"}, "layer is 'X' but .* holds images"),
         ({"seed": -1}, "seed is -1"),
         ({"fit": "squash"}, "fit is 'squash'"),
         ({"on_error": "ignore"}, "on_error is 'ignore'"),
@@ -648,7 +650,7 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 40), classes=4)
     old = path.read_bytes()
     plan = plan_append(path, source, new_classes=True)
-    assert (plan.num_old, plan.num_new, plan.kind, plan.new_classes) == (22, 18, "images", ["class3"])
+    assert (plan.num_old, plan.num_new, plan.new_classes) == (22, 18, ["class3"])
     check_left(path, old)
     report = append(path, source, new_classes=True, workers=0)
     assert report.num_bytes <= plan.num_bytes < report.num_bytes + 20_000

@@ -1,4 +1,4 @@
-"""`h5chunk append`: more samples into a file."""
+"""`h5chunk append`: more images into a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from h5chunk.cli.group import main
-from h5chunk.cli.options import Bytes, Names
 from h5chunk.cli.output import note, progress_bar, show
 
 
@@ -18,12 +17,12 @@ from h5chunk.cli.output import note, progress_bar, show
     "--manifest",
     type=click.Path(),
     metavar="FILE.csv",
-    help="Images: table of paths below SRC; its further columns are fields.",
+    help="Table of paths below SRC; its further columns are fields.",
 )
 @click.option(
     "--fit",
     type=click.Choice(["error", "stretch", "crop", "pad"]),
-    help="Images: what to do with those of another size. [default: as when FILE was made]",
+    help="What to do with images of another size. [default: as when FILE was made]",
 )
 @click.option(
     "--seed",
@@ -33,40 +32,23 @@ from h5chunk.cli.output import note, progress_bar, show
     help="Of the order that new samples are written in.",
 )
 @click.option("--no-shuffle", is_flag=True, help="Keep the order of SRC.")
-@click.option("--workers", type=click.IntRange(0), help="Images: processes that decode. [default: one per core]")
+@click.option("--workers", type=click.IntRange(0), help="Processes that decode. [default: one per core]")
 @click.option(
     "--on-error",
     type=click.Choice(["fail", "skip"]),
     default="fail",
     show_default=True,
-    help="Images: skip leaves out those that cannot be used, and lists them in FILE.skipped.csv.",
+    help="With skip, leave out images that cannot be used, and list them in FILE.skipped.csv.",
 )
 @click.option(
     "--max-pixels", type=click.IntRange(1), default=89_478_485, show_default=True, help="Refuse images of more pixels."
 )
 @click.option("--new-classes", is_flag=True, help="Put classes that FILE does not have behind its own.")
-@click.option(
-    "--format",
-    type=click.Choice(["csv", "npz", "mtx", "libsvm", "h5ad", "10x", "npy"]),
-    help="Sparse: what SRC is. [default: as its name and first bytes say]",
-)
-@click.option(
-    "--layer", metavar="NAME", help="Sparse: matrix of an .h5ad (X, raw, or a layer), or genome of a 10x file."
-)
-@click.option("--columns", type=Names(), help="Sparse: columns of a delimited file that are row, column and value.")
-@click.option("--drop-columns", is_flag=True, help="Sparse: leave out entries in columns that FILE does not have.")
-@click.option(
-    "--memory",
-    "memory_bytes",
-    type=Bytes(),
-    default=1 << 30,
-    help="Sparse: about the most memory to take, such as 512M. [default: 1GiB]",
-)
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--quiet", is_flag=True, help="No progress bar, no report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
 def append(file: str, source: str, no_shuffle: bool, dry_run: bool, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Add the samples of SRC to FILE, which convert made: images to images, rows to a sparse matrix.
+    """Append the images of SRC to FILE, which convert made of images.
 
     A longer file takes the place of FILE once it is complete and on disk; until then FILE stays as it is, and there
     must be room for both. How samples are made is as FILE says of its own.

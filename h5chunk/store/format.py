@@ -82,13 +82,12 @@ attributes
 
 Files that were appended to
 ---------------------------
-`h5chunk append` puts new samples behind the old ones, which keep their places, and k as it is. ``shuffled`` is then 0,
+`h5chunk append` puts new images behind the old ones, which keep their places, and k as it is. ``shuffled`` is then 0,
 as old and new samples are not mixed; ``seed`` is still that of the first ones. ``options`` gets the key ``appended``: a
 list of objects, one each time, with what was asked for: ``samples`` (how many were added), ``seed`` and ``shuffle``
-(how these were permuted), ``fit`` of images, ``drop_columns`` of a matrix; and with ``first_index``: ``source_index``
-of a new sample is that plus its number in the source that it came from. It is one more than any number in the table
-before. ``source_names`` are paths below that source. New classes and categories stand behind the old ones; columns of a
-matrix stay what they are.
+(how these were permuted) and ``fit``; and with ``first_index``: ``source_index`` of a new sample is that plus its
+number in the source that it came from. It is one more than any number in the table before. ``source_names`` are paths
+below that source. New classes stand behind the old ones.
 
 Files that were repacked
 ------------------------

@@ -44,8 +44,6 @@ class OldFile:
     Attributes
     ----------
     header : Header
-    kind : str
-        ``images``, ``csr`` or ``dense``.
     options : dict
         What the file was converted with.
     datasets : dict of str to h5py.Dataset
@@ -56,7 +54,7 @@ class OldFile:
     Raises
     ------
     FileError
-        It is not ours, of a newer format, or has what cannot be carried.
+        It was not written by h5chunk, holds a matrix, has a newer format, or has what cannot be carried.
     """
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
@@ -72,7 +70,11 @@ class OldFile:
                     "source with h5chunk convert, together with the new ones"
                 )
             self.header = header
-            self.kind = bytes(file[GROUP].attrs.get("kind", b"images")).decode("ascii", "replace")
+            if "kind" in file[GROUP].attrs:
+                raise FileError(
+                    f"{self.shown}: holds a matrix, and only images can be appended to: convert all sources together, "
+                    "or the new rows into one more file: several files with the same columns are one data set"
+                )
             self.options = _options(header.options)
             self.datasets = self._survey()
 
@@ -81,8 +83,7 @@ class OldFile:
         for name, item in guard.walk(self.file):
             if isinstance(item, Refusal):
                 raise item.error
-            if name != "X/data" or item.id.get_storage_size():  # of a pattern nothing is stored
-                guard.check_field(item, name)
+            guard.check_field(item, name)
             found[name] = item
         return found
 

@@ -130,18 +130,6 @@ class CsrWriter:
         self._indices = _RunWriter(new, f"{MATRIX}/indices", size * layout.index_dtype.itemsize)
         self._data = None if layout.pattern else _RunWriter(new, f"{MATRIX}/data", size)
 
-    def begin_behind(self, indices_checksums: np.ndarray, data_checksums: np.ndarray | None) -> None:
-        """Say that the first chunks are there already, before anything else is written.
-
-        Parameters
-        ----------
-        indices_checksums, data_checksums : (n,) uint32
-            Of these chunks; of ``data`` None for a pattern.
-        """
-        self._indices.begin_behind(indices_checksums)
-        if self._data is not None and data_checksums is not None:
-            self._data.begin_behind(data_checksums)
-
     def append(self, indices: np.ndarray, codes: np.ndarray | None) -> None:
         """Write the next entries.
 
@@ -184,10 +172,6 @@ class _RunWriter:
         self._done = 0
         self._checksum = 0
         self._checksums: list[int] = []
-
-    def begin_behind(self, checksums: np.ndarray) -> None:
-        self._checksums = checksums.tolist()
-        self._done = len(checksums) * self._chunk_bytes
 
     def append(self, values: np.ndarray) -> None:
         view = np.ascontiguousarray(values).data.cast("B")

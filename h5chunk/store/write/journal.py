@@ -31,15 +31,12 @@ class Journal:
     ----------
     records : list
         What was found, of the same key.
-    data_path : Path
-        Where data can be kept that records speak of; they go with the journal.
     was_of_another : bool
         Whether one was found that has another key: it was emptied.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data_path = path.with_name(path.name + "-data")
         self.records: list[Any] = []
         self.was_of_another = False
         self._file: IO[bytes] | None = None
@@ -67,7 +64,6 @@ class Journal:
                 self._file.seek(end)
                 return
             self.was_of_another = bool(records)
-            self.data_path.unlink(missing_ok=True)
             self._file.truncate(0)
             self._file.seek(0)
         except OutputError:
@@ -103,7 +99,6 @@ class Journal:
         """Close it, and remove what is there, of whomever."""
         self.close()
         self.records, self._num_added = [], 0
-        remove_own(self.data_path)
         remove_own(self.path)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +20,11 @@ import numpy as np
 
 from h5chunk.errors import H5ChunkError, OutputError, printable
 from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
-from h5chunk.store.write.chunkwriter import ChunkWriter, StoredChunk
+from h5chunk.store.write.chunkwriter import ChunkWriter
 from h5chunk.store.write.flusher import Flusher
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.ownfile import open_own
 from h5chunk.store.write.partfile import (
-    ROOM_BYTES,
     check_output,
     check_room,
     is_kept,
@@ -130,19 +129,6 @@ class NewFile:
         self._take_room()
         return self._regions
 
-    def allocate_beside(self, spec: FileSpec) -> bool:
-        """As `allocate`, beside the part file that is there, of which chunks can be taken over (`chunk_writer`).
-
-        False, and nothing is done, if there is no room for both.
-        """
-        try:
-            check_room(self._path, spec.num_bytes + os.fstat(self._descriptor).st_size + 2 * ROOM_BYTES)
-        except OutputError:
-            return False
-        with self._put_on_disk():
-            self._regions = create_file(self._header, spec)
-        return True
-
     def _take_room(self) -> None:
         num_bytes = os.fstat(self._descriptor).st_size
         try:
@@ -214,32 +200,10 @@ class NewFile:
             write_at(self._descriptor, data, self._regions[name].offset + start)
 
     @contextmanager
-    def chunk_writer(self, name: str, stored: Sequence[StoredChunk] = ()) -> Iterator[ChunkWriter]:
-        """What writes the compressed chunks of a field; nothing else may be written meanwhile.
-
-        Parameters
-        ----------
-        name : str
-        stored : sequence of StoredChunk, after `allocate_beside`
-            The first chunks, which may be in the old part file: those that are, are taken over, and the new file takes
-            its place.
-        """
-        with self._put_on_disk():
-            path = self._header if stored else self.part
-            with h5py.File(path, "r+", libver=LIBVER, locking=False) as file:
-                writer = ChunkWriter(file[name], self._path)
-                if stored:
-                    writer.take_over(self._descriptor, stored)
-                    self._take_place()
-                yield writer
-
-    def _take_place(self) -> None:
-        """Let the header file be the part file."""
-        descriptor = os.open(self._header, os.O_RDWR | os.O_CLOEXEC)
-        lock(descriptor, printable(self._path))
-        self._header.replace(self.part)
-        os.close(self._descriptor)
-        self._descriptor = descriptor
+    def chunk_writer(self, name: str) -> Iterator[ChunkWriter]:
+        """Open a writer of the compressed chunks of a field; nothing else may be written meanwhile."""
+        with self._put_on_disk(), h5py.File(self.part, "r+", libver=LIBVER, locking=False) as file:
+            yield ChunkWriter(file[name], self._path)
 
     def flusher(self) -> Flusher:
         """A thread that sends what was written to the disk all the while."""

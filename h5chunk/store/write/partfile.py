@@ -79,9 +79,8 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 def check_name(path: Path) -> None:
     """Raise OutputError unless files can be named after ``path``, and it can be looked at."""
-    beside = journal_path(path)
     try:
-        os.stat(beside.with_name(f"{beside.name}-data"))  # the longest of them
+        os.stat(path.with_name(f".{path.name}.h5chunk-part-header"))  # the longest of them
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
             raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}: give another name") from None

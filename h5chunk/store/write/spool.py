@@ -1,12 +1,10 @@
-"""Arrays that wait in memory, or, once there are too many, in a file without a name.
+"""Temporary arrays in memory, or, once there are too many, in a file without a name.
 
-The file stands in a folder but has no name there: the system takes it back with the process, however that ends. Once
-all is in it, it can be given a name, and be opened again later.
+The file lies in a folder but has no name there: the system takes it back with the process, however that ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import tempfile
@@ -79,7 +77,7 @@ class Spool:
     def _spill(self) -> None:
         try:
             if self._file is None:
-                self._file = _open_unnamed(self._folder)
+                self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".h5chunk-", buffering=0)
                 offset = 0
             else:
                 offset = self.num_bytes - sum(part.nbytes for part in self._parts)
@@ -96,30 +94,6 @@ class Spool:
             raise OutputError(
                 f"{printable(self._folder)}: no temporary file can be written: {error.strerror}"
             ) from None
-
-    def keep(self, path: Path) -> bool:
-        """Give the file a name, so that it outlives the process; False if there is none, or the system cannot."""
-        if self._file is None or not Path("/proc/self/fd").is_dir():
-            return False
-        try:
-            path.unlink(missing_ok=True)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                source = f"/proc/self/fd/{self._file.fileno()}"
-                os.link(source, path.name, dst_dir_fd=folder, follow_symlinks=True)
-            finally:
-                os.close(folder)
-        except OSError:
-            return False
-        return True
-
-    def reopen(self, path: Path, num_bytes: int) -> None:
-        """Take a file that was kept for what is in the spool."""
-        try:
-            self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0)
-        except OSError as error:
-            raise OutputError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
-        self.num_bytes = num_bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Elements ``start`` to ``stop``, of what is on disk, in new memory."""
@@ -144,11 +118,3 @@ class Spool:
             return
         for start in range(0, len(self), num_elements):
             yield self.read(start, min(start + num_elements, len(self)))
-
-
-def _open_unnamed(folder: Path) -> IO[bytes]:
-    if hasattr(os, "O_TMPFILE"):  # of this kind, and without O_EXCL, it can be given a name
-        with contextlib.suppress(OSError):
-            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
-            return os.fdopen(os.open(folder, flags, 0o600), "r+b", buffering=0)
-    return tempfile.TemporaryFile(dir=folder, prefix=".h5chunk-", buffering=0)

@@ -1,4 +1,4 @@
-"""Add samples to a file that h5chunk converted. The longer file takes its place when it is complete and on disk."""
+"""Append images to a file that h5chunk converted. The longer file replaces it when it is complete and on disk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,14 @@ from h5chunk.errors import FileError, OptionError, OutputError, printable
 from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.rewrite.survey import damages
 from h5chunk.store.write.appended import OldFile, open_old
-from h5chunk.store.write.csr import CSR
 from h5chunk.store.write.newfile import NewFile, check_room
-from h5chunk.tools.append.dense import write_dense_rows
 from h5chunk.tools.append.images import Addition, OldImages, plan_addition
 from h5chunk.tools.append.longer import plan_longer, write_longer
 from h5chunk.tools.append.report import AppendPlan, AppendReport, small_chunks, unmixed
-from h5chunk.tools.append.rows import OldRows, plan_rows
-from h5chunk.tools.append.sparse import estimate_rows, open_mapped, read_rows, write_csr_rows
 from h5chunk.tools.convert.images import count_written, estimate_s, prepare
 from h5chunk.tools.convert.resume import Notify, say_nothing, telling
-from h5chunk.tools.convert.sparse_options import MEMORY_BYTES
 from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.verify.tables import look_at_tables
-
-IMAGES_ONLY = {"manifest": None, "fit": None, "workers": None, "on_error": "fail", "max_pixels": MAX_PIXELS}
-SPARSE_ONLY = {"format": None, "layer": None, "columns": None, "drop_columns": False, "memory_bytes": MEMORY_BYTES}
 
 
 def append(
@@ -47,15 +38,12 @@ def append(
     on_error: str = "fail",
     max_pixels: int = MAX_PIXELS,
     new_classes: bool = False,
-    format: str | None = None,
-    layer: str | None = None,
-    columns: Sequence[str] | None = None,
-    drop_columns: bool = False,
-    memory_bytes: int = MEMORY_BYTES,
     progress: Progress | None = None,
     notify: Notify | None = None,
 ) -> AppendReport:
-    """Add the samples of a source to a file that `h5chunk.convert` made.
+    """Append the images of a source to a file that `h5chunk.convert` made.
+
+    A sparse matrix is not appended to: convert new rows into one more file, as several files are one data set.
 
     The old samples keep their places; the new ones come behind them. A longer file is written beside the old one, of
     which all chunks are checked on the way, and takes its place in one step: so room for both is needed, and the old
@@ -69,12 +57,11 @@ def append(
     Parameters
     ----------
     path : path
-        The file: images, or a sparse matrix, as convert writes them.
+        The file of images, as convert writes them.
     source : path
-        As for `h5chunk.convert`, of the same kind. Images are decoded as the file says that its own were, and get the
-        size of those; values of a matrix get its scale, and are clipped or binarised as its own were.
+        As for `h5chunk.convert`. Images are decoded as the file says that its own were, and get the size of those.
     manifest : path, optional
-        Of images; its columns must be the fields of the file.
+        A table of paths; its further columns must be the fields of the file.
     fit : {"error", "stretch", "crop", "pad"}, optional
         For images of another size; as the file's own if not given.
     seed : int
@@ -85,13 +72,8 @@ def append(
         As for `h5chunk.convert`. The list of images that were left out, ``PATH.skipped.csv``, gets those of now behind
         those of before.
     new_classes : bool
-        Whether classes, or categories of a field, that the file does not have go behind its own. Classes are found by
-        their names; labels of old samples stay.
-    format, layer, columns, memory_bytes
-        Of sparse matrices, as for `h5chunk.convert`.
-    drop_columns : bool
-        Whether entries of a matrix in columns that the file does not have are left out. Columns are found by their ids
-        or names where the file has any, else by their numbers.
+        Whether classes that the file does not have go behind its own. Classes are found by their names; labels of old
+        samples stay.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
     notify : callable, optional
@@ -100,9 +82,9 @@ def append(
     Raises
     ------
     FileError
-        The file is missing, damaged, or none that convert made.
+        The file is missing, damaged, or not made of images by convert.
     SourceError, SampleError
-        The source cannot be used, or differs from the file in fields, classes or columns.
+        The source cannot be used, or differs from the file in fields or classes.
     OutputError
         The new file cannot be written, or another process is writing it.
     OptionError
@@ -113,8 +95,7 @@ def append(
     path = _check_paths(given.pop("path"), source, manifest)
     with open_old(path) as old:
         _check_tables(old)
-        _check_options(old, given)
-        return (_append_images if old.kind == "images" else _append_rows)(old, given, started)
+        return _append_images(old, given, started)
 
 
 def plan_append(path: str | os.PathLike[str], source: str | os.PathLike[str], **options: Any) -> AppendPlan:
@@ -130,8 +111,7 @@ def plan_append(path: str | os.PathLike[str], source: str | os.PathLike[str], **
     path = _check_paths(given.pop("path"), source, given["manifest"])
     with open_old(path) as old:
         _check_tables(old)
-        _check_options(old, given)
-        return (_plan_images if old.kind == "images" else _plan_rows)(old, given)
+        return _plan_images(old, given)
 
 
 def _check_paths(
@@ -159,17 +139,6 @@ def _check_tables(old: OldFile) -> None:
         raise FileError(f"{old.shown}: {problem}: nothing was appended: h5chunk verify says all that is wrong")
 
 
-def _check_options(old: OldFile, given: dict[str, Any]) -> None:
-    """Raise OptionError if one is given that is for files of the other kind."""
-    others, kind = (SPARSE_ONLY, "images") if old.kind == "images" else (IMAGES_ONLY, "a matrix")
-    for name, default in others.items():
-        if given[name] != default:
-            raise OptionError(
-                f"{name} is {given[name]!r} but {old.shown} holds {kind}: that option is for "
-                f"{'matrices' if old.kind == 'images' else 'images'}"
-            )
-
-
 def _addition(old: OldFile, given: dict[str, Any]) -> Addition:
     before = OldImages(old)
     options = before.image_options(given["fit"])
@@ -195,7 +164,6 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
     return AppendReport(
         path=old.shown,
-        kind=old.kind,
         num_added=len(longer.order),
         num_samples=longer.layout.num_samples,
         num_bytes=old.path.stat().st_size,
@@ -216,7 +184,6 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
     check_room(old.path, num_bytes)
     return AppendPlan(
         path=old.shown,
-        kind=old.kind,
         num_old=addition.before.num_samples,
         num_new=len(addition.job.order),
         num_bytes=num_bytes,
@@ -225,34 +192,6 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
         new_classes=addition.classes.added,
         notes=[*addition.come_again(), unmixed(old.shown)],
     )
-
-
-def _append_rows(old: OldFile, given: dict[str, Any], started: float) -> AppendReport:
-    rows, progress = OldRows(old), given["progress"]
-    source = open_mapped(rows, given)
-    with _taking_place(old, say_nothing) as new, ExitStack() as stack:
-        kept = read_rows(rows, source, given, stack, count_up("read", source.num_bytes, progress))
-        more = plan_rows(rows, kept, new_classes=given["new_classes"])
-        write = write_csr_rows if old.kind == CSR else write_dense_rows
-        write(new, rows, kept, more, given, count_up("copy", rows.stored_bytes, progress))
-    dropped = {"entries in columns that the file does not have": source.num_dropped}
-    return AppendReport(
-        path=old.shown,
-        kind=old.kind,
-        num_added=len(kept.row_entries),
-        num_samples=len(more.tables["source_index"]),
-        num_bytes=old.path.stat().st_size,
-        seconds=time.perf_counter() - started,
-        counts={what: count for what, count in (kept.counts | dropped).items() if count},
-        new_classes=more.new_classes,
-        notes=[*more.notes, unmixed(old.shown)],
-    )
-
-
-def _plan_rows(old: OldFile, given: dict[str, Any]) -> AppendPlan:
-    plan = estimate_rows(OldRows(old), given)
-    check_room(old.path, plan.num_bytes)
-    return replace(plan, notes=[unmixed(old.shown)])
 
 
 @contextmanager

@@ -32,9 +32,7 @@ class Matched:
         return np.where(labels < 0, labels, self.numbers[np.maximum(labels, 0)]) if len(self.numbers) else labels
 
 
-def match_classes(
-    old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str, what: str = "class"
-) -> Matched:
+def match_classes(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> Matched:
     """Find the classes of a source among those of a file, by their names.
 
     Parameters
@@ -42,8 +40,8 @@ def match_classes(
     old, new : sequence of str
     new_classes : bool
         Whether those that the file does not have go behind its own; old labels keep their numbers.
-    shown, source, what : str
-        The file, the source, and what a class is called, for messages.
+    shown, source : str
+        The file and the source, for messages.
 
     Raises
     ------
@@ -53,11 +51,11 @@ def match_classes(
     numbers = {name: number for number, name in enumerate(old)}
     if len(numbers) < len(old):
         twice = next(name for name in old if list(old).count(name) > 1)
-        raise SourceError(f"{shown}: two of its {what} names are {twice!r}: which of them is meant cannot be told")
+        raise SourceError(f"{shown}: two of its class names are {twice!r}: which of them is meant cannot be told")
     added = [name for name in new if name not in numbers]
     if added and not new_classes:
         raise SourceError(
-            f"{source}: has {what} {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
+            f"{source}: has class {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
             "--new-classes (new_classes=True) puts them behind the others"
         )
     numbers |= {name: len(old) + number for number, name in enumerate(added)}

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 
 from h5chunk.plan.layout import Layout, human_bytes, plan_layout
 
-WORDS = {"images": "images", "csr": "rows", "dense": "rows"}
-
 
 @dataclass(frozen=True)
 class AppendPlan:
@@ -17,13 +15,10 @@ class AppendPlan:
     Attributes
     ----------
     path : str
-    kind : {"images", "csr", "dense"}
-    num_old : int
-        Samples in the file.
-    num_new : int or None
-        Samples of the source; None where only reading all of it tells.
+    num_old, num_new : int
+        Images in the file, and in the source.
     num_bytes : int
-        Of the new file, which takes the place of the old one when it is complete; about, for a matrix.
+        Of the new file, which takes the place of the old one when it is complete.
     free_bytes : int
         On its disk.
     estimated_s : float
@@ -34,9 +29,8 @@ class AppendPlan:
     """
 
     path: str
-    kind: str
     num_old: int
-    num_new: int | None
+    num_new: int
     num_bytes: int
     free_bytes: int
     estimated_s: float
@@ -48,9 +42,8 @@ class AppendPlan:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        new = "as many as the source has" if self.num_new is None else f"{self.num_new:,}"
         lines = [
-            f"samples    {self.num_old:,} {WORDS[self.kind]} in {self.path}, and {new} behind them",
+            f"samples    {self.num_old:,} images in {self.path}, and {self.num_new:,} behind them",
             f"disk       {human_bytes(self.num_bytes)} needed beside the old file, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s for the new ones",
             *(f"new class  {name}" for name in self.new_classes),
@@ -66,7 +59,6 @@ class AppendReport:
     Attributes
     ----------
     path : str
-    kind : {"images", "csr", "dense"}
     num_added, num_samples : int
         New ones, and all that are in the file now.
     num_bytes : int
@@ -74,7 +66,7 @@ class AppendReport:
     seconds : float
         From the first look at the file until the new one was on disk under its name.
     counts : dict of str to int
-        Images by the mode they came in, and what was applied to them; or what was done to entries, rows and columns.
+        Images by the mode they came in, and what was applied to them.
     new_classes, class_names : list of str
     skipped : list of (name, reason)
     skipped_list : str or None
@@ -85,7 +77,6 @@ class AppendReport:
     """
 
     path: str
-    kind: str
     num_added: int
     num_samples: int
     num_bytes: int
@@ -103,10 +94,9 @@ class AppendReport:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        word = WORDS[self.kind]
         lines = [
-            f"{self.path}: {self.num_added:,} {word} added, {self.num_samples:,} now, {human_bytes(self.num_bytes)}, "
-            f"{self.num_added / self.seconds:,.0f} {word}/s",
+            f"{self.path}: {self.num_added:,} images added, {self.num_samples:,} now, {human_bytes(self.num_bytes)}, "
+            f"{self.num_added / self.seconds:,.0f} images/s",
             ", ".join(f"{count:,} {what}" for what, count in self.counts.items()),
             *(f"new class {name}" for name in self.new_classes),
             *(f"ignored {what}" for what in self.ignored),

@@ -133,7 +133,7 @@ def convert(
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
     notify : callable, optional
-        Called with a line for people: that an unfinished conversion is continued, or kept.
+        Called with a line for people: that an unfinished conversion of images is continued, or kept.
 
     Returns
     -------
@@ -150,7 +150,7 @@ def convert(
     """
     given = dict(locals())
     if is_sparse(source, given, convert):
-        return convert_sparse(source, path, **sparse_arguments(given), progress=progress, notify=notify or say_nothing)
+        return convert_sparse(source, path, **sparse_arguments(given), progress=progress)
     return _convert_images(**_of_images(given), notify=notify or say_nothing)
 
 

@@ -93,7 +93,7 @@ def telling(new: NewFile | NewFolder, notify: Notify) -> Iterator[None]:
         yield
     except BaseException:
         if new.kept:
-            there = [path for path in (new.part, new.journal.path, new.journal.data_path) if path.exists()]
+            there = [path for path in (new.part, new.journal.path) if path.exists()]
             notify(
                 "what was done is kept, and the same command continues it; to give its space back, delete "
                 + " and ".join(map(printable, there))

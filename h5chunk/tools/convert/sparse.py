@@ -3,8 +3,7 @@
 Entries are read once and sorted within ``memory_bytes``; what does not fit waits on disk, beside the output, in files
 without names, which the system takes back however this ends. The bytes of the output do not depend on the memory.
 
-A conversion that is stopped is continued from two places: entries that wait on disk, once all are read, get a name and
-need not be read again; and compressed chunks of dense rows that were written are copied. All else is done anew.
+A conversion that is stopped starts over.
 """
 
 from __future__ import annotations
@@ -23,22 +22,18 @@ import numpy as np
 import h5chunk
 from h5chunk.errors import OutputError, SourceError, printable
 from h5chunk.plan.sparse import index_dtype, plan_csr
-from h5chunk.sources.container import stamp_of
 from h5chunk.sources.sparse import block as sparse
 from h5chunk.sources.sparse.block import SparseSource
 from h5chunk.store.format import GROUP, FileSpec
 from h5chunk.store.write.csr import CsrWriter, csr_spec, write_fields
-from h5chunk.store.write.journal import Journal, key_of
 from h5chunk.store.write.newfile import NewFile, check_output
 from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
-from h5chunk.tools.convert.resume import Notify, facts_of_all, say_nothing, telling
-from h5chunk.tools.convert.sparse_dense import DenseFile, stored_chunks
+from h5chunk.tools.convert.sparse_dense import DenseFile
 from h5chunk.tools.convert.sparse_fields import field_name, fields_of, tables_of
 from h5chunk.tools.convert.sparse_keep import Kept, choose_what_to_keep
 from h5chunk.tools.convert.sparse_options import MEMORY_BYTES as MEMORY_BYTES
 from h5chunk.tools.convert.sparse_options import SparseOptions
-from h5chunk.tools.convert.sparse_read import Budget, Read, read_source
-from h5chunk.tools.convert.sparse_saved import keep_read, kept_read
+from h5chunk.tools.convert.sparse_read import Budget, read_source
 from h5chunk.tools.progress import Progress, count_up
 
 PROBE_S = 1.0  # time to read the start of a source for a plan
@@ -53,7 +48,6 @@ def convert_sparse(
     layer: str | None = None,
     columns: tuple[str, ...] | None = None,
     progress: Progress | None = None,
-    notify: Notify = say_nothing,
 ) -> SparseReport:
     """Pack a sparse matrix into one HDF5 file: see `h5chunk.convert`.
 
@@ -69,18 +63,17 @@ def convert_sparse(
         if progress:
             progress("read", done, source.num_bytes)
 
-    new = NewFile(path, options.overwrite)
-    with telling(new, notify), ExitStack() as stack:
-        stack.enter_context(new)
-        _open_journal(new.journal, source, options, (format, layer, columns), notify)
-        read = _read(source, options, Path(os.path.realpath(path)).parent, stack, new.journal, told, notify)
+    folder = Path(os.path.realpath(path)).parent
+    budget, seed = Budget(options.memory_bytes), options.seed if options.shuffle else None
+    with NewFile(path, options.overwrite) as new, ExitStack() as stack:
+        read = read_source(source, options.coding(), folder, budget, seed, stack, told)
         kept = choose_what_to_keep(read, options.min_row_count, options.min_column_count)
         if kept.num_columns < 1 or not len(kept.row_entries):
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
         chunk_samples = write(
-            new, kept, options, fields, tables, count_up("write", int(kept.row_entries.sum()), progress), notify
+            new, kept, options, fields, tables, count_up("write", int(kept.row_entries.sum()), progress)
         )
         new.commit()
         num_ranges = read.entries.num_ranges
@@ -119,40 +112,6 @@ def _open(
     return source, path
 
 
-def _open_journal(
-    journal: Journal, source: SparseSource, options: SparseOptions, how: tuple[Any, ...], notify: Notify
-) -> None:
-    """Open the journal, of the source as it is; a source that is no file has none."""
-    try:
-        stamp = stamp_of(os.stat(source.path))
-    except OSError:
-        return
-    journal.open(key_of({**facts_of_all(), "options": options.recorded(), "source": [source.kind, how, stamp]}))
-    if journal.was_of_another:
-        notify("the unfinished conversion was of other options or sources: starting over")
-
-
-def _read(
-    source: SparseSource,
-    options: SparseOptions,
-    folder: Path,
-    stack: ExitStack,
-    journal: Journal,
-    told: Callable[[int], None],
-    notify: Notify,
-) -> Read:
-    """Read the source, unless that was done before."""
-    coding, budget = options.coding(), Budget(options.memory_bytes)
-    seed = options.seed if options.shuffle else None
-    read = kept_read(source, coding, folder, budget, seed, stack, journal)
-    if read is not None:
-        notify(f"continuing: all {read.num_read:,} entries have been read")
-        return read
-    read = read_source(source, coding, folder, budget, seed, stack, told)
-    keep_read(read, budget, journal)
-    return read
-
-
 def _write_csr(
     new: NewFile,
     kept: Kept,
@@ -160,7 +119,6 @@ def _write_csr(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
     wrote: Callable[[int], None],
-    notify: Notify,
 ) -> int:
     num_entries = int(kept.row_entries.sum())
     layout = plan_csr(
@@ -188,21 +146,14 @@ def _write_dense(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
     wrote: Callable[[int], None],
-    notify: Notify,
 ) -> int:
     num_rows, num_columns = len(kept.row_entries), kept.num_columns
     file = DenseFile(num_rows, num_columns, options.chunk_samples, options.filter, options.memory_bytes)
     spec: FileSpec = file.spec(
         scale=kept.scale, pattern=kept.pattern, attributes=_attributes(options), fields=fields, tables=tables
     )
-    stored = stored_chunks(new.journal.records) if options.filter == "gzip" else []
-    if stored and new.allocate_beside(spec):
-        there = min(len(stored) * file.layout.chunk_samples, num_rows)
-        notify(f"continuing: {there:,} of {num_rows:,} rows are there")
-    else:
-        stored = []
-        new.allocate(spec)
-    file.write(new, kept.parts(index_dtype(num_columns)), wrote, stored)
+    new.allocate(spec)
+    file.write(new, kept.parts(index_dtype(num_columns)), wrote)
     _write_rest(new, fields, tables, file.layout.chunk_samples)
     return file.layout.chunk_samples
 

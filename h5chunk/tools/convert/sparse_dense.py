@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,10 @@ import numpy as np
 from h5chunk.errors import OptionError
 from h5chunk.plan.layout import Layout, human_bytes, plan_layout
 from h5chunk.store.format import GROUP, GZIP_LEVEL, FieldSpec, FileSpec
-from h5chunk.store.write.chunkwriter import StoredChunk
 from h5chunk.store.write.csr import DENSE, MATRIX, field_specs, field_tables, header_attributes
 from h5chunk.store.write.fill import available_cores
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.tools.convert.sparse_keep import Part
-
-CHUNK = "chunk"  # of records of a journal
 
 
 class DenseFile:
@@ -78,9 +74,7 @@ class DenseFile:
             field_attributes={MATRIX: {"scale": np.float64(scale), "pattern": np.uint8(pattern)}},
         )
 
-    def write(
-        self, new: NewFile, parts: Iterable[Part], wrote: Callable[[int], None], stored: Sequence[StoredChunk] = ()
-    ) -> None:
+    def write(self, new: NewFile, parts: Iterable[Part], wrote: Callable[[int], None]) -> None:
         """Write all rows, compressing in threads.
 
         Parameters
@@ -89,17 +83,13 @@ class DenseFile:
         parts : iterable of Part
         wrote : callable
             Told how many entries were written since the last call.
-        stored : sequence of StoredChunk
-            The first compressed chunks, which may be in the old part file (`NewFile.allocate_beside`). Those that
-            are made here are added to the journal.
         """
         chunks = self.chunks(parts, wrote)
         if self._filter == "gzip":
-            with new.chunk_writer(MATRIX, stored) as writer, ThreadPoolExecutor(self._threads) as pool:
-                for data in compressed(pool, islice(chunks, len(writer.chunks), None), self._threads):
-                    number = len(writer.chunks)
-                    new.journal.add([CHUNK, number, *writer.write(data)])
-                checksums = [chunk.checksum for chunk in writer.chunks]
+            with new.chunk_writer(MATRIX) as writer, ThreadPoolExecutor(self._threads) as pool:
+                for data in compressed(pool, chunks, self._threads):
+                    writer.write(data)
+                checksums = writer.checksums
         else:
             checksums = []
             for number, chunk in enumerate(chunks):
@@ -138,15 +128,3 @@ def compressed(pool: ThreadPoolExecutor, chunks: Iterable[np.ndarray], threads: 
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-def stored_chunks(records: Iterable[Any]) -> list[StoredChunk]:
-    """The first chunks, as far as a journal knows them."""
-    found: dict[int, StoredChunk] = {}
-    for record in records:
-        if isinstance(record, list) and len(record) == 5 and record[0] == CHUNK:
-            found[int(record[1])] = StoredChunk(*map(int, record[2:]))
-    chunks: list[StoredChunk] = []
-    while len(chunks) in found:
-        chunks.append(found[len(chunks)])
-    return chunks

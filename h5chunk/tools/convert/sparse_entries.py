@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from h5chunk.errors import OptionError
-from h5chunk.store.guard.crc import crc32
 from h5chunk.store.write.spool import Spool
 
 MAX_KEY_STEP = 1024  # of the keys in order, one of so many is kept in memory
@@ -22,11 +21,10 @@ PART_ENTRIES = 1 << 19  # entries handed on at a time: a few MB
 
 
 class Run(NamedTuple):
-    """Sorted records on disk: the number of the first, how many, and their CRC-32."""
+    """Sorted records on disk: the number of the first, and how many."""
 
     first: int
     size: int
-    checksum: int
 
 
 class Entries:
@@ -88,11 +86,6 @@ class Entries:
         self._spool.__exit__(None, None, None)
 
     @property
-    def on_disk(self) -> bool:
-        """Whether memory did not suffice."""
-        return bool(self._runs)
-
-    @property
     def num_ranges(self) -> int:
         """In how many ranges of keys they are sorted."""
         return len(self._cuts) + 1
@@ -152,35 +145,9 @@ class Entries:
         if not self._num_waiting:
             return
         records = self._sort_waiting()
-        self._add_run(Run(len(self._spool), len(records), crc32(records.view(np.uint8))), records)
+        self._runs.append(Run(len(self._spool), len(records)))
         self._spool.append(records)
-
-    def _add_run(self, run: Run, records: np.ndarray) -> None:
-        self._runs.append(run)
         self._keys_of_runs.append(self._keys(records[:: self._step]).copy())
-
-    def keep(self, path: Path) -> list[Run] | None:
-        """Give what is on disk a name, so that it outlives the process; None if it cannot have one."""
-        return list(self._runs) if self._spool.keep(path) else None
-
-    def restore(self, path: Path, runs: list[Run]) -> bool:
-        """Take what was kept, instead of entries and `finish`; false if it is not there as it should be.
-
-        Raises
-        ------
-        OutputError
-            It is not there at all, or not as long.
-        """
-        self._spool.reopen(path, sum(run.size for run in runs) * self.record.itemsize)
-        for run in runs:
-            if not 0 < run.size <= self._limit:  # of another memory
-                return False
-            records = self._spool.read(run.first, run.first + run.size)
-            if crc32(records.view(np.uint8)) != run.checksum:
-                return False
-            self._add_run(run, records)
-        self._cuts = self._choose_cuts()
-        return True
 
     def _choose_cuts(self) -> list[int]:
         """Keys where ranges begin, but for the first."""
@@ -203,7 +170,7 @@ class Entries:
     def _range(self, low: int, high: int | None) -> np.ndarray:
         """The records of keys from ``low`` to ``high`` (excluded), of all runs in turn."""
         found = []
-        for (first, size, _), keys in zip(self._runs, self._keys_of_runs, strict=True):
+        for (first, size), keys in zip(self._runs, self._keys_of_runs, strict=True):
             start = max(0, int(np.searchsorted(keys, np.uint64(low), "left")) - 1) * self._step
             stop = size
             if high is not None:

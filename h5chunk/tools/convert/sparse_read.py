@@ -234,15 +234,7 @@ def _units(read: Read, block: Block, numbers: list[np.ndarray] | None = None) ->
     return Block(rows, columns, None), units
 
 
-class UnfitError(SourceError):
-    """A value that has no code; ``what`` is the message without the remedy."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(f"{what}: {remedy}")
-        self.what = what
-
-
-def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, *, why: str = "") -> UnfitError:
+def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, *, why: str = "") -> SourceError:
     """The error of a value that has no code, with what would help."""
     if not np.isfinite(value):
         reason, remedy = "is not finite", "remove it from the source"
@@ -263,4 +255,4 @@ def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, 
         remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
         if why:
             remedy = f"use --clip to make what is above {MAX_CODE} that, or --binarize MIN"
-    return UnfitError(f"{printable(source.path)}: {place}: value {value} {reason}", remedy)
+    return SourceError(f"{printable(source.path)}: {place}: value {value} {reason}: {remedy}")
