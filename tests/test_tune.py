@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -32,8 +31,7 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.rowreads import CALL_BYTES, find_reads, replay_batches
 from h5chunk.plan.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
 from h5chunk.store.read.reader import H5Reader, model_cache
-from h5chunk.store.retune import Overlay, _changes, rewrite_header
-from h5chunk.store.sidecar import forget_recommendation, read_recommendation, sidecar_of, write_recommendation
+from h5chunk.store.sidecar import read_recommendation, sidecar_of, write_recommendation
 from h5chunk.tools.repack.options import read_tuned
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, TODAY, WIDTH
@@ -51,22 +49,8 @@ COUNT = 100
 
 @pytest.fixture
 def converted(class_folder, tmp_path) -> Path:
-    """A file of ours whose header lies in one page, as in nine of ten files."""
-    source = class_folder(count=COUNT)
-    path = tmp_path / "photos.h5"
-    for chunk_samples in (4, 8, 5, 3):
-        h5chunk.convert(source, path, workers=0, chunk_samples=chunk_samples, overwrite=True)
-        if len(header_changes(path)) == 1:
-            return path
-    raise AssertionError("the header of none of four files lies in one page")
-
-
-def header_changes(path: Path) -> list[tuple[int, bytes]]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return _changes(descriptor, "x", 5, CacheSettings(77, 123_456, 0.5))
-    finally:
-        os.close(descriptor)
+    h5chunk.convert(class_folder(count=COUNT), tmp_path / "photos.h5", workers=0, chunk_samples=4)
+    return tmp_path / "photos.h5"
 
 
 def images_file(path: Path, labels: np.ndarray | None = None, shape=(3, 12, 12), **options: Any) -> Path:
@@ -384,45 +368,13 @@ def test_frontier(candidates):
     assert [f.rate for f in found] == sorted(f.rate for f in found)
 
 
-def header_of(path: Path) -> Any:
-    return H5Reader(path).header
-
-
 def test_apply_to_a_file_of_ours(converted):
-    before, bytes_before = header_of(converted), converted.read_bytes()
-    found = h5chunk.tune(converted, apply=True, **QUICK)
-    assert found.applied == str(converted)
-    header = header_of(converted)
-    assert header.window_chunks == found.window_in_place
-    assert (header.cache.nslots, header.cache.nbytes, header.cache.w0) == found.cache_in_place
-    dataset = h5chunk.ChunkDataset(converted)
-    assert dataset.window_chunks == found.window_in_place and dataset.cache == header.cache
-    assert rewrite_header(converted, before.window_chunks, before.cache) and converted.read_bytes() == bytes_before
-
-
-def test_a_header_is_changed_in_one_page(converted):
-    settings_of = CacheSettings(77, 123_456, 0.5)
-    before = converted.read_bytes()
-    changes = header_changes(converted)
-    assert converted.read_bytes() == before  # HDF5 wrote to memory
-    ((offset, data),) = changes
-    assert offset // 4096 == (offset + len(data) - 1) // 4096
-    assert rewrite_header(converted, 5, settings_of)
-    after = converted.read_bytes()
-    assert after == before[:offset] + data + before[offset + len(data) :]
-    with h5py.File(converted, "r+") as file:  # and HDF5 takes it for writing as well
-        assert file["h5chunk"].attrs["window_chunks"] == 5
-
-
-def test_a_header_across_pages_goes_beside_the_file(converted, monkeypatch):
-    monkeypatch.setattr(Overlay, "changes", lambda self: [(0, b"x"), (4096, b"x")])
+    """What lies beside it goes before its header, which stays."""
     before = converted.read_bytes()
     found = h5chunk.tune(converted, apply=True, **QUICK)
     assert converted.read_bytes() == before and found.applied == str(sidecar_of(converted))
-    assert read_recommendation(converted)[0] == found.window_in_place
-    monkeypatch.undo()
-    assert h5chunk.tune(converted, apply=True, **QUICK).applied == str(converted)
-    assert read_recommendation(converted) is None
+    dataset = h5chunk.ChunkDataset(converted)
+    assert dataset.window_chunks == found.window_in_place and dataset.cache == CacheSettings.of(found.cache_in_place)
 
 
 def test_apply_to_a_file_of_others(tmp_path):
@@ -457,11 +409,7 @@ def test_sidecars_that_cannot_be(tmp_path):
     assert h5chunk.ChunkDataset(path).window_chunks >= 1
     with pytest.raises(OutputError, match="File name too long"):
         write_recommendation(path, 3, CacheSettings(5, 6), dataset="x", num_samples=9, chunk_samples=2)
-    forget_recommendation(path)
-    forget_recommendation(tmp_path / "b.h5")
     sidecar_of(tmp_path / "b.h5").mkdir()
-    with pytest.raises(OutputError, match="cannot be deleted"):
-        forget_recommendation(tmp_path / "b.h5")
     with pytest.raises(FileError, match="cannot be read: Is a directory"):
         read_recommendation(tmp_path / "b.h5")
 
@@ -477,34 +425,21 @@ def test_newer_and_missing_sidecars(tmp_path):
 KILLED = """
 import sys, itertools
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.retune import rewrite_header
 from h5chunk.store.sidecar import write_recommendation
 print("ready", flush=True)
 for i in itertools.count(1):
-    rewrite_header(sys.argv[1], i, CacheSettings(i, i, 0.5))
     write_recommendation(sys.argv[1], i, CacheSettings(i, i, 0.5), dataset="x", num_samples=1, chunk_samples=1)
 """
 
 
-def test_a_kill_leaves_a_whole_file(converted):
-    images = H5Reader(converted)
-    before = np.empty((COUNT, *images.main.sample_shape), np.uint8)
-    images.read("images", np.arange(COUNT), before)
-    images.close()
+def test_a_kill_leaves_a_whole_recommendation(tmp_path):
     for delay in (0.05, 0.08, 0.12):
-        with subprocess.Popen([sys.executable, "-c", KILLED, converted], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "a.h5"], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             time.sleep(delay)
             process.send_signal(signal.SIGKILL)
-        header = header_of(converted)
-        assert header.cache == CacheSettings(header.window_chunks, header.window_chunks, 0.5)
-        window, cache = read_recommendation(converted) or (1, CacheSettings(1, 1, 0.5))
+        window, cache = read_recommendation(tmp_path / "a.h5")
         assert cache == CacheSettings(window, window, 0.5)
-        after = np.empty_like(before)
-        H5Reader(converted).read("images", np.arange(COUNT), after)
-        assert (after == before).all()
-        with h5py.File(converted, "r+"):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -550,7 +485,7 @@ def test_command_line(converted):
     arguments = ("tune", converted, "--budget", "0.5s", "--batch-size", 16, "--workers", 0, "--memory", "1GiB")
     result = run(*arguments, "--apply", "--verify")
     assert result.exit_code == 0, result.output
-    assert "equal" in result.stdout and f"stored in {converted}" in result.stdout
+    assert "equal" in result.stdout and f"stored in {sidecar_of(converted)}" in result.stdout
     parsed = json.loads(run(*arguments, "--json").stdout)
     assert parsed["memory_bytes"] <= 1 << 30 and parsed["budget_s"] == 0.5
     for wrong in (["--budget", "0"], ["--budget", "x"], ["--h5py-cache", "1,a,2"], ["--min-effective-batch", "1"]):
@@ -625,7 +560,7 @@ def test_a_sparse_file(ratings, tmp_path):
     found = h5chunk.tune(path, apply=True, verify=True, **QUICK)
     assert found.row(TODAY).measured_rate and not found.repack and codes(found) == set()
     assert found.verify["predicted_misses"] == found.verify["measured_misses"] and "sparse" in found.verify["note"]
-    assert header_of(path).window_chunks == found.window_in_place or found.applied == str(sidecar_of(path))
+    assert h5chunk.ChunkDataset(path).window_chunks == found.window_in_place
 
 
 @pytest.mark.parametrize("memory_bytes", [1, 300_000])

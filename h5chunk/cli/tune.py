@@ -53,7 +53,7 @@ from h5chunk.cli.output import progress_bar, show
 )
 @click.option("--size", type=int, nargs=2, metavar="H W", help="Of images that are not converted yet.")
 @click.option("--plot", type=click.Path(), metavar="PNG", help="Draw rate against effective batch; needs matplotlib.")
-@click.option("--apply", is_flag=True, help="Store window and cache in SRC (of another's file: beside it) for readers.")
+@click.option("--apply", is_flag=True, help="Write window and cache to SRC.h5chunk.json, where readers find them.")
 @click.option("--verify", is_flag=True, help="Count what HDF5 really reads against what was predicted.")
 @trusted
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON, which convert and repack take with --tuned.")

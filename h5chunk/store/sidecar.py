@@ -1,4 +1,6 @@
-"""What a tuner recommends for a file of others, kept beside it: ``NAME.h5chunk.json``.
+"""Read and write what a tuner recommends for a file, kept beside it: ``NAME.h5chunk.json``.
+
+A recommendation goes before the window and the cache in the header of an h5chunk file, which stays as it was.
 
 A JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and what it was found for: the path
 ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. Where those no longer fit, it says nothing. It
@@ -120,19 +122,3 @@ def write_recommendation(
     except OSError as error:
         raise OutputError(f"{printable(sidecar)}: cannot be written: {error.strerror}") from None
     return sidecar
-
-
-def forget_recommendation(path: str | os.PathLike[str]) -> None:
-    """Delete the sidecar of a file, if there is one.
-
-    Raises
-    ------
-    OutputError
-        It stays.
-    """
-    sidecar = sidecar_of(path)
-    try:
-        sidecar.unlink()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
-            raise OutputError(f"{printable(sidecar)}: cannot be deleted: {error.strerror}") from None

@@ -22,10 +22,11 @@ from h5chunk.plan.cost import slowest
 from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
 from h5chunk.plan.shuffle import window_for
 from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.sidecar import write_recommendation
 from h5chunk.tools.limits import available_bytes
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.tune.advice import Remedies, Triple, default_cache, find_advice, usable
-from h5chunk.tools.tune.apply import apply_recommendation
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.measure import PlainLoop, measure_cold
 from h5chunk.tools.tune.model import Model
@@ -135,10 +136,21 @@ def tune(
         if plot is not None:
             draw(found, plot)
         if apply:
-            cache = CacheSettings.of(found.cache_in_place)
-            found = replace(found, applied=apply_recommendation(study.reader, found.window_in_place, cache))
+            found = replace(found, applied=str(_store(study.reader, found)))
         budget.has(1.0)
         return replace(found, seconds=budget.taken_s)
+
+
+def _store(reader: H5Reader, found: Recommendation) -> Path:
+    """Write window and cache beside the file, where readers look for them."""
+    return write_recommendation(
+        reader.path,
+        found.window_in_place,
+        CacheSettings.of(found.cache_in_place),
+        dataset=reader.main.dataset,
+        num_samples=reader.num_samples,
+        chunk_samples=reader.chunk_samples,
+    )
 
 
 def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_share: float) -> Recommendation:
