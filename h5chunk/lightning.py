@@ -43,10 +43,11 @@ class ChunkDataModule(LightningDataModule):
         data = ChunkDataModule("photos.h5", 256, dtype=torch.bfloat16, normalize=(mean, std))
         Trainer(max_epochs=90).fit(model, data)
 
-    Batches are on the Trainer's GPU already. Training is shuffled, another way in each epoch; validation and test visit
-    each sample once, in the order of the file, and last batches may differ between processes or be empty on some. A
-    checkpoint from the middle of an epoch goes on with the next batch, with any number of processes that divides
-    ``lanes`` as long as ``batch_size`` times that number is the same.
+    Batches are on the Trainer's GPU already. Training is shuffled, another way in each epoch; validation and test come
+    in the order of the file. All three visit each sample once, so the last batch of an epoch may be smaller than the
+    others, and with several processes it may differ between them or be empty on some: then give training ``pad`` or
+    ``drop_last``. A checkpoint from the middle of an epoch goes on with the next batch, with any number of processes
+    that divides ``lanes`` as long as ``batch_size`` times that number is the same.
 
     Parameters
     ----------
@@ -69,8 +70,9 @@ class ChunkDataModule(LightningDataModule):
     device : str or torch.device, optional
         Default: the Trainer's, if that is a GPU of CUDA, else the CPU.
     train_options : dict, optional
-        Arguments of training's `ChunkLoader` alone: ``drop_last`` (True unless ``pad`` is given), ``pad``, ``seed``,
-        ``lanes``, ``weights``, ``echo`` and so on. An echoing loader has no state: with ``echo``, turn checkpoints off.
+        Arguments of training's `ChunkLoader` alone, with its defaults: ``drop_last`` (False), ``pad`` (False),
+        ``seed``, ``lanes``, ``weights``, ``echo`` and so on. An echoing loader has no state: with ``echo``, turn
+        checkpoints off.
     **options
         Arguments of each `ChunkLoader`, such as ``dtype`` and ``normalize``.
 
@@ -134,8 +136,7 @@ class ChunkDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ChunkLoader:
         """Shuffled; its epoch is the Trainer's."""
-        options = {"drop_last": not self._train_options.get("pad", False), **self._options, **self._train_options}
-        return self._loader(self.datasets[0], self._batch_size, **options)
+        return self._loader(self.datasets[0], self._batch_size, **{**self._options, **self._train_options})
 
     def val_dataloader(self) -> ChunkLoader | list[Any]:
         """Each sample once, in the order of the file; nothing if there is no such part."""

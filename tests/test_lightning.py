@@ -169,13 +169,12 @@ def test_one_file_in_three_loaders_out(path, tmp_path):
     data = make_module(path)
     model = check_resume(tmp_path, lambda: make_module(path))
     train = [label for epoch, _, labels in model.seen for label in labels if epoch == 0]
-    assert len(model.seen) == 3 * 10 and len(set(train)) == 160  # of 162; a last batch that is not full is left out
+    assert len(model.seen) == 3 * 11 and sorted(train) == data.datasets[0].samples.tolist()  # all 162
     val = model.evaluated[: len(model.evaluated) // 3]
     assert model.evaluated == 3 * val and val == sorted(val)
     model.evaluated = []
     trainer_of(tmp_path).test(model, datamodule=data, verbose=False)
     parts = [dataset.samples.tolist() for dataset in data.datasets]
-    assert set(train) < set(parts[0])
     assert (val, model.evaluated) == (parts[1], parts[2])
     assert sorted(sum(parts, [])) == list(range(N))  # noqa: RUF017
 
@@ -244,6 +243,17 @@ def test_strata(path):
     data = ChunkDataModule(path, 16, fields=["images"], stratify="labels", split=(0.5, 0.5), split_seed=4)
     assert data.datasets[0].fields == ("images",)
     assert abs(len(data.datasets[0]) - len(data.datasets[1])) <= N  # every label is a class of its own
+
+
+def test_no_sample_is_left_out_unless_asked(path):
+    """The defaults are those of ChunkLoader."""
+    data = ChunkDataModule(path, 16, split=(1.0, 0.0))
+    with data.train_dataloader() as loader, ChunkLoader(path, 16) as plain:
+        assert (loader.order.drop_last, loader.order.pad) == (plain.order.drop_last, plain.order.pad) == (False, False)
+        assert sum(len(labels) for _, labels in loader) == N
+    data = ChunkDataModule(path, 16, split=(1.0, 0.0), train_options={"drop_last": True})
+    with data.train_dataloader() as loader:
+        assert sum(len(labels) for _, labels in loader) == N // 16 * 16
 
 
 def test_pad_and_options_of_training(path):
