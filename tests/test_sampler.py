@@ -270,3 +270,11 @@ def test_workers_read_each_chunk_once(tmp_path, counted, monkeypatch, num_worker
 def test_loaders_of_other_data_are_left_alone():
     batches = list(DataLoader(TensorDataset(torch.arange(6)), batch_size=3))
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("make", [ChunkSampler, h5chunk.ChunkLoader])
+def test_too_few_samples_to_pad_are_refused_at_once(tmp_path, make):
+    dataset = ChunkDataset(make_images(tmp_path / "a.h5", 5, 2))
+    with pytest.raises(OptionError, match=r"of 8 lanes .* there are only 5 samples"):
+        make(dataset, 4, pad=True, rank=7, world_size=8)
+    dataset.close()

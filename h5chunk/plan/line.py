@@ -11,7 +11,6 @@ from typing import Protocol
 
 import numpy as np
 
-from h5chunk.errors import OptionError
 from h5chunk.plan.permute import CHUNKS, FILL, SHORT, Indices, Permutation, permutation, random_bits
 
 
@@ -171,7 +170,5 @@ class Lane:
         """Where samples ``start`` to ``stop`` of this lane are in the line. Beyond its end it begins again."""
         within = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
-            if not self.num_samples:
-                raise OptionError(f"fewer samples than the {self.num_lanes} lanes: nothing can fill up the last batch")
             within %= self.num_samples
         return np.where(within < self.own, self.number * self.own + within, self.first + within - self.own)

@@ -156,6 +156,11 @@ class Order:
             raise OptionError(f"num_samples is {self.num_samples} but picks has {len(self.picks)}: give the latter")
         if self.drop_last and self.pad:
             raise OptionError("drop_last leaves out the last batch and pad fills it up: give one of them")
+        if self.pad and 0 < self.num_samples < self.lanes:
+            raise OptionError(
+                f"pad fills the last batch of each of {self.lanes} lanes with samples of that lane, but there are only "
+                f"{self.num_samples} samples: give fewer lanes or processes, or leave pad out"
+            )
 
     @property
     def lane_batch(self) -> int:
