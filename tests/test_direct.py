@@ -378,12 +378,9 @@ def no_imagecodecs(monkeypatch):
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_without_imagecodecs(tmp_path, no_imagecodecs, name):
-    data = encoded(tmp_path / "a.h5", **FILTERS[name])
-    if name.startswith(("gzip", "shuffle", "fletcher")):
-        check_direct(tmp_path / "a.h5", data, ROWS[3])
-    else:
-        with pytest.raises(NotDirect, match=r"needs imagecodecs.*pip install \"h5chunk\[codecs\]\""):
-            direct_field(tmp_path / "a.h5")
+    encoded(tmp_path / "a.h5", **FILTERS[name])
+    with pytest.raises(NotDirect, match=r"needs imagecodecs.*pip install \"h5chunk\[codecs\]\""):
+        direct_field(tmp_path / "a.h5")
 
 
 def test_compressed_parts_never_written_are_not_direct(tmp_path):

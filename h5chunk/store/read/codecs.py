@@ -4,8 +4,8 @@ HDF5 decodes under its one lock and does not check that a chunk comes out whole.
 bytes that the chunk has, or it is an error; no stored byte makes it write beyond them or take memory out of proportion.
 This part reads no file: where the stored bytes come from, and what their values mean, others know.
 
-gzip, shuffle and Fletcher-32 need nothing else; with imagecodecs they are faster, and LZF, LZ4, Zstandard, Blosc and
-Bitshuffle are decoded too. Each filter is few calls into C, as every call gives up the GIL and may wait to get it back.
+imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, compressed
+chunks are left to HDF5. Each filter is few calls into C, as every call gives up the GIL and may wait to get it back.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
 H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,6 @@ INSTALL = 'pip install "h5chunk[codecs]"'
 
 PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's own numbers of what compresses the bit planes
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-SUM_WORDS, SUM_ROWS = 32768, 256  # sums of a block of so many rows fit 32 bits: 65535 * 256 * 257 / 2 < 2**32
 
 
 class NoDecoder(Exception):
@@ -166,9 +164,7 @@ def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
 def _needed(code: int, values: tuple[int, ...]) -> tuple[str, ...]:
     """Functions of imagecodecs without which a filter is not decoded."""
     if code != BITSHUFFLE:
-        return {LZF: ("lzf_decode",), BLOSC: ("blosc_decode",), ZSTD: ("zstd_decode",), LZ4: ("lz4h5_decode",)}.get(
-            code, ()
-        )
+        return _FUNCTIONS[code]
     planes = {PLANES_LZ4: ("lz4h5_decode", "lz4_decode"), PLANES_ZSTD: ("zstd_decode",)}
     return ("bitshuffle_decode", *planes.get(_compressor(values), ()))
 
@@ -184,11 +180,17 @@ def _library(function: str) -> Callable[..., Any] | None:
     return getattr(imagecodecs, function, None) if available else None
 
 
+def _function(name: str) -> Callable[..., Any]:
+    """A function of imagecodecs; a DecodeError where a decoder was unpickled without it."""
+    call = _library(name)
+    if call is None:
+        raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
+    return call
+
+
 def _call(function: str, data: np.ndarray | memoryview | bytes, out: np.ndarray, **options: int) -> np.ndarray:
     """The part of ``out`` that a function of imagecodecs has written."""
-    call = _library(function)
-    if call is None:  # unpickled where it is not installed
-        raise DecodeError(f"needs imagecodecs with {function}: {INSTALL}")
+    call = _function(function)
     try:
         return out[: len(call(data, out=out, **options))]
     except (RuntimeError, ValueError) as error:
@@ -223,24 +225,10 @@ def _check_room(found: int, out: np.ndarray) -> None:
 
 
 def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    adler32 = _library("deflate_adler32")
-    if adler32 is not None:
-        decoded = _call("deflate_decode", data, out)
-        if int.from_bytes(data[-4:], "big") != adler32(decoded):  # libdeflate stops where the stream ends
-            raise DecodeError("bytes follow the end of its stream")
-        return decoded
-    stream = zlib.decompressobj()
-    try:
-        inflated = stream.decompress(data.data, len(out) + 1)  # one more: to see what is too long, and the stream's end
-    except zlib.error as error:
-        raise DecodeError(str(error)) from None
-    _check_room(len(inflated), out)
-    if not stream.eof:
-        raise DecodeError(f"its stream is cut short after {len(inflated)} bytes")
-    if stream.unused_data:
-        raise DecodeError(f"{len(stream.unused_data)} bytes follow the end of its stream")
-    out[: len(inflated)] = np.frombuffer(inflated, np.uint8)
-    return out[: len(inflated)]
+    decoded = _call("deflate_decode", data, out)
+    if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate stops where it ends
+        raise DecodeError("bytes follow the end of its stream")
+    return decoded
 
 
 def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -253,12 +241,8 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
         return data
     whole, out = item * count, out[: len(data)]
     source, target = data[:whole], out[:whole]
-    byteshuffle = _library("byteshuffle_decode") if item in (2, 4, 8) else None
-    if byteshuffle is not None:
-        byteshuffle(source.view(f"u{item}"), out=target.view(f"u{item}"))
-    elif item <= 8:
-        for byte in range(item):
-            target[byte::item] = source[byte * count : (byte + 1) * count]
+    if item in (2, 4, 8):
+        _function("byteshuffle_decode")(source.view(f"u{item}"), out=target.view(f"u{item}"))
     else:
         target.reshape(count, item)[...] = source.reshape(item, count).T
     out[whole:] = data[whole:]
@@ -270,8 +254,7 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
     if len(data) < 4:
         raise DecodeError(f"{len(data)} bytes hold no checksum")
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
-    library = _library("h5checksum_fletcher32")
-    computed = fletcher32(body) if library is None or not len(body) else library(body)
+    computed = _function("h5checksum_fletcher32")(body) if len(body) else 0
     if found not in (computed, _swap_halves(computed)):
         raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, stored is {found:08x}: damaged")
     return body
@@ -280,33 +263,6 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
 def _swap_halves(value: int) -> int:
     """The bytes of each 16 bits of 32 swapped."""
     return (value & 0x00FF00FF) << 8 | value >> 8 & 0x00FF00FF
-
-
-def fletcher32(data: np.ndarray) -> int:
-    """The checksum of HDF5: sums, modulo 65535, of big-endian 16-bit words and of these sums.
-
-    Zero stays zero only if all bytes are. Words are summed as little-endian ones: modulo 65535, swapping the bytes of
-    a word is a multiplication by 256, so that the sums are swapped at the end.
-
-    Parameters
-    ----------
-    data : (n,) uint8, C-contiguous
-    """
-    words = data[: len(data) // 2 * 2].view("<u2")
-    whole = len(words) // SUM_WORDS * SUM_WORDS
-    table = words[:whole].reshape(-1, SUM_WORDS)
-    blocks = [table[start : start + SUM_ROWS] for start in range(0, len(table), SUM_ROWS)]
-    first = second = 0
-    for block in (*blocks, words[None, whole:], data[None, len(words) * 2 :]):  # the last byte, if odd, is a word
-        columns, weighted = np.zeros((2, block.shape[1]), np.uint32)
-        for row in block:
-            columns += row
-            weighted += columns
-        places = np.arange(block.shape[1], dtype=np.uint64)
-        later = block.shape[1] * int(weighted.sum(dtype=np.uint64)) - int((places * columns).sum())
-        second += block.size * first + later
-        first += int(columns.sum(dtype=np.uint64))
-    return _swap_halves((second and (second - 1) % 65535 + 1) << 16 | (first and (first - 1) % 65535 + 1))
 
 
 def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -417,6 +373,15 @@ _LABELS = {
     LZ4: "lz4",
     BITSHUFFLE: "bitshuffle",
     ZSTD: "zstd",
+}
+_FUNCTIONS: dict[int, tuple[str, ...]] = {
+    GZIP: ("deflate_decode", "deflate_adler32"),
+    SHUFFLE: ("byteshuffle_decode",),
+    FLETCHER32: ("h5checksum_fletcher32",),
+    LZF: ("lzf_decode",),
+    BLOSC: ("blosc_decode",),
+    LZ4: ("lz4h5_decode",),
+    ZSTD: ("zstd_decode",),
 }
 _DECODERS: dict[int, Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]] = {
     GZIP: _ungzip,
