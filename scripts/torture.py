@@ -1,8 +1,8 @@
-"""Torture h5chunk: damaged and hostile files, flipped bits, killed processes, random sequences of operations.
+"""Torture h5chunk: damaged files, killed processes, full disks.
 
-    python scripts/torture.py --json FILE        # all of it, about 40 minutes on 2 cores; Linux, pip install ".[test]"
+    python scripts/torture.py --json FILE        # all of it, about half an hour; Linux, pip install ".[test]"
     python scripts/torture.py --quick            # a few minutes
-    python scripts/torture.py --only mutated attacks --seed 7
+    python scripts/torture.py --only mutated kills --seed 7
 
 Prints a line for each section: how many cases there were, what was seen how often, and whatever must not be; exits
 with 1 if there is any of that. Everything follows from the seed, but for the moments at which processes are killed.
@@ -31,46 +31,16 @@ from torture_result import Result
 SHOWN = 20  # of what must not be, in print; JSON has all
 
 
-def flips(quick: bool, seed: int, folder: Path) -> Result:
-    from torture_flips import run
-
-    return run(300 if quick else 2000, seed, folder)
-
-
-def attacks(quick: bool, seed: int, folder: Path) -> Result:
-    from torture_attacks import run
-
-    return run(folder)
-
-
 def mutated(quick: bool, seed: int, folder: Path) -> Result:
     from torture_mutated import run
 
     return run(1000 if quick else 10_000, seed, folder)
 
 
-def images(quick: bool, seed: int, folder: Path) -> Result:
-    from torture_zoo import run_images
-
-    return run_images(folder)
-
-
-def sparse(quick: bool, seed: int, folder: Path) -> Result:
-    from torture_zoo import run_sparse
-
-    return run_sparse(folder)
-
-
 def workers(quick: bool, seed: int, folder: Path) -> Result:
     from torture_workers import run
 
     return run(20 if quick else 100, seed, folder)
-
-
-def story(quick: bool, seed: int, folder: Path) -> Result:
-    from torture_story import run
-
-    return run(30 if quick else 300, seed)
 
 
 def kills(quick: bool, seed: int, folder: Path) -> Result:
@@ -86,15 +56,10 @@ def boundaries(quick: bool, seed: int, folder: Path) -> Result:
 
 
 SECTIONS: dict[str, Callable[[bool, int, Path], Result]] = {
-    "attacks": attacks,
     "mutated": mutated,
-    "flips": flips,
-    "images": images,
-    "sparse": sparse,
     "kills": kills,
     "boundaries": boundaries,
     "workers": workers,
-    "story": story,
 }
 
 

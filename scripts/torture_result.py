@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -179,10 +178,3 @@ def _status_bytes(name: str, process: int | str = "self") -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
     raise KeyError(name)
-
-
-def share_tests() -> None:
-    """Let modules of the tests be imported: their zoos are these scripts' as well."""
-    tests = str(Path(__file__).parents[1] / "tests")
-    if tests not in sys.path:
-        sys.path.insert(0, tests)

@@ -1,6 +1,6 @@
 """Stories of a file: made, killed, continued, appended to, repacked, tuned, replaced, read; against a model in NumPy.
 
-`python scripts/torture.py --only story` runs more and longer ones.
+`STORIES=300 python -m pytest tests/test_story.py` tells more.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 Story.TestCase.settings = settings(
-    max_examples=8,
+    max_examples=int(os.environ.get("STORIES", "8")),
     stateful_step_count=12,
     deadline=None,
     phases=[Phase.generate],  # a story that fails is told at its full length: to shorten one takes minutes

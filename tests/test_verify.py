@@ -21,6 +21,7 @@ import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import FileError
 from h5chunk.store.write.csr import write_csr
+from h5chunk.tools.repack.repack import repack
 
 QUIET = {"workers": 0}
 MATRIX = scipy.sparse.random(300, 70, 0.1, random_state=0, format="csr")
@@ -75,6 +76,7 @@ def named(path: Path, **options: object) -> set[tuple[str, int]]:
 
 
 def make_kind(kind: str, folder: Path, tmp_path: Path) -> Path:
+    kind, _, packed = kind.partition(", ")
     path = tmp_path / f"{kind}.h5"
     if kind == "images":
         h5chunk.convert(folder, path, chunk_samples=3, **QUIET)
@@ -83,10 +85,13 @@ def make_kind(kind: str, folder: Path, tmp_path: Path) -> Path:
         h5chunk.convert(tmp_path / "m.npz", path, dense=True, chunk_samples=32)
     else:
         write_matrix(path, pattern=kind == "pattern")
+    if packed:
+        repack(path, tmp_path / "packed.h5", compression="gzip")
+        return tmp_path / "packed.h5"
     return path
 
 
-@pytest.mark.parametrize("kind", ["images", "csr", "pattern", "dense"])
+@pytest.mark.parametrize("kind", ["images", "images, gzip", "csr", "csr, gzip", "pattern", "dense"])
 def test_a_bit_in_every_chunk_is_named(class_folder, tmp_path: Path, kind: str) -> None:
     path = make_kind(kind, class_folder(), tmp_path)
     report = h5chunk.verify(path)
