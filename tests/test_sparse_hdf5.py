@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import h5py
 import numpy as np
+import odd_files as odd
 import pandas
 import pytest
 import scipy.sparse
+from foreign import values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sparse_files import dense, write_10x, write_h5ad
@@ -91,6 +93,14 @@ def test_attributes_in_a_heap_of_their_own_are_refused(tmp_path):
         pytest.raises(SourceError, match="g: its attribute 'a3' is kept in an unusual way"),
     ):
         root.group("g").word("a3")
+
+
+@pytest.mark.parametrize("filters", [[odd.SHUFFLE], [odd.GZIP], [odd.FLETCHER32]])
+def test_partial_chunks_that_skip_the_filters(tmp_path, filters):
+    data = values((37,), "u2")
+    odd.make(tmp_path / "a.h5", data=data, chunks=(8,), filters=filters, partial_plain=True)
+    with GuardedFile(tmp_path / "a.h5").open() as root:
+        np.testing.assert_array_equal(root.dataset("images").read(0, 37), data)
 
 
 @pytest.mark.parametrize("filters", [{}, {"shuffle": True}])

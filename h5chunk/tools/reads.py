@@ -21,7 +21,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.store.format import opened
 from h5chunk.store.guard.claims import same_file
-from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.chunktable import NotDirect, list_chunks
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
@@ -135,7 +135,10 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
     plain = properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
     if elsewhere or not plain or (dataset.chunks is None and properties.get_external_count()):
         raise NotMeasured(f"the bytes of field {field.name!r} lie in other files, or in the file's header")
-    table = list_chunks(dataset)
+    try:
+        table = list_chunks(dataset)
+    except NotDirect as error:
+        raise NotMeasured(f"field {field.name!r}: {error}") from None
     if dataset.chunks is None:
         firsts = np.arange(0, len(dataset), rows)
         offsets = table.offsets[0] + firsts * field.grid.sample_bytes

@@ -28,6 +28,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
+from h5chunk.sources.sparse.hdf5calls import ALL_FILTERS, partial_chunks_are_plain
 from h5chunk.sources.sparse.heap import MAX_STRING_BYTES, POINTER, Bytes, attribute_bytes, resolve
 from h5chunk.sources.sparse.text import check_regular, stamp_of
 
@@ -238,12 +239,16 @@ class Stored:
         Chunks are then read past the library, which writes beyond its memory if a size is damaged.
         """
         table = np.full((count, 3), -1, np.int64)
+        edges_plain = partial_chunks_are_plain(self._dataset.id.get_create_plist())
 
         def note(chunk: Any) -> None:
             place = [start // size for start, size in zip(chunk.chunk_offset, chunks, strict=True)]
             if chunk.byte_offset is not None and all(0 <= i < n for i, n in zip(place, self._grid, strict=True)):
                 number = int(np.ravel_multi_index(place, self._grid))
-                table[number] = min(chunk.byte_offset, 1 << 62), chunk.size, chunk.filter_mask
+                ends = zip(chunk.chunk_offset, chunks, self.shape, strict=True)
+                plain = edges_plain and any(start + size > length for start, size, length in ends)
+                mask = ALL_FILTERS if plain else chunk.filter_mask
+                table[number] = min(chunk.byte_offset, 1 << 62), chunk.size, mask
 
         self._dataset.id.chunk_iter(note)
         order = table[table[:, 0].argsort(kind="stable")]

@@ -21,7 +21,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.guard.crc import crc32
-from h5chunk.store.read.chunktable import is_variable, list_chunks
+from h5chunk.store.read.chunktable import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.read.codecs import ChunkDecoder, DecodeError, NoDecoder
 from h5chunk.store.read.ranges import PART_BYTES, read_bytes
 from h5chunk.store.rewrite.rawchunks import RawChunks, scratch
@@ -76,7 +76,9 @@ class CheckedDataset:
     Attributes
     ----------
     num_chunks : int
-        A contiguous dataset is one. 0: nothing is stored outside of the header.
+        A contiguous dataset is one. 0: nothing is stored outside of the header, or chunks are not listed.
+    unlisted : str
+        The reason why chunks are not listed, and so not checked; empty if they are.
     by : {"checksum", "decoding", "reading"}
         How a chunk is checked; reading shows no more than that the bytes are there.
 
@@ -98,11 +100,16 @@ class CheckedDataset:
         self._by_hdf5 = False
         properties = dataset.id.get_create_plist()
         stored = properties.get_layout() != h5py.h5d.COMPACT and math.prod(dataset.shape or (0,)) > 0
-        self._table = list_chunks(dataset) if stored else None
+        self.unlisted = ""
+        self._table: ChunkTable | None = None
+        try:
+            self._table = list_chunks(dataset) if stored else None
+        except NotDirect as error:
+            self.unlisted = str(error)
         self.num_chunks = len(self._table) if self._table is not None else 0
         shape = self._table.chunk_shape if self._table is not None else ()
         self.chunk_bytes = math.prod(shape) * self._item_bytes
-        filtered = stored and properties.get_nfilters() > 0
+        filtered = self._table is not None and properties.get_nfilters() > 0
         if filtered:
             try:
                 self._decoder = ChunkDecoder(properties, self.chunk_bytes, self._item_bytes)

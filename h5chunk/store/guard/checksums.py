@@ -21,7 +21,7 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.store.format import GROUP, Header
 from h5chunk.store.guard.crc import crc32
-from h5chunk.store.read.chunktable import ChunkTable
+from h5chunk.store.read.chunktable import ChunkTable, is_listed_wrongly
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.ranges import PART_BYTES, Part, read_bytes
@@ -244,6 +244,8 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
             f"checksums is {checksums!r}, but {printable(path)} has no checksums of {name!r}: leave checksums out, or "
             "write the file anew with h5chunk repack --window N (AnnData's with h5chunk convert), which adds them"
         )
+    if is_listed_wrongly(dataset):
+        raise FileError(f"{printable(path)}: HDF5 lists the chunks of {name!r} at wrong places: leave checksums out")
     if table.dtype != np.uint32 or table.shape != (count,):
         raise FileError(
             f"{printable(path)}: damaged: the checksums of {name!r} are {table.dtype} {table.shape}, but it has "

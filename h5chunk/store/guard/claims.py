@@ -10,7 +10,7 @@ import h5py
 
 from h5chunk.errors import FieldError, FileError, TrustError, printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.store.read.chunktable import is_variable, list_chunks
+from h5chunk.store.read.chunktable import is_listed_wrongly, is_variable, list_chunks
 
 MAX_RATIO = 1032  # bytes that gzip can make of one
 SLACK_BYTES = 64 << 20  # that may be claimed without being stored: a dataset of the fill value alone
@@ -152,10 +152,11 @@ def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
 def check_chunks(dataset: h5py.Dataset) -> None:
     """Raise FileError unless the chunks of a dataset lie apart in the file and are of the length that they must have.
 
-    What is read by byte ranges needs no such look: its table is looked at when it is listed.
+    What is read by byte ranges needs no such look: its table is looked at when it is listed. Chunks that HDF5 lists at
+    wrong places cannot be looked at.
     """
     properties = dataset.id.get_create_plist()
-    if properties.get_layout() != h5py.h5d.CHUNKED or not math.prod(dataset.shape):
+    if properties.get_layout() != h5py.h5d.CHUNKED or not math.prod(dataset.shape) or is_listed_wrongly(dataset):
         return
     table = list_chunks(dataset)
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()

@@ -13,9 +13,14 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
+from h5chunk.sources.sparse.hdf5calls import ALL_FILTERS, has_extensible_array, partial_chunks_are_plain
 
 NUMBERS_AT_A_TIME = 1 << 17
 CHECKSUM_BYTES = 4  # that Fletcher-32 puts behind a chunk
+
+
+class NotDirect(Exception):
+    """The reason why a dataset cannot be read by byte ranges."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class ChunkTable:
     offsets, sizes : (num_chunks,) int64
         Byte range of each chunk in the file; offset -1: never written, its samples are the fill value.
     filter_masks : (num_chunks,) uint32
-        Bit i set: filter i was skipped for this chunk.
+        Bit i set: filter i was skipped for this chunk. All bits are set for partial chunks at the edges of a dataset
+        that stores these without its filters.
     chunk_shape : tuple of int
         Of a stored chunk; edge chunks are stored in full. A contiguous dataset is one chunk of its own shape.
     """
@@ -57,8 +63,12 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     FileError
         A chunk reaches out of the file, lies over another one or is of another length than it can be, or the index of
         chunks makes no sense.
+    NotDirect
+        HDF5 lists the chunks at wrong places.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
+    if is_listed_wrongly(dataset):
+        raise NotDirect("HDF5 lists its chunks at wrong places, as an axis other than the first can grow without limit")
     if dataset.chunks is None:
         offset = dataset.id.get_offset()
         table = ChunkTable(
@@ -76,6 +86,17 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     _check_apart(table, name)
     _check_sizes(dataset, table, name)
     return table
+
+
+def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
+    """Whether HDF5 lists chunks at wrong places: of an extensible array for an axis that is not the first.
+
+    The index has the axis that can grow in front, and HDF5 lists it as if it had not moved that axis.
+    Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
+    """
+    if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
+        return False
+    return has_extensible_array(dataset) is not False
 
 
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
@@ -160,4 +181,15 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
         raise FileError(f"{name} lists a chunk that cannot be: {error}: it is damaged") from None
     except (OSError, RuntimeError) as error:
         raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
+    if partial_chunks_are_plain(dataset.id.get_create_plist()):
+        masks[_partial_chunks(dataset.shape, chunks)] = ALL_FILTERS
     return ChunkTable(offsets, sizes, masks, tuple(chunks))
+
+
+def _partial_chunks(shape: tuple[int, ...], chunks: tuple[int, ...]) -> np.ndarray:
+    """Whether a chunk reaches beyond its dataset: (num_chunks,) bool."""
+    partial = np.zeros([-(-length // chunk) for length, chunk in zip(shape, chunks, strict=True)], bool)
+    for axis, (length, chunk) in enumerate(zip(shape, chunks, strict=True)):
+        if length % chunk:
+            np.moveaxis(partial, axis, 0)[-1] = True
+    return partial.reshape(-1)

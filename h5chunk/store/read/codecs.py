@@ -23,6 +23,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
+
 MAX_CHUNK_BYTES = 1 << 30  # the libraries count in 32 bits
 SLACK_BYTES = 64 << 10  # headers and block tables of small chunks
 
@@ -85,6 +87,8 @@ class ChunkDecoder:
             raise NoDecoder(f"its chunks of {chunk_bytes} bytes are not of whole elements of {item_bytes} bytes")
         if chunk_bytes > MAX_CHUNK_BYTES:
             raise NoDecoder(f"its chunks are of {chunk_bytes} bytes: more than {MAX_CHUNK_BYTES} are left to HDF5")
+        if properties.get_layout() == h5py.h5d.CHUNKED and partial_chunks_are_plain(properties) is None:
+            raise NoDecoder("this build of h5py does not say whether partial chunks pass the filters")
         filters = []
         for bit in range(properties.get_nfilters()):
             code, _, values, name = properties.get_filter(bit)

@@ -13,16 +13,12 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.guard.checksums import NO_SUMS, Sums, checks_of
-from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.chunktable import NotDirect, list_chunks
 from h5chunk.store.read.codecs import ChunkDecoder, DecodeError, NoDecoder
 from h5chunk.store.read.ranges import read_bytes
 
 MAX_DECODED_BYTES = 256 << 20  # of a chunk: each thread holds one, and one more for what it decodes from
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # of chunks that are kept
-
-
-class NotDirect(Exception):
-    """Why a dataset cannot be read by byte ranges; the message says it."""
 
 
 class DecodedChunks:

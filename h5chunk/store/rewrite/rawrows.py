@@ -18,7 +18,7 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import Packing, plan_packing
-from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.chunktable import is_listed_wrongly, list_chunks
 from h5chunk.store.read.ranges import read_bytes
 from h5chunk.store.rewrite.rawchunks import RawChunks, SpilledChunks, scratch
 
@@ -93,7 +93,7 @@ def open_rows(dataset: h5py.Dataset, descriptor: int, *, part_bytes: int, num_th
         raise OptionError(
             f"{where} has {count} chunks, whose table takes {human_bytes(count * TABLE_BYTES)}: allow more memory"
         )
-    table = None if _listed_wrongly(dataset) else list_chunks(dataset)
+    table = None if is_listed_wrongly(dataset) else list_chunks(dataset)
     filtered = properties.get_nfilters() > 0
     if table is not None and not filtered and table.is_one_run and dataset.chunks[1:] == dataset.shape[1:]:
         return _RunRows(dataset, descriptor, where, int(table.offsets[0]))
@@ -105,15 +105,6 @@ def open_rows(dataset: h5py.Dataset, descriptor: int, *, part_bytes: int, num_th
             raise OptionError(f"{where} has compressed chunks of {need}, too much for the memory: allow more")
         rows.spill(folder)
     return rows
-
-
-def _listed_wrongly(dataset: h5py.Dataset) -> bool:
-    """Whether HDF5 may say wrong places of chunks: where one axis can grow without limit, and it is not the first.
-
-    It keeps these in an extensible array with that axis in front, and lists them as if it had not moved it.
-    Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
-    """
-    return None not in dataset.maxshape[:1] and dataset.maxshape.count(None) == 1
 
 
 class _MemoryRows:

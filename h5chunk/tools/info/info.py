@@ -13,6 +13,7 @@ import h5py
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
+from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.claims import KNOWN_FILTERS
 from h5chunk.store.guard.guard import Guard, Refusal, Trusted
@@ -42,6 +43,8 @@ class DatasetInfo:
     layout : {"contiguous", "chunked", "compact", "virtual"}
     chunks : tuple of int or None
     filters : list of str
+    edges_unfiltered : bool
+        Whether partial chunks at the edges are stored without the filters.
     stored_bytes : int
         In the file.
     num_chunks, chunk_bytes : int
@@ -62,6 +65,7 @@ class DatasetInfo:
     layout: str
     chunks: tuple[int, ...] | None
     filters: list[str]
+    edges_unfiltered: bool
     stored_bytes: int
     num_chunks: int
     chunk_bytes: int
@@ -118,6 +122,7 @@ class FileInfo:
             if each.chunks is not None:
                 layout = f"{each.num_chunks:,} chunks of {_shape(each.chunks)} ({human_bytes(each.chunk_bytes)})"
             filters = f", {'+'.join(each.filters)}" if each.filters else ""
+            filters += " (not in partial chunks at the edges)" if each.edges_unfiltered else ""
             lines.append(f"  {each.name}  {each.dtype} {_shape(each.shape)}  {layout}{filters}")
             lines.append(f"      {each.verdict}")
         lines += [f"  not looked at: {each}" for each in self.refused]
@@ -217,6 +222,7 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) 
         layout=_LAYOUTS.get(properties.get_layout(), "unknown"),
         chunks=grid.chunks,
         filters=[KNOWN_FILTERS.get(number, f"filter {number}") for number in numbers],
+        edges_unfiltered=bool(numbers and partial_chunks_are_plain(properties)),
         stored_bytes=dataset.id.get_storage_size(),
         num_chunks=grid.num_chunks if usable else 0,
         chunk_bytes=grid.chunk_bytes,

@@ -205,6 +205,10 @@ def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> N
     try:
         expected = _checksums(job, found, name)
         each = CheckedDataset(job.path, dataset, expected, _look(matrix, part))
+        if each.unlisted:
+            said = job.notes if expected is None else job.problems
+            said.append(f"{name!r} is not checked: {each.unlisted}")
+            return
         if expected is not None and len(expected) != each.num_chunks:
             job.problems.append(f"{name!r} has {each.num_chunks} chunks but {len(expected)} checksums")
             each = CheckedDataset(job.path, dataset, None, _look(matrix, part))
