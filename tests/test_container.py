@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import pickle
+import stat
 import struct
 import tarfile
 import tracemalloc
@@ -65,8 +66,8 @@ def test_folder_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "big.png").write_bytes(b"12345")
     folder = Folder(tmp_path)
     check_refused(folder, b"empty.png", r"is empty \(0 bytes\)")
-    check_refused(folder, b"dir.png", "is not a regular file")
-    check_refused(folder, b"pipe.png", "is not a regular file")
+    check_refused(folder, b"dir.png", "is a folder, not a regular file")
+    check_refused(folder, b"pipe.png", "is a named pipe, not a regular file")
     check_refused(folder, b"broken.png", "cannot be opened: No such file")
     monkeypatch.setattr(container_module, "MAX_FILE_BYTES", 4)
     check_refused(folder, b"big.png", "is 5 bytes, over the limit of 4")
@@ -161,6 +162,38 @@ def test_zip_member_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> No
     data[central + 20 : central + 24] = struct.pack("<I", 0xF0000000)
     path.write_bytes(data)
     check_refused(list_images(path).container, b"a.png", "takes 4026531840 bytes in its archive, over the limit")
+    data[central + 20 : central + 24] = struct.pack("<I", 1 << 29)
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        check_refused(list_images(path).container, b"a.png", "is cut off by the end of its archive")
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_no_regular_file_in_a_zip_is_named(tmp_path: Path) -> None:
+    link = zipfile.ZipInfo("a.png")
+    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr(link, "b.png")
+        archive.writestr("b.png", b"b")
+    listing = list_images(tmp_path / "x.zip")
+    check_refused(listing.container, b"a.png", "is a link to what is no file in its archive")
+    assert listing.container.read(1, b"b.png") == b"b"
+
+
+def test_zip_whose_directory_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
+    """As long as the file, but all of it a hole."""
+    path, hole = write_zip(tmp_path / "x.zip"), 8 << 30
+    data = path.read_bytes()
+    with path.open("wb") as file:
+        file.seek(hole)
+        end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 2, 2, hole, 0)
+        end += struct.pack("<4sLQL", b"PK\6\7", 0, hole, 1)
+        file.write(end + data[data.index(b"PK\5\6") :][:8] + b"\xff" * 12 + b"\0\0")
+    with pytest.raises(SourceError, match="a header claims 8589934592 bytes, over the limit of 1073741824"):
+        list_images(path)
 
 
 def test_zip_without_local_header(tmp_path: Path) -> None:
@@ -204,8 +237,42 @@ def test_links_in_a_tar_are_followed(tmp_path: Path) -> None:
     listing = list_images(path)
     assert list(listing.names) == [b"a/1.png", b"a/2.png", b"b/3.png", b"b/early.png"]
     assert [listing.container.read(i, b"") for i in (0, 1, 3)] == [b"one"] * 3
-    with pytest.raises(SampleError, match="is a link that leads out of its archive"):
+    with pytest.raises(SampleError, match="is a link to what is no file in its archive"):
         listing.container.read(2, b"b/3.png")
+
+
+def test_links_to_links_in_a_tar(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "x.tar",
+        link_member("1.png", "2.png", tarfile.SYMTYPE),
+        link_member("2.png", "3.png", tarfile.SYMTYPE),
+        file_member("3.png", b"three"),
+        link_member("4.png", "5.png", tarfile.SYMTYPE),
+        link_member("5.png", "4.png", tarfile.SYMTYPE),
+    )
+    listing = list_images(path)
+    assert [listing.container.read(i, b"") for i in range(3)] == [b"three"] * 3
+    for index in (3, 4):
+        with pytest.raises(SampleError, match="is a link to what is no file in its archive"):
+            listing.container.read(index, b"")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (tarfile.FIFOTYPE, "is a named pipe, not a regular file"),
+        (tarfile.CHRTYPE, "is a character device, not a regular file"),
+        (tarfile.BLKTYPE, "is a block device, not a regular file"),
+        (tarfile.GNUTYPE_SPARSE, "is a sparse file, stored without its zeros, not a regular file"),
+        (b"Z", "is of an unknown type, not a regular file"),
+    ],
+)
+def test_what_is_no_regular_file_in_a_tar_is_named(tmp_path: Path, kind: bytes, reason: str) -> None:
+    path = write_tar(tmp_path / "x.tar", link_member("1.png", "", kind), link_member("2.png", "1.png", tarfile.SYMTYPE))
+    listing = list_images(path)
+    check_refused(listing.container, b"1.png", reason)
+    with pytest.raises(SampleError, match=reason):
+        listing.container.read(1, b"2.png")
 
 
 def test_names_in_a_tar_that_are_not_utf8(tmp_path: Path) -> None:
@@ -226,6 +293,25 @@ def test_damaged_tar_is_refused_and_no_sample_lost(tmp_path: Path, damage: str) 
     path.write_bytes(data[: {"cut": third + 700, "cut at header": third + 100, "no end": third}.get(damage)])
     with pytest.raises(SourceError, match=r"x\.tar: cannot be read as an archive: "):
         list_images(path)
+
+
+def test_tar_with_a_header_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
+    """The file is as long as that, but all of it is a hole."""
+    member = tarfile.TarInfo("x")
+    member.type, member.size = tarfile.XHDTYPE, 8 << 30
+    path = tmp_path / "x.tar"
+    path.write_bytes(member.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(path, 9 << 30)
+    with pytest.raises(SourceError, match="a header claims 8589934592 bytes, over the limit of 1048576"):
+        list_images(path)
+
+
+def test_tar_with_a_member_of_fewer_bytes_than_none(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("1.png")
+    member.size = -1
+    (tmp_path / "x.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(SourceError, match="a member claims -1 bytes"):
+        list_images(tmp_path / "x.tar")
 
 
 def test_tar_with_a_zip_in_it_is_a_tar(tmp_path: Path) -> None:

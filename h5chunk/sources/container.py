@@ -6,6 +6,7 @@ Archives are read with ``pread`` at the places that their index gives, so that w
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 import stat
@@ -22,7 +23,31 @@ import numpy as np
 from h5chunk.errors import SampleError, SourceError, printable
 
 MAX_FILE_BYTES = 1 << 30  # an encoded image larger than this is no image
+MAX_DIRECTORY_BYTES = 1 << 30  # of a zip: 15 million members, about; listing them takes ten times as much memory
+MAX_HEADER_BYTES = 1 << 20  # of a member of a tar
+SPARSE, UNKNOWN = 1, 2  # beside the types of files that `stat` knows
+MAX_LINKS = 40  # from one to the next
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link to what is no file in its archive",
+    SPARSE: "a sparse file, stored without its zeros",
+    UNKNOWN: "of an unknown type",
+}
 _DAMAGES = (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError, OverflowError)
+ZIP_UNIX = 3  # the system that packed it
+_TAR_KINDS = {
+    **dict.fromkeys(tarfile.REGULAR_TYPES, stat.S_IFREG),
+    tarfile.FIFOTYPE: stat.S_IFIFO,
+    tarfile.CHRTYPE: stat.S_IFCHR,
+    tarfile.BLKTYPE: stat.S_IFBLK,
+    tarfile.DIRTYPE: stat.S_IFDIR,
+    tarfile.SYMTYPE: stat.S_IFLNK,
+    tarfile.LNKTYPE: stat.S_IFLNK,
+}
 _ZIP_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
@@ -83,14 +108,19 @@ class Folder(Container):
 
 def _read_whole(descriptor: int) -> bytes:
     before = os.fstat(descriptor)
-    if not stat.S_ISREG(before.st_mode):
-        raise SampleError("is not a regular file")
+    _check_kind(stat.S_IFMT(before.st_mode))
     _check_size(before.st_size)
     data = _read_at(descriptor, 0, before.st_size)
     after = os.fstat(descriptor)
     if len(data) != before.st_size or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SampleError("changed while it was read")
     return data
+
+
+def _check_kind(kind: int) -> None:
+    """Raise SampleError unless a type of file, as `stat.S_IFMT` gives it, is a regular one."""
+    if kind != stat.S_IFREG:
+        raise SampleError(f"is {KINDS.get(kind, KINDS[UNKNOWN])}, not a regular file")
 
 
 def _check_size(num_bytes: int) -> None:
@@ -116,6 +146,7 @@ class Archive(Container):
         self._opened: tuple[int, int] | None = None  # (process, descriptor)
         status = os.stat(path)
         self._stamp, self.whole_stamp = self._state(status), stamp_of(status)
+        self._num_bytes = status.st_size
 
     @staticmethod
     def _state(status: os.stat_result) -> tuple[int, ...]:
@@ -125,6 +156,8 @@ class Archive(Container):
         return {**self.__dict__, "_opened": None}
 
     def _read_at(self, offset: int, num_bytes: int) -> bytes:
+        if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is taken
+            raise SampleError("is cut off by the end of its archive")
         try:
             if self._opened is None or self._opened[0] != os.getpid():
                 self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -141,7 +174,7 @@ class Archive(Container):
 
 
 class Tar(Archive):
-    """An uncompressed tar: each member is a run of bytes."""
+    """An uncompressed tar: each member is a run of bytes; the size of what is no regular file is minus its type."""
 
     def __init__(self, path: Path, offsets: np.ndarray, sizes: np.ndarray) -> None:
         super().__init__(path)
@@ -156,7 +189,7 @@ class Tar(Archive):
     def read(self, index: int, name: bytes) -> bytes:
         size = int(self._sizes[index])
         if size < 0:
-            raise SampleError("is a link that leads out of its archive, or a sparse file: pack the archive without")
+            _check_kind(-size)
         _check_size(size)
         data = self._read_at(int(self._offsets[index]), size)
         if len(data) != size:
@@ -168,7 +201,7 @@ class Zip(Archive):
     """A zip: each member is a local header and a run of bytes, stored or deflated."""
 
     # columns of the index
-    HEADER, STORED, SIZE, METHOD, CRC = range(5)
+    HEADER, STORED, SIZE, METHOD, CRC, KIND = range(6)
 
     def __init__(self, path: Path, index: np.ndarray) -> None:
         super().__init__(path)
@@ -181,7 +214,8 @@ class Zip(Archive):
         return tuple(int(self._index[index][column]) for column in (self.SIZE, self.CRC))  # the same in a new archive
 
     def read(self, index: int, name: bytes) -> bytes:
-        header, stored, size, method, crc = (int(value) for value in self._index[index])
+        header, stored, size, method, crc, kind = (int(value) for value in self._index[index])
+        _check_kind(kind or stat.S_IFREG)
         _check_size(size)
         if stored > MAX_FILE_BYTES:
             raise SampleError(f"takes {stored} bytes in its archive, over the limit of {MAX_FILE_BYTES}")
@@ -234,40 +268,85 @@ def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
     raise SourceError(f"{shown}: not a folder, .zip or .tar of images")
 
 
+class _Bounded(io.FileIO):
+    """An archive of which headers are read: none of more bytes than ``limit``, whatever it claims."""
+
+    def __init__(self, path: Path, limit: int, damage: type[Exception]) -> None:
+        super().__init__(path)
+        self._limit, self._damage = limit, damage
+
+    def read(self, size: int | None = -1) -> bytes:
+        """As of any file.
+
+        Raises
+        ------
+        TarError, BadZipFile
+            More bytes are asked for.
+        """
+        if size is not None and size > self._limit:
+            raise self._damage(f"a header claims {size} bytes, over the limit of {self._limit}")
+        return super().read(size) or b""
+
+
 def _open_zip(path: Path) -> tuple[Zip, list[tuple[bytes, int]]]:
-    with zipfile.ZipFile(path) as archive:
+    with _Bounded(path, MAX_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     if any(info.flag_bits & 1 for info in members):
         raise SourceError(f"{printable(path)}: encrypted: decrypt it first")
     index = np.array(
-        [(m.header_offset, m.compress_size, m.file_size, m.compress_type, m.CRC) for m in members], dtype=np.int64
-    ).reshape(-1, 5)
+        [(m.header_offset, m.compress_size, m.file_size, m.compress_type, m.CRC, _kind_in_zip(m)) for m in members],
+        dtype=np.int64,
+    ).reshape(-1, 6)
     return Zip(path, index), [(os.fsencode(info.filename), i) for i, info in enumerate(members)]
+
+
+def _kind_in_zip(member: zipfile.ZipInfo) -> int:
+    """The type of file that a system with such types packed; 0 if none is known."""
+    return stat.S_IFMT(member.external_attr >> 16) if member.create_system == ZIP_UNIX else 0
+
+
+def _kind_in_tar(member: tarfile.TarInfo) -> int:
+    """The type of file."""
+    return SPARSE if member.issparse() else _TAR_KINDS.get(member.type, UNKNOWN)
 
 
 def _open_tar(path: Path) -> tuple[Tar, list[tuple[bytes, int]]]:
     offsets: list[int] = []
     sizes: list[int] = []
     names: list[tuple[bytes, int]] = []
-    links: list[tuple[int, bytes]] = []
-    with tarfile.open(path, "r:", errors="surrogateescape") as archive:
+    links: dict[int, bytes] = {}  # number of a member to the name that it leads to
+    with (
+        _Bounded(path, MAX_HEADER_BYTES, tarfile.ReadError) as file,
+        tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive,
+    ):
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # tarfile would keep a kilobyte a member
             name = os.fsencode(member.name)
             if member.islnk() or member.issym():
                 folder = b"" if member.islnk() else posixpath.dirname(name)
-                links.append((len(names), posixpath.normpath(posixpath.join(folder, os.fsencode(member.linkname)))))
-            whole = member.isreg() and not member.issparse()
+                links[len(names)] = posixpath.normpath(posixpath.join(folder, os.fsencode(member.linkname)))
+            if member.size < 0:
+                raise tarfile.ReadError(f"a member claims {member.size} bytes")
+            kind = _kind_in_tar(member)
             names.append((name + b"/" if member.isdir() else name, len(names)))
             offsets.append(member.offset_data)
-            sizes.append(member.size if whole else -1)
-        with path.open("rb") as file:  # tarfile takes a damaged header for the end
-            file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, behind {len(names)} members")
-    if links:
-        numbers = {posixpath.normpath(name): number for name, number in names}
-        for link, target in links:
-            number = numbers.get(target, link)
-            offsets[link], sizes[link] = offsets[number], sizes[number]
+            sizes.append(member.size if kind == stat.S_IFREG else -kind)
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
+            raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, behind {len(names)} members")
+    _follow_links(links, names, offsets, sizes)
     return Tar(path, np.array(offsets, np.int64), np.array(sizes, np.int64)), names
+
+
+def _follow_links(
+    links: dict[int, bytes], names: list[tuple[bytes, int]], offsets: list[int], sizes: list[int]
+) -> None:
+    """Give members that are links the bytes of what they lead to; those that lead to none stay links."""
+    numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
+    following = {link: numbers.get(target, link) for link, target in links.items()}
+    for link, number in following.items():
+        for _ in range(MAX_LINKS):
+            if number not in following:
+                break
+            number = following[number]
+        offsets[link], sizes[link] = offsets[number], sizes[number]
