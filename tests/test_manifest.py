@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,29 @@ def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch
     )
 
 
+@pytest.mark.parametrize("text", [b"x" * 3_000_000, b"path,n\n" + b"\0" * 3_000_000, b"1\na b\n" + b"c" * 3_000_000])
+def test_lines_without_an_end_are_refused_before_memory_is_taken(read: Read, text: bytes) -> None:
+    tracemalloc.start()
+    try:
+        check_refused(read, text, r"line \d: longer than the limit of 1048576 characters")
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_columns_and_a_number_of_many_digits(read: Read) -> None:
+    check_refused(read, "path," + ",".join(map(str, range(100_000))) + ",7\n", "two columns are called '7'")
+    check_refused(read, "9" * 5000 + "\na b\n1.png 1\n", "line 2: .*a b.* is not in")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_table_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "table.csv"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    with pytest.raises(SourceError, match=r"table\.csv: is no regular file: give a table as a file"):
+        list_manifest(path, tmp_path)
+
+
 def test_order_is_that_of_the_lines_and_paths_may_repeat(read: Read) -> None:
     listing = read("n,filename\n1,3.png\n2,./sub/../1.png\n3,sub/4.png\n4,3.png\n")
     assert list(listing.names) == [b"3.png", b"1.png", b"sub/4.png", b"3.png"]
@@ -168,7 +192,7 @@ def test_refusals(read: Read, text: str | bytes, reason: str) -> None:
 def test_missing_manifest_or_source(read: Read, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"none\.csv: cannot be read: No such file"):
         list_manifest(tmp_path / "none.csv", tmp_path)
-    with pytest.raises(SourceError, match="photos: cannot be read: Is a directory"):
+    with pytest.raises(SourceError, match="photos: is no regular file"):
         list_manifest(tmp_path / "photos", tmp_path)
     with pytest.raises(SourceError, match="nowhere: no such file or folder"):
         read("path\n1.png\n", source=tmp_path / "nowhere")

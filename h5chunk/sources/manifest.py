@@ -20,6 +20,7 @@ from __future__ import annotations
 import csv
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "i
 LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 256
+MAX_LINE = 1 << 20  # characters
 
 
 def list_manifest(
@@ -85,16 +87,19 @@ class _Table:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._skip = 1
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for, and could not be read twice
+                raise SourceError(f"{printable(path)}: is no regular file: give a table as a file")
             with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
                 self._stamp = _stamp(file)
-                first, second = file.readline(), file.readline()
+                lines = self._lines(file)
+                first, second = next(lines, ""), next(lines, "")
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
-        self._skip = 1
         self.declared: int | None = None  # number of lines that the file itself says it has
         self._delimiter: str | None = "\t" if path.suffix.lower() == ".tsv" else ","
-        if first.strip().isdecimal() and second.strip() and "," not in second:  # CelebA's own list
+        if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # CelebA's own list
             self.columns, self._delimiter, self._skip = ["path", *second.split()], None, 2
             self.declared = int(first)
         else:
@@ -106,11 +111,12 @@ class _Table:
     def _check_columns(self) -> None:
         if not self.columns or not all(self.columns):
             raise self.error(self._skip, "the header must name every column")
+        twice = [name for name, count in Counter(self.columns).items() if count > 1]
+        if twice:
+            raise self.error(self._skip, f"two columns are called {twice[0]!r}")
         for name in self.columns:
             if os.fsencode(name).lower().endswith(EXTENSIONS):
                 raise self.error(self._skip, f"{printable(name)} is an image: put a line with the columns' names first")
-            if self.columns.count(name) > 1:
-                raise self.error(self._skip, f"two columns are called {name!r}")
             if "/" in name or name == "." or not name.isprintable():
                 raise self.error(self._skip, f"column {name!r} cannot be the name of a field: rename it, without '/'")
             if name in RESERVED:
@@ -119,16 +125,26 @@ class _Table:
     def error(self, line: int, what: str) -> SourceError:
         return SourceError(f"{printable(self._path)}, line {line}: {what}")
 
+    def _lines(self, file: TextIO) -> Iterator[str]:
+        """The lines of the file, of which none may take unbounded memory."""
+        number = 0
+        while line := file.readline(MAX_LINE + 1):
+            number += 1
+            if len(line) > MAX_LINE:
+                raise self.error(number, f"longer than the limit of {MAX_LINE} characters: is this a table?")
+            yield line
+
     def rows(self) -> Iterator[tuple[int, list[str]]]:
         """(line number, cells) of each line below the header that is not blank."""
         with self._path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             self._check(file)
+            text = self._lines(file)
             for _ in range(self._skip):
-                file.readline()
+                next(text, "")
             if self._delimiter is None:
-                lines = ((number, line.split()) for number, line in enumerate(file, self._skip + 1))
+                lines = ((number, line.split()) for number, line in enumerate(text, self._skip + 1))
             else:
-                reader = csv.reader(file, delimiter=self._delimiter, strict=True)
+                reader = csv.reader(text, delimiter=self._delimiter, strict=True)
                 lines = ((reader.line_num + self._skip, [cell.strip() for cell in row]) for row in reader)
             number = self._skip
             try:
