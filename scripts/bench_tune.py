@@ -37,8 +37,8 @@ import h5py
 import numpy as np
 
 import h5chunk
-from h5chunk.plan.settings import Setting
-from h5chunk.plan.turns import rates_in_turns
+from h5chunk.tools.measure.turns import rates_in_turns
+from h5chunk.tools.model.settings import Setting
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.measure import measure
 from h5chunk.tools.tune.study import Study, look_at_file

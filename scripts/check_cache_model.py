@@ -32,8 +32,8 @@ import h5py
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.chunkcache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache
-from h5chunk.plan.selections import find_accesses, find_row_accesses
+from h5chunk.tools.model.accesses import find_accesses, find_row_accesses
+from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache
 
 W0 = (0.0, 0.3, 0.75, 0.99)
 TIMED = 1_000_000

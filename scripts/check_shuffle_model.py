@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.plan.order import Order
-from h5chunk.plan.shuffle import shuffle_quality
+from h5chunk.tools.model.mixing import shuffle_quality
 
 NUM_GROUPS = 10
 RUN_SAMPLES = 24  # of the data sets "runs" (of 10 groups) and "patients" (each a group)

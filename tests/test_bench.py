@@ -16,7 +16,7 @@ from test_pipeline import nothing_is_left
 
 import h5chunk
 import h5chunk.tools.bench.bench
-import h5chunk.tools.reads
+import h5chunk.tools.measure.disk
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.bench.report import (
@@ -33,8 +33,8 @@ from h5chunk.tools.bench.report import (
     verdict,
     with_ratios,
 )
-from h5chunk.tools.limits import thread_counts
-from h5chunk.tools.reads import FileReads, locate
+from h5chunk.tools.measure.disk import FileReads, locate
+from h5chunk.tools.measure.machine import thread_counts
 
 __all__ = ["nothing_is_left"]
 

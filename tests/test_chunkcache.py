@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.chunkcache import BYPASS, HDF5_1_14, HDF5_2, HIT, MISS, ChunkCache
-from h5chunk.plan.entries import Entries
-from h5chunk.plan.selections import Accesses, find_accesses
+from h5chunk.tools.model.accesses import Accesses, find_accesses
+from h5chunk.tools.model.entries import Entries
+from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, MISS, ChunkCache
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 try:

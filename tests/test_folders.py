@@ -21,8 +21,8 @@ from h5chunk.store.read.files import open_reader
 from h5chunk.tools.bench.report import DISK
 from h5chunk.tools.info.folder import SHOWN, FolderInfo
 from h5chunk.tools.info.info import FileInfo
-from h5chunk.tools.limits import NotMeasured
-from h5chunk.tools.reads import FileReads, locate
+from h5chunk.tools.measure.disk import FileReads, locate
+from h5chunk.tools.measure.machine import NotMeasured
 
 __all__ = ["nothing_is_left"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import ChunkGrid
-from h5chunk.plan.selections import find_accesses, find_row_accesses
+from h5chunk.tools.model.accesses import find_accesses, find_row_accesses
 
 GRID = ChunkGrid((7, 5), (3, 2), 4)
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
-from h5chunk.plan import clustering as clustering_module
-from h5chunk.plan import shuffle as shuffle_module
-from h5chunk.plan.clustering import correlation_of_parts, find_clustering
 from h5chunk.plan.order import Order, with_full_windows
-from h5chunk.plan.shuffle import design_effect, shuffle_quality, window_for
+from h5chunk.tools.model import clustering as clustering_module
+from h5chunk.tools.model import mixing as shuffle_module
+from h5chunk.tools.model.clustering import correlation_of_parts, find_clustering
+from h5chunk.tools.model.mixing import design_effect, shuffle_quality, window_for
 
 many = settings(max_examples=60, deadline=None)
 group_lists = st.lists(st.integers(0, 4), min_size=1, max_size=40)

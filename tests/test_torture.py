@@ -21,7 +21,7 @@ from attack_files import read_all
 import h5chunk
 from h5chunk.errors import H5ChunkError
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.reads import locate
+from h5chunk.tools.measure.disk import locate
 from h5chunk.tools.verify.verify import verify
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -26,18 +26,18 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.choose import Candidate, allowed, choose, frontier, runner_up
 from h5chunk.plan.order import Order
-from h5chunk.plan.rowreads import CALL_BYTES, find_reads, replay_batches
-from h5chunk.plan.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
 from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.store.sidecar import read_recommendation, sidecar_of, write_recommendation
+from h5chunk.tools.measure.counted import verify_order
+from h5chunk.tools.model.choose import Candidate, allowed, choose, frontier, runner_up
+from h5chunk.tools.model.row_reads import CALL_BYTES, find_reads, replay_batches
+from h5chunk.tools.model.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
 from h5chunk.tools.repack.options import read_tuned
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, TODAY, WIDTH
 from h5chunk.tools.tune.search import TURNS, Options, Search
 from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, most_samples
-from h5chunk.tools.tune.verify import verify_order
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
 CODES = {"labels_clustered", "sample_spans_chunks", "giant_chunk", "cache_below_chunk", "w0_one", "slow_filter"}
@@ -274,7 +274,7 @@ def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
 
 def test_verify_notices_a_wrong_model(tmp_path, monkeypatch):
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((200, 30), "u1"), {"chunks": (8, 30)})))
-    monkeypatch.setattr("h5chunk.plan.rowreads.CALL_BYTES", 0)
+    monkeypatch.setattr("h5chunk.tools.model.row_reads.CALL_BYTES", 0)
     order = Order(200, 8, 16, 2)
     assert not verify_order(reader, order, CacheSettings(1, 0), 10).agrees
 

@@ -17,7 +17,7 @@ import torch
 
 import h5chunk
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.measure.machine import available_bytes
 from peers.vae_ahead import Threads, Workers
 from peers.vae_job import Feed, FeedError, Job, Sender
 

@@ -34,9 +34,9 @@ from h5chunk.tools.bench.stages import (
     measure_disk,
     memory_stages,
 )
-from h5chunk.tools.limits import NotMeasured, available_bytes
+from h5chunk.tools.measure.disk import FileReads, Stored, locate
+from h5chunk.tools.measure.machine import NotMeasured, available_bytes
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.reads import FileReads, Stored, locate
 
 MAX_WORKERS = 4
 HELD_BATCHES, HELD_BYTES, HELD_LOADERS = 7, 1 << 30, 4  # what a loader reads ahead is bounded by the second
@@ -88,7 +88,7 @@ def bench(
         A number is out of range, the device is not there, or a batch does not fit in memory.
     """
     from h5chunk.feed.dataset import field_mapping
-    from h5chunk.feed.measure import check_device
+    from h5chunk.tools.measure.batches import check_device
 
     num_cores = available_cores()
     numbers = _workers(workers, num_cores)
@@ -232,7 +232,7 @@ def _why_not_direct(reader: H5Reader) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from h5chunk.feed.measure import torch_version
+    from h5chunk.tools.measure.batches import torch_version
 
     versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
     return versions | {"numpy": np.__version__, "torch": torch_version(), "python": platform.python_version()}

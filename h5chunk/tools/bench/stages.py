@@ -28,9 +28,9 @@ from h5chunk.tools.bench.report import (
     TO_DEVICE,
     Figure,
 )
-from h5chunk.tools.limits import MemoryCopy, NotMeasured, thread_counts
+from h5chunk.tools.measure.disk import DISK_THREADS, DiskRead, FileReads, Stored
+from h5chunk.tools.measure.machine import MemoryCopy, NotMeasured, thread_counts
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.reads import DISK_THREADS, DiskRead, FileReads, Stored
 
 ROUNDS = 3  # counted, after one that is not
 COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # of the time: disk, filling the page cache, numbers of threads
@@ -184,7 +184,7 @@ def device_copy(subject: Subject, closing: ExitStack) -> Stage:
     stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
     if not subject.on_gpu:
         return replace(stage, note="the device is the CPU")
-    from h5chunk.feed.measure import DeviceCopy
+    from h5chunk.tools.measure.batches import DeviceCopy
 
     copy = DeviceCopy(subject.device)
     closing.callback(copy.close)
@@ -228,13 +228,13 @@ class _Opener:
         }
 
     def loader(self, group: str, name: str, limits: tuple[str, ...], why_not: str, **options: Any) -> Stage:
-        from h5chunk.feed.measure import loader_batches
+        from h5chunk.tools.measure.batches import loader_batches
 
         stage = Stage(group, name, self._subject.sample_bytes, note=why_not, limits=limits)
         return stage if why_not else self._open(stage, loader_batches, {"device": self._subject.device, **options})
 
     def dataset(self, num_workers: int) -> Stage:
-        from h5chunk.feed.measure import dataset_batches
+        from h5chunk.tools.measure.batches import dataset_batches
 
         name = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
         stage = Stage(DATALOADER, name, self._subject.sample_bytes, limits=self._subject.limits)
@@ -249,7 +249,7 @@ class _Opener:
 
 def _not_resident(subject: Subject, fresh_rate: float, clock: Clock) -> str:
     """Why data is not loaded to stay on the device; empty if it is."""
-    from h5chunk.feed.measure import resident_room
+    from h5chunk.tools.measure.batches import resident_room
 
     data_bytes = subject.sample_bytes * subject.reader.num_samples
     on_device = resident_room(subject.device)

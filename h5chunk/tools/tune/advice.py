@@ -1,4 +1,4 @@
-"""What is wrong with a file: looks, and asks `h5chunk.plan.advice` what that means."""
+"""What is wrong with a file: looks, and asks `h5chunk.tools.model.advice` what that means."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import h5py
 
 from h5chunk.errors import printable
-from h5chunk.plan.advice import PIECES, Advice, advise_filter, advise_labels, advise_layout, advise_w0, is_giant
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.clustering import Clustering, find_clustering
-from h5chunk.plan.cost import Machine
-from h5chunk.plan.settings import LOADER, Setting
 from h5chunk.store.format import GROUP, opened
+from h5chunk.tools.model.advice import PIECES, Advice, advise_filter, advise_labels, advise_layout, advise_w0, is_giant
+from h5chunk.tools.model.clustering import Clustering, find_clustering
+from h5chunk.tools.model.cost import Machine
+from h5chunk.tools.model.settings import LOADER, Setting
 from h5chunk.tools.tune.model import Model
 from h5chunk.tools.tune.study import Study
 

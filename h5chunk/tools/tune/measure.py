@@ -9,18 +9,18 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.plan.settings import LOADER, Setting, cut_order, order_of
 from h5chunk.store.format import open_file
 from h5chunk.store.read.matrixfield import MatrixField
-from h5chunk.tools.limits import NotMeasured
-from h5chunk.tools.reads import FileReads, locate
+from h5chunk.tools.measure.disk import FileReads, locate
+from h5chunk.tools.measure.machine import NotMeasured
+from h5chunk.tools.model.settings import LOADER, Setting, cut_order, order_of
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.study import Study
 
 
 def open_trial(study: Study, setting: Setting, device: str, budget: Budget) -> Any:
     """Batches of a setting, whose ``rate(seconds)`` gives samples/s; to be closed."""
-    from h5chunk.feed.trial import dataset_trial, loader_trial
+    from h5chunk.tools.measure.trial import dataset_trial, loader_trial
 
     path, fields, num_samples = study.path_of(setting, budget)
     order = cut_order(order_of(setting, study.facts), num_samples)
@@ -108,7 +108,7 @@ def measure_cold(study: Study, setting: Setting, device: str, budget: Budget, se
         return None
     finally:
         reads.close()
-    from h5chunk.feed.trial import first_epoch
+    from h5chunk.tools.measure.trial import first_epoch
 
     started = time.perf_counter()
     trial_path, fields, num_samples = study.path_of(setting, budget)

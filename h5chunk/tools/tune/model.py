@@ -11,15 +11,15 @@ from functools import lru_cache
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.choose import Candidate
-from h5chunk.plan.chunkcache import HIT, ChunkCache
-from h5chunk.plan.clustering import LEAST_CHANCE, Clustering, find_clustering
-from h5chunk.plan.cost import Batch, Correction, Machine, Reads, stage_times
 from h5chunk.plan.order import Order
-from h5chunk.plan.rowreads import replay_batches
-from h5chunk.plan.selections import find_accesses
-from h5chunk.plan.settings import DATASET, Setting, cache_of, grid_of, memory_of, order_of
-from h5chunk.plan.shuffle import design_effect
+from h5chunk.tools.model.accesses import find_accesses
+from h5chunk.tools.model.choose import Candidate
+from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering, find_clustering
+from h5chunk.tools.model.cost import Batch, Correction, Machine, Reads, stage_times
+from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
+from h5chunk.tools.model.mixing import design_effect
+from h5chunk.tools.model.row_reads import replay_batches
+from h5chunk.tools.model.settings import DATASET, Setting, cache_of, grid_of, memory_of, order_of
 from h5chunk.tools.tune.study import Study
 
 ACCESSES = 20_000  # replayed to predict a setting

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
-from h5chunk.plan.choose import Candidate, frontier
-from h5chunk.plan.settings import Setting
+from h5chunk.tools.model.choose import Candidate, frontier
+from h5chunk.tools.model.settings import Setting
 from h5chunk.tools.tune.report import CHOSEN, TODAY, Recommendation
 
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack, suppress
 import h5py
 import numpy as np
 
-from h5chunk.plan.cost import Machine
 from h5chunk.store.format import open_file
 from h5chunk.store.read.decoded import DecodedChunks, NotDirect
 from h5chunk.store.read.direct import direct_field
@@ -18,8 +17,9 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ranges import open_descriptor
 from h5chunk.store.read.reader import model_cache
 from h5chunk.store.write.fill import available_cores
-from h5chunk.tools.limits import MemoryCopy, NotMeasured, available_bytes
-from h5chunk.tools.reads import DiskRead, FileReads, cut, locate
+from h5chunk.tools.measure.disk import DiskRead, FileReads, cut, locate
+from h5chunk.tools.measure.machine import MemoryCopy, NotMeasured, available_bytes
+from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.study import Study
 
@@ -161,7 +161,7 @@ def _decode_directly(study: Study, dataset: h5py.Dataset, seconds: float) -> flo
 def _device_rate(device: str, seconds: float) -> float:
     if device == "cpu":
         return math.inf
-    from h5chunk.feed.measure import DeviceCopy
+    from h5chunk.tools.measure.batches import DeviceCopy
 
     copy = DeviceCopy(device)
     try:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from h5chunk.errors import printable
-from h5chunk.plan.advice import Advice
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.model.advice import Advice
 
 WIDTH = 100  # of the lines of a report, but for commands
 TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"

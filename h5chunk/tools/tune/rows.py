@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from h5chunk.errors import printable
-from h5chunk.plan.choose import Candidate, runner_up
-from h5chunk.plan.cost import Reads, slowest
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.settings import DATASET, LOADER, Setting, cache_of
+from h5chunk.tools.model.choose import Candidate, runner_up
+from h5chunk.tools.model.cost import Reads, slowest
+from h5chunk.tools.model.settings import DATASET, LOADER, Setting, cache_of
 from h5chunk.tools.tune.advice import Triple, repack_command
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, SECOND, TODAY, TuneRow
 from h5chunk.tools.tune.search import Search

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from h5chunk.errors import OutputError
-from h5chunk.plan.choose import Candidate, allowed, choose
-from h5chunk.plan.settings import Setting
-from h5chunk.plan.turns import rates_in_turns
+from h5chunk.tools.measure.turns import rates_in_turns
+from h5chunk.tools.model.choose import Candidate, allowed, choose
+from h5chunk.tools.model.settings import Setting
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.measure import measure
 from h5chunk.tools.tune.model import Model

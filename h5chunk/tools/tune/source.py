@@ -12,13 +12,13 @@ import numpy as np
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.settings import Facts
 from h5chunk.plan.sparse import index_dtype, plan_csr
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.convert.convert import convert, foresee_convert
 from h5chunk.tools.convert.report import ConvertPlan
 from h5chunk.tools.convert.report_sparse import SparsePlan
-from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.measure.machine import available_bytes
+from h5chunk.tools.model.settings import Facts
 from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.study import SAMPLE_BYTES, Study, look_at_file, most_samples, write_rows
 

@@ -13,7 +13,6 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, H5ChunkError, OptionError, OutputError, printable
-from h5chunk.plan.settings import Facts, Setting
 from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
 from h5chunk.store.guard.guard import Guard, Trusted
 from h5chunk.store.read.direct import NotDirect, direct_field
@@ -21,7 +20,8 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.partfile import reason_of
-from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.measure.machine import available_bytes
+from h5chunk.tools.model.settings import Facts, Setting
 from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.tune.clock import Budget
 

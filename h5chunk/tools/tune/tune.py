@@ -14,17 +14,18 @@ import numpy as np
 
 import h5chunk
 from h5chunk.errors import printable
-from h5chunk.plan.advice import Advice
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.choose import Candidate
-from h5chunk.plan.clustering import LEAST_CHANCE
-from h5chunk.plan.cost import slowest
-from h5chunk.plan.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
-from h5chunk.plan.shuffle import window_for
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.sidecar import write_recommendation
-from h5chunk.tools.limits import available_bytes
+from h5chunk.tools.measure.counted import verify_order
+from h5chunk.tools.measure.machine import available_bytes
+from h5chunk.tools.model.advice import Advice
+from h5chunk.tools.model.choose import Candidate
+from h5chunk.tools.model.clustering import LEAST_CHANCE
+from h5chunk.tools.model.cost import slowest
+from h5chunk.tools.model.mixing import window_for
+from h5chunk.tools.model.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.tune.advice import Remedies, Triple, default_cache, find_advice, usable
 from h5chunk.tools.tune.clock import Budget
@@ -39,7 +40,6 @@ from h5chunk.tools.tune.rows import commands_for, plain_row, table, triple
 from h5chunk.tools.tune.search import Options, Search
 from h5chunk.tools.tune.source import is_source, look_at_source
 from h5chunk.tools.tune.study import Study, look_at_file, temporary_folder
-from h5chunk.tools.tune.verify import verify_order
 
 MEMORY_BYTES = 4 << 30
 COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
@@ -112,7 +112,7 @@ def tune(
     """
     check_numbers(batch_size, memory_bytes, min_effective_batch, budget_s)
     from h5chunk.feed.dataset import field_mapping
-    from h5chunk.feed.measure import check_device
+    from h5chunk.tools.measure.batches import check_device
 
     check_device(device)
     if plot is not None:
@@ -300,7 +300,7 @@ def _described(search: Search, setting: Setting) -> dict[str, object]:
 
 
 def _versions() -> dict[str, str]:
-    from h5chunk.feed.measure import torch_version
+    from h5chunk.tools.measure.batches import torch_version
 
     versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
     return versions | {"numpy": np.__version__, "torch": torch_version(), "python": platform.python_version()}

@@ -2,8 +2,8 @@
 
 Chunks are shuffled whole, so samples of one chunk share a window, and a batch, more often than others do. The cost of
 that follows from pairs: how much likelier two samples of one chunk are of the same group than any two
-(`h5chunk.plan.clustering`), and how much likelier two of one batch are of the same chunk. Every batch comes from one
-window, however many alternate (`h5chunk.plan.order`): that makes no batch better, only what is trained within a round.
+(`h5chunk.tools.model.clustering`), and how much likelier two of one batch are of the same chunk. Every batch comes from
+one window, however many alternate (`h5chunk.plan.order`): that makes no batch better, only what is trained in a round.
 
 Variances are against a full shuffle of the same samples, and exact but for the place of a short last chunk (a part in
 num_chunks). Where windows cut chunks, whose parts are more alike than the whole, pairs are counted in such parts.
@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.clustering import (
+from h5chunk.plan.order import Order, with_full_windows
+from h5chunk.tools.model.clustering import (
     LEAST_CHANCE,
     PART_SAMPLES,
     Clustering,
@@ -39,7 +40,6 @@ from h5chunk.plan.clustering import (
     find_clustering,
     run_lengths,
 )
-from h5chunk.plan.order import Order, with_full_windows
 
 GOOD_DEFF, GOOD_DRIFT, FAIR_DEFF = 1.05, 2.0, 1.5  # heuristics
 ROUNDING = 1e-9

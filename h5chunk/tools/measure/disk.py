@@ -25,7 +25,7 @@ from h5chunk.store.read.chunktable import NotDirect, list_chunks
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.limits import NotMeasured, threads_rate
+from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 
 READ_BYTES = 8 << 20  # of one preadv
 DISK_THREADS = 16  # reads under way at a time

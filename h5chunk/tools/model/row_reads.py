@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.chunkcache import HIT, ChunkCache
-from h5chunk.plan.selections import find_row_accesses
+from h5chunk.tools.model.accesses import find_row_accesses
+from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
 
 CALL_BYTES = 48 << 10  # as h5chunk.store.read.reader has it: bytes that HDF5 copies in the time of one call
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.clustering import LEAST_CHANCE, Clustering
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering
 
 GIANT_BYTES = 64 << 20  # of a chunk: a window of a few no longer fits in memory
 LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller one is giant if it holds an eighth of the data

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from h5chunk.plan.settings import LOADER, Setting
+from h5chunk.tools.model.settings import LOADER, Setting
 
 STAY = 0.97  # of the best rate: what needs no new file, or is simpler, is taken from here on
 

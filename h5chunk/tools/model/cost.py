@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from h5chunk.plan.settings import LOADER, Setting
+from h5chunk.tools.model.settings import LOADER, Setting
 
 WINDOW_S, BATCH_S = 220e-6, 50e-6  # of Python, a window of the loader and a batch; scripts/LOG.md
 READ_S = 3e-6  # of a processor, each chunk that is read by its byte range

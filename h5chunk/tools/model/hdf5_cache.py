@@ -22,7 +22,7 @@ in memory than the cache holds.
 
 Room for two chunks, and no collisions: 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
 
->>> from h5chunk.plan.selections import find_accesses
+>>> from h5chunk.tools.model.accesses import find_accesses
 >>> grid = ChunkGrid(shape=(12, 5), chunks=(4, 5), itemsize=1)
 >>> cache = ChunkCache(grid, CacheSettings(nslots=3, nbytes=40, w0=0.0))
 >>> replay = cache.access(find_accesses(grid, [0, 4, 1, 8, 2, 5]))
@@ -47,8 +47,8 @@ import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.entries import Entries
-from h5chunk.plan.selections import Accesses, Numbers, chunk_counts
+from h5chunk.tools.model.accesses import Accesses, Numbers, chunk_counts
+from h5chunk.tools.model.entries import Entries
 
 HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # what HDF5 up to 1.14 takes if nothing is said
 HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # and from 2.0 on

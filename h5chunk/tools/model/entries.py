@@ -1,4 +1,4 @@
-"""The list of entries of HDF5's chunk cache, and which of them is evicted: one part of `h5chunk.plan.chunkcache`.
+"""The list of entries of HDF5's chunk cache, and which of them is evicted: a part of `h5chunk.tools.model.hdf5_cache`.
 
 Entries are named by their slots. Slots 4, 7 and 2 come in this order; a hit on the foremost lets the next one pass:
 

@@ -13,15 +13,15 @@ import h5py
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.chunkcache import HIT, ChunkCache
 from h5chunk.plan.order import Order
-from h5chunk.plan.rowreads import find_reads
-from h5chunk.plan.selections import find_row_accesses
 from h5chunk.store.format import opened
 from h5chunk.store.guard.claims import same_file
 from h5chunk.store.read.chunktable import ChunkTable, NotDirect, list_chunks
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.model.accesses import find_row_accesses
+from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
+from h5chunk.tools.model.row_reads import find_reads
 
 MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is enough
 

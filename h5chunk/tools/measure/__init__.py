@@ -1,0 +1,1 @@
+"""Measuring, for `h5chunk tune` and `h5chunk bench`."""
