@@ -17,13 +17,14 @@ The command line prints the message of any of these as one line and exits with 1
 from __future__ import annotations
 
 import os
+import re
 
 
 class H5ChunkError(Exception):
-    """Base of every error that h5chunk raises on purpose."""
+    """Base of every error that h5chunk raises on purpose; ``str()`` is its message as one printable line."""
 
     def __str__(self) -> str:  # OSError and KeyError decorate their message; ours is the message
-        return str(self.args[0]) if self.args else ""
+        return printable(str(self.args[0])) if self.args else ""
 
 
 class OptionError(H5ChunkError, ValueError):
@@ -62,10 +63,30 @@ class WorkerError(H5ChunkError, RuntimeError):
     """A worker process died, or a reading thread hangs."""
 
 
-def printable(name: str | bytes | os.PathLike[str]) -> str:
-    r"""A path for people: bytes that are no UTF-8 become ``\xNN``, so that printing cannot fail.
+def as_text(name: str | bytes | os.PathLike[str]) -> str:
+    r"""Decode a name for JSON and files: bytes that are not UTF-8, and lone surrogates, are escaped.
 
-    >>> printable(b"caf\xe9.jpg")
+    >>> as_text(b"caf\xe9.jpg")
     'caf\\xe9.jpg'
     """
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    path = os.fspath(name)
+    text = path.decode("utf-8", "surrogateescape") if isinstance(path, bytes) else path
+    return re.sub("[\ud800-\udfff]", _escape, text)
+
+
+def printable(name: str | bytes | os.PathLike[str]) -> str:
+    r"""Escape a name, or a line with names in it, so that printing it can neither fail nor steer a terminal.
+
+    This escapes control characters, line breaks, invisible characters, and those that change the direction of text.
+
+    >>> printable("images\nverified\x1b[2K")
+    'images\\nverified\\x1b[2K'
+    """
+    text = as_text(name)
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    """A lone surrogate; those that stand for bytes, as these."""
+    code = ord(match[0])
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"

@@ -165,4 +165,4 @@ def _take_tuned(path: str, options: dict[str, Any]) -> None:
         options["chunk_samples"] = tuned.chunk_samples
     left = [name for name in ("window_chunks", "cache", "compression") if getattr(tuned, name) is not None]
     if left:
-        click.echo(f"note: convert settles {', '.join(left)} itself; repack takes them from {path}", err=True)
+        note(f"convert settles {', '.join(left)} itself; repack takes them from {path}")

@@ -8,8 +8,7 @@ import click
 from tqdm import tqdm
 
 import h5chunk
-from h5chunk.cli.output import one_line
-from h5chunk.errors import H5ChunkError
+from h5chunk.errors import H5ChunkError, printable
 
 
 class _Group(click.Group):
@@ -17,8 +16,10 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except H5ChunkError as error:
-            click.echo(f"error: {one_line(str(error))}", err=True)
+            click.echo(f"error: {error}", err=True)
             ctx.exit(1)
+        except click.UsageError as error:  # it may name files that the shell found for a pattern
+            raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)

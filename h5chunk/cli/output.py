@@ -10,14 +10,11 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-
-def one_line(message: str) -> str:
-    """A message with line breaks and other control characters (of file names) escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+from h5chunk.errors import printable
 
 
 def note(line: str) -> None:
-    tqdm.write(f"note: {one_line(line)}", file=sys.stderr)  # above the bar
+    tqdm.write(f"note: {printable(line)}", file=sys.stderr)  # above the bar
 
 
 @contextmanager

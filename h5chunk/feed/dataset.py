@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from h5chunk.errors import FieldError, OptionError
+from h5chunk.errors import FieldError, OptionError, printable
 from h5chunk.feed.collate import Batch, Sample, collate, no_samples
 from h5chunk.feed.drawn import Numbering, check_drawn, numbering_of
 from h5chunk.feed.matrixrows import Loaded, MatrixRows
@@ -361,7 +361,7 @@ class ChunkDataset(Dataset[Any]):
             raise IndexError(f"indices have {rows.ndim} axes: give one number or a list of them")
         if rows.size and not (-len(self) <= rows.min() and rows.max() < len(self)):
             wrong = rows[(rows < -len(self)) | (rows >= len(self))][0]
-            raise IndexError(f"sample {wrong} of {len(self)}: {self.path} has samples 0 to {len(self) - 1}")
+            raise IndexError(f"sample {wrong} of {len(self)}: {printable(self.path)} has samples 0 to {len(self) - 1}")
         rows = np.where(rows < 0, rows + len(self), rows)
         if self._samples is not None:
             rows = self._samples[rows]
@@ -405,7 +405,7 @@ class ChunkDataset(Dataset[Any]):
         )
         times = self.read_amplification
         beside = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
-        return (
+        return printable(
             f"ChunkDataset({self.path!r}: {len(self)} samples of {fields}; chunks of {self.chunk_samples} samples; "
             f"{beside}{self.cache})"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, printable
 from h5chunk.feed.asked import check_asked, counts_of, dataset_of, order_of
 from h5chunk.feed.batchmaker import Normalize, Tensors, make_convert
 from h5chunk.feed.dataset import ChunkDataset, Fields
@@ -292,4 +292,4 @@ class ChunkLoader(Resumable):
     def __repr__(self) -> str:
         plan = None if self.resident else self._plan
         batches = f"{len(self)} batches of {self._order.batch_size}"
-        return f"ChunkLoader({self._room.describe(batches, self._order, plan, self._echo)})"
+        return printable(f"ChunkLoader({self._room.describe(batches, self._order, plan, self._echo)})")

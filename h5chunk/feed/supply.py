@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.errors import FieldError, OptionError
+from h5chunk.errors import FieldError, OptionError, printable
 from h5chunk.feed.batchmaker import Maker
 from h5chunk.feed.device import CpuSlot, CudaSlot, PinnedMemory
 from h5chunk.feed.memory import BatchMemory
@@ -202,7 +202,7 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mappi
         verb = "mapped" if how == "mapped" else "read directly"
         raise OptionError(f"field {name!r} cannot be {verb}: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
-        warnings.warn(f"field {name!r} is read through h5py, in one thread: {reason}", stacklevel=4)
+        warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     return direct, why
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from h5chunk.errors import SampleError, SourceError, printable
+from h5chunk.errors import SampleError, SourceError, as_text
 from h5chunk.sources.decode import ImageOptions, decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.listing import Listing
 
@@ -33,7 +33,7 @@ class ImageSource:
 
     def name(self, index: int) -> str:
         """Where sample ``index`` comes from, for people."""
-        return printable(self.listing.names[index])
+        return as_text(self.listing.names[index])
 
     def session(self) -> AbstractContextManager[None]:
         """What must be in force while samples are read."""

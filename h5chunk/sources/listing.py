@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import SourceError, as_text, printable
 from h5chunk.sources.container import Container, Folder, open_archive
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
@@ -254,5 +254,5 @@ def _arrange(source: str, directories: dict[bytes, Directory], container: Contai
         index = {name: label for label, name in enumerate(classes)}
         labels = (index[name.partition(b"/")[0]] for name in listing.names)
         listing.columns["labels"] = np.fromiter(labels, np.int64, len(listing.names))
-        listing.class_names = [printable(name) for name in classes]
+        listing.class_names = [as_text(name) for name in classes]
     return listing

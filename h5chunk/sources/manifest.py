@@ -28,7 +28,7 @@ from typing import TextIO
 
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import SourceError, as_text, printable
 from h5chunk.sources.container import Folder, open_archive
 from h5chunk.sources.listing import EXTENSIONS, Found, Listing, Names, check_source
 
@@ -207,7 +207,7 @@ class _Kind:
 
 def _stored(text: str) -> bytes:
     """A string as it stands in the file; bytes that are no UTF-8 are escaped."""
-    return printable(text).encode()
+    return as_text(text).encode()
 
 
 def _open(table: _Table, source: Path, count: int) -> Listing:
@@ -269,7 +269,7 @@ def _fill_columns(listing: Listing, table: _Table, kinds: list[_Kind], count: in
             name = "labels"
             if array.dtype.kind == "S":
                 classes, array = np.unique(array, return_inverse=True)
-                listing.class_names = [printable(word) for word in classes.tolist()]
+                listing.class_names = [as_text(word) for word in classes.tolist()]
             array = array if array.dtype.kind == "f" else array.astype(np.int64)
         if name in listing.columns:
             raise SourceError(f"two columns would become the field {name!r}: rename one")

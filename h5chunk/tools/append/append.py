@@ -163,7 +163,7 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
         longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
     return AppendReport(
-        path=old.shown,
+        path=str(old.path),
         num_added=len(longer.order),
         num_samples=longer.layout.num_samples,
         num_bytes=old.path.stat().st_size,
@@ -183,7 +183,7 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
     num_bytes = plan_longer(addition, addition.job.order).spec().num_bytes
     check_room(old.path, num_bytes)
     return AppendPlan(
-        path=old.shown,
+        path=str(old.path),
         num_old=addition.before.num_samples,
         num_new=len(addition.job.order),
         num_bytes=num_bytes,
@@ -223,4 +223,4 @@ def _add_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:
             f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
             f"{printable(path)} itself is complete"
         ) from None
-    return printable(target)
+    return str(target)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from h5chunk.plan.layout import Layout, human_bytes, plan_layout
+from h5chunk.tools.report import Report
 
 
 @dataclass(frozen=True)
-class AppendPlan:
+class AppendPlan(Report):
     """What appending would do.
 
     Attributes
@@ -37,23 +37,18 @@ class AppendPlan:
     new_classes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The plan as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
-        lines = [
+    def lines(self) -> list[str]:
+        return [
             f"samples    {self.num_old:,} images in {self.path}, and {self.num_new:,} behind them",
             f"disk       {human_bytes(self.num_bytes)} needed beside the old file, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s for the new ones",
             *(f"new class  {name}" for name in self.new_classes),
             *(f"note       {note}" for note in self.notes),
         ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class AppendReport:
+class AppendReport(Report):
     """What appending did.
 
     Attributes
@@ -89,11 +84,7 @@ class AppendReport:
     ignored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The report as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         lines = [
             f"{self.path}: {self.num_added:,} images added, {self.num_samples:,} now, {human_bytes(self.num_bytes)}, "
             f"{self.num_added / self.seconds:,.0f} images/s",
@@ -105,7 +96,7 @@ class AppendReport:
             name, reason = self.skipped[0]
             lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(line for line in lines if line)
+        return [line for line in lines if line]
 
 
 def small_chunks(layout: Layout) -> list[str]:

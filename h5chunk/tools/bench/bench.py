@@ -106,7 +106,7 @@ def bench(
         notes.append("some figures are above their limit: the machine was busy with other things: run it again")
     fits = stored is None or stored.num_bytes < subject.room_bytes
     return BenchReport(
-        path=printable(reader.path),
+        path=str(reader.path),
         fields=list(reader.fields),
         num_samples=reader.num_samples,
         sample_bytes=subject.sample_bytes,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.report import Report
 
 MEMORY, FRESH, CACHED, DISK, TO_DEVICE = (
     "memory copy",
@@ -51,7 +50,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class BenchReport:
+class BenchReport(Report):
     """What this machine gives for a file.
 
     Attributes
@@ -95,14 +94,9 @@ class BenchReport:
         """One figure by its names."""
         return next(each for each in self.figures if (each.group, each.name) == (group, name))
 
-    def to_json(self) -> str:
-        """All of it as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         lines = [
-            f"{printable(self.path)}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)} "
-            f"({', '.join(self.fields)})",
+            f"{self.path}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)} ({', '.join(self.fields)})",
             f"batches of {self.batch_size} to {self.device}; {self.num_cores} cores; measured in {self.seconds:.1f} s",
             "",
             f"{'':26s}{'samples/s':>13s}{'GB/s':>9s}{'of limit':>10s}",
@@ -113,7 +107,7 @@ class BenchReport:
                 lines.append(group := each.group)
             lines.append(_line(each))
         lines += ["", *(f"note: {note}" for note in self.notes), self.verdict]
-        return "\n".join(lines)
+        return lines
 
 
 def _line(figure: Figure) -> str:

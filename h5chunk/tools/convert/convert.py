@@ -168,7 +168,7 @@ def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notif
         files = [left]
     skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
     return ConvertReport(
-        path=printable(job.path),
+        path=str(job.path),
         num_samples=sum(len(each.order) for each in files),
         num_bytes=folder_bytes(job.path) if shards else job.path.stat().st_size,
         sample_shape=job.sample_shape,
@@ -273,4 +273,4 @@ def _write_skipped(path: Path, skipped: list[tuple[str, str]], overwrite: bool) 
             f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
             f"{printable(path)} itself is complete"
         ) from None
-    return printable(target)
+    return str(target)

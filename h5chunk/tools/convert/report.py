@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from h5chunk.plan.layout import Layout, human_bytes
 from h5chunk.sources.images import shape_text
+from h5chunk.tools.report import Report
 
 
 @dataclass(frozen=True)
-class ConvertPlan:
+class ConvertPlan(Report):
     """What a conversion would do.
 
     Attributes
@@ -41,20 +42,20 @@ class ConvertPlan:
     class_names: list[str]
     ignored: list[str]
 
-    def to_json(self) -> str:
-        """The plan as one JSON object."""
-        plan = asdict(self)
+    def facts(self) -> dict[str, Any]:
+        """The plan for programs, with what follows from the layout."""
+        plan = super().facts()
         plan["layout"] |= {
             "reasons": list(self.layout.reasons),
             "num_chunks": self.layout.num_chunks,
             "chunk_bytes": self.layout.chunk_bytes,
             "cache": asdict(self.layout.cache),
         }
-        return json.dumps(plan, indent=2)
+        return plan
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         chunk = shape_text((self.layout.chunk_samples, *self.sample_shape))
-        lines = [
+        return [
             f"samples    {self.num_samples:,} of {shape_text(self.sample_shape)} uint8"
             + (f", {len(self.class_names)} classes" if self.class_names else ", no labels"),
             f"fields     {', '.join(f'{name} ({dtype})' for name, dtype in self.fields.items())}",
@@ -64,11 +65,10 @@ class ConvertPlan:
             f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
             *(f"ignored    {what}" for what in self.ignored),
         ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class ConvertReport:
+class ConvertReport(Report):
     """What a conversion did.
 
     Attributes
@@ -104,11 +104,7 @@ class ConvertReport:
     ignored: list[str] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The report as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         counts = ", ".join(f"{count:,} {name}" for name, count in self.modes.items())
         applied = "".join(f", {count:,} {name}" for name, count in self.applied.items())
         lines = [
@@ -120,4 +116,4 @@ class ConvertReport:
         if self.skipped:
             name, reason = self.skipped[0]
             lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
-        return "\n".join(lines)
+        return lines

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.report import Report
 
 
 @dataclass(frozen=True)
-class SparsePlan:
+class SparsePlan(Report):
     """What a conversion would do, from reading the start of the source.
 
     Attributes
@@ -46,27 +46,22 @@ class SparsePlan:
     memory_bytes: int
     estimated_s: float
 
-    def to_json(self) -> str:
-        """The plan as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         rows = "rows" if self.num_rows is None else f"{self.num_rows:,} rows"
         columns = "columns" if self.num_columns is None else f"{self.num_columns:,} columns"
         about = "" if self.whole else "about "
         temporary = f", {human_bytes(self.temporary_bytes)} of temporary data" if self.temporary_bytes else ""
-        lines = [
+        return [
             f"matrix     {rows} x {columns}, {about}{self.num_entries:,} entries ({self.source_kind})",
             *(f"field      {name} ({dtype})" for name, dtype in self.fields.items()),
             f"memory     at most {human_bytes(self.memory_bytes)}",
             f"disk       about {human_bytes(self.num_bytes)} needed{temporary}, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s",
         ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class SparseReport:
+class SparseReport(Report):
     """What a conversion of a sparse matrix did.
 
     Attributes
@@ -106,11 +101,7 @@ class SparseReport:
     num_ranges: int = 1
     fields: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The report as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         values = "a pattern of ones" if self.pattern else f"values codes / {self.scale:g}"
         dense = ", as dense rows" if self.kind == "dense" else ""
         lines = [
@@ -122,4 +113,4 @@ class SparseReport:
             lines.append(f"fields {', '.join(self.fields)}")
         if self.num_ranges > 1:
             lines.append(f"sorted in {self.num_ranges} parts, through temporary data on disk")
-        return "\n".join(line for line in lines if line)
+        return [line for line in lines if line]

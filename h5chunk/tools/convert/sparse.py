@@ -78,7 +78,7 @@ def convert_sparse(
         new.commit()
         num_ranges = read.entries.num_ranges
     return SparseReport(
-        path=printable(path),
+        path=str(path),
         source_kind=source.kind,
         kind="dense" if options.dense else "csr",
         num_rows=len(kept.row_entries),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.report import Report
 
 if TYPE_CHECKING:
     from h5chunk.tools.info.info import FileInfo
@@ -23,7 +23,7 @@ SHOWN = 20  # files in what people read; JSON has all
 
 
 @dataclass(frozen=True)
-class FolderInfo:
+class FolderInfo(Report):
     """What `info` found in a folder, or in files that match a pattern.
 
     Attributes
@@ -57,11 +57,11 @@ class FolderInfo:
     is_shuffled: bool
     why_not: str
 
-    def to_json(self) -> str:
-        """All of it as one JSON object."""
-        return json.dumps({**asdict(self), "total_samples": sum(self.num_samples)}, indent=2)
+    def facts(self) -> dict[str, Any]:
+        """The report for programs, with the samples of all files."""
+        return {**super().facts(), "total_samples": sum(self.num_samples)}
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         number = len(self.files) + len(self.broken)
         lines = [f"{self.path}: {number} file{'' if number == 1 else 's'}, {human_bytes(self.num_bytes)}"]
         if self.why_not:
@@ -71,7 +71,7 @@ class FolderInfo:
         lines += [f"  cannot be opened: {path}: {why}" for path, why in list(self.broken.items())[:SHOWN]]
         lines += [f"  {self._line(number)}" for number in range(len(self.files))[:SHOWN]]
         left = max(0, len(self.files) - SHOWN) + max(0, len(self.broken) - SHOWN)
-        return "\n".join([*lines, *([f"  {left} more (--json has all)"] if left else [])])
+        return [*lines, *([f"  {left} more (--json has all)"] if left else [])]
 
     def _as_one(self) -> list[str]:
         order = "shuffled as one" if self.is_shuffled else "not shuffled as one: take large window_chunks"
@@ -111,8 +111,8 @@ def info_folder(path: Paths, look: Callable[[Path], FileInfo], trusted: Trusted)
         try:
             files.append(look(file))
         except FileError as error:
-            broken[printable(file)] = str(error).removeprefix(f"{printable(file)}: ")
-    shown = printable(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
+            broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
+    shown = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
     return FolderInfo(path=shown, num_bytes=num_bytes, files=tuple(files), broken=broken, **_together(path, trusted))
 
 

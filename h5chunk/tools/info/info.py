@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.write.csr import MATRIX
 from h5chunk.tools.info.folder import FolderInfo, info_folder
 from h5chunk.tools.info.matrix import ForeignMatrix, MatrixInfo, foreign_matrices, info_matrix
+from h5chunk.tools.report import Report
 
 _LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
@@ -77,7 +77,7 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
-class FileInfo:
+class FileInfo(Report):
     """What `info` found.
 
     Attributes
@@ -108,15 +108,11 @@ class FileInfo:
     refused: list[str] = field(default_factory=list)
     matrices: list[ForeignMatrix] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """All of it as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._origin()}"]
         if self.matrix is not None:
             lines.append(f"  {self.matrix}")
-        lines += [f"  {each}" for each in self.matrices]
+        lines += [f"  {line}" for each in self.matrices for line in each.lines()]
         for each in self.datasets:
             layout = each.layout
             if each.chunks is not None:
@@ -128,7 +124,7 @@ class FileInfo:
         lines += [f"  not looked at: {each}" for each in self.refused]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
-        return "\n".join(lines)
+        return lines
 
     def _origin(self) -> str:
         if self.header is None:
@@ -179,7 +175,7 @@ def _info_file(path: Path, trusted: Trusted) -> FileInfo:
         nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
         cache = CacheSettings(int(nslots), int(nbytes), float(w0))
         return FileInfo(
-            path=printable(path),
+            path=str(path),
             num_bytes=path.stat().st_size,
             header=header,
             default_cache=cache,

@@ -14,6 +14,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.matrixfield import look_at_matrix
 from h5chunk.store.write.csr import CSR, MATRIX, read_matrix
+from h5chunk.tools.report import Report
 
 PART_ROWS = 1 << 20  # of indptr, and of data, read at a time
 LOOK_BYTES = 256 << 20  # codes of more than this are not looked at
@@ -69,7 +70,7 @@ class MatrixInfo:
 
 
 @dataclass(frozen=True)
-class ForeignMatrix:
+class ForeignMatrix(Report):
     """A sparse matrix in a file of others, such as one of AnnData's.
 
     Attributes
@@ -94,12 +95,13 @@ class ForeignMatrix:
     stored_bytes: int
     verdict: str
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         shape = f"{self.num_rows:,} x {self.num_columns:,}, " if self.num_rows is not None else ""
-        return (
+        return [
             f"sparse matrix {self.name!r}: {shape}{self.num_entries:,} entries, values {self.dtype}, "
-            f"{human_bytes(self.stored_bytes)}\n      {self.verdict}"
-        )
+            f"{human_bytes(self.stored_bytes)}",
+            f"    {self.verdict}",
+        ]
 
 
 def foreign_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[ForeignMatrix]:

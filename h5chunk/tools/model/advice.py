@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering
@@ -39,7 +40,7 @@ class Advice:
     figures: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.code}: {self.message}: {self.remedy}"
+        return printable(f"{self.code}: {self.message}: {self.remedy}")
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:

@@ -133,7 +133,7 @@ def _repack(
         new.commit()
     layout = samples.layout
     return RepackReport(
-        path=printable(path),
+        path=str(path),
         num_samples=samples.num_samples,
         main=samples.main,
         chunk_samples=layout.chunk_samples if layout is not None else None,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.rewrite.survey import DatasetFacts
+from h5chunk.tools.report import Report
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LaidOut:
 
 
 @dataclass(frozen=True)
-class FieldReport:
+class FieldReport(Report):
     """What was done to one dataset.
 
     Attributes
@@ -65,13 +65,13 @@ class FieldReport:
     after: LaidOut
     shuffled: bool
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         shape = " x ".join(map(str, self.shape))
-        return f"  {self.name}  {self.dtype} {shape}\n      was {self.before}\n      is  {self.after}"
+        return [f"{self.name}  {self.dtype} {shape}", f"    was {self.before}", f"    is  {self.after}"]
 
 
 @dataclass(frozen=True)
-class RepackReport:
+class RepackReport(Report):
     """What was done to a file.
 
     Attributes
@@ -113,20 +113,16 @@ class RepackReport:
     num_copied: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The report as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         rate = human_bytes(self.num_bytes / max(self.seconds, 1e-9))
         order = f", shuffled with seed {self.seed}" if self.shuffled else ""
         samples = f"{self.num_samples:,} samples of {self.main!r}{order}" if self.num_samples else "no samples"
         lines = [
             f"{self.path}: {samples}, {human_bytes(self.source_bytes)} -> {human_bytes(self.num_bytes)}, {rate}/s",
-            *map(str, self.fields),
+            *(f"  {line}" for each in self.fields for line in each.lines()),
         ]
         if self.has_header:
             lines.append(f"  windows of {self.window_chunks} chunks of {self.chunk_samples} samples are recommended")
         if self.num_copied:
             lines.append(f"  {self.num_copied:,} other datasets were copied as they are")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return [*lines, *(f"  note: {note}" for note in self.notes)]

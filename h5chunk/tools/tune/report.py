@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.model.advice import Advice
+from h5chunk.tools.report import Report
 
 WIDTH = 100  # of the lines of a report, but for commands
 TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
@@ -71,7 +71,7 @@ class TuneRow:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class Recommendation(Report):
     """What to change, and what it gives.
 
     Attributes
@@ -160,13 +160,9 @@ class Recommendation:
         """A line of the table by its name."""
         return next(each for each in self.rows if each.name == name)
 
-    def to_json(self) -> str:
-        """All of it as one JSON object; `h5chunk convert` and `repack` take it with ``--tuned``."""
-        return json.dumps(_finite(asdict(self)), indent=2)
-
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         head = (
-            f"{printable(self.path)}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)}, batches of "
+            f"{self.path}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)}, batches of "
             f"{self.batch_size} to {self.device}"
         )
         lines = [head, "", *_wrapped(self._headline(), "", "    "), *(f"  {command}" for command in self.commands), ""]
@@ -180,13 +176,13 @@ class Recommendation:
         if self.verify is not None:
             lines.append(_verified(self.verify))
         if self.applied is not None:
-            lines.append(f"stored in {printable(self.applied)}: readers take window and cache from there")
+            lines.append(f"stored in {self.applied}: readers take window and cache from there")
         for note in self.notes:
             lines += _wrapped(note, "note: ")
         lines.append(
             f"slowest stage: {self.slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s"
         )
-        return "\n".join(lines)
+        return lines
 
     def _headline(self) -> str:
         chosen, today = self.row(CHOSEN), self.row(TODAY)
@@ -200,6 +196,7 @@ class Recommendation:
 
 def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
     """Lines of a sentence; paths in it stay in one piece."""
+    text = printable(text)  # wrapping would make spaces of line breaks
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -224,14 +221,3 @@ def _verified(verify: dict[str, Any]) -> str:
         f"verify: {verify['predicted_misses']:,} misses predicted, {verify['measured_misses']:,} measured, in "
         f"{verify['batches']:,} batches; {verify['measured_bytes']:,} bytes read: {same}"
     )
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return None
-    return value

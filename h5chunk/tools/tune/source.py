@@ -69,7 +69,7 @@ def look_at_source(
         study = _sparse(source, plan, batch_size, folder, budget)
     else:
         study = _images(plan, batch_size, folder)
-    study.converted, study.source = False, printable(source)
+    study.converted, study.source = False, str(source)
     study.notes.append("not converted yet: rates are those of a file of this shape, read from the page cache")
     return study
 

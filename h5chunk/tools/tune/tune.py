@@ -13,7 +13,6 @@ import h5py
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.reader import H5Reader
@@ -204,7 +203,7 @@ def _report(
         shuffle=setting.shuffle,
         window_in_place=kept.window_chunks,
         cache_in_place=triple(kept, search, 1),
-        path=study.source or printable(study.reader.path),
+        path=study.source or str(study.reader.path),
         converted=study.converted,
         batch_size=study.facts.batch_size,
         device=options.device,

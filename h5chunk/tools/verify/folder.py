@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.shardnames import NUMBERED, missing_shards, shard_numbers, wrong_counts
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.report import Report
 from h5chunk.tools.verify.report import VerifyReport
 
 SHOWN = 20  # whole files and missing ones in what people read; JSON has all
 
 
 @dataclass(frozen=True)
-class FolderReport:
+class FolderReport(Report):
     """What was found in a folder.
 
     Attributes
@@ -50,12 +51,11 @@ class FolderReport:
         """Whether nothing is wrong, as far as was looked."""
         return not self.missing and not self.problems and all(each.ok for each in self.files)
 
-    def to_json(self) -> str:
-        """All of it as one JSON object."""
-        files = [{"ok": each.ok, **asdict(each)} for each in self.files]
-        return json.dumps({"ok": self.ok, **asdict(self), "files": files}, indent=2)
+    def facts(self) -> dict[str, Any]:
+        """The report for programs, with the verdicts."""
+        return {"ok": self.ok, **super().facts(), "files": [each.facts() for each in self.files]}
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         bad = [each for each in self.files if not each.ok]
         whole = [each for each in self.files if each.ok]
         size = human_bytes(sum(each.num_bytes for each in self.files))
@@ -65,13 +65,13 @@ class FolderReport:
         if len(self.missing) > SHOWN:
             lines.append(f"  missing: {len(self.missing) - SHOWN} more (--json has all)")
         lines += [f"  wrong: {each}" for each in self.problems]
-        lines += [f"  {line}" for each in bad for line in str(each).splitlines()]
-        lines += [f"  {str(each).splitlines()[0]}" for each in whole[:SHOWN]]
+        lines += [f"  {line}" for each in bad for line in each.lines()]
+        lines += [f"  {each.lines()[0]}" for each in whole[:SHOWN]]
         if len(whole) > SHOWN:
             lines.append(f"  {len(whole) - SHOWN} more that are whole")
         read_bytes = sum(each.read_bytes for each in self.files)
         lines.append(f"  {human_bytes(read_bytes)} read in {self.seconds:.1f} s")
-        return "\n".join(lines)
+        return lines
 
     def _faults(self, num_bad: int) -> str:
         found = [(num_bad, "bad file"), (len(self.missing), "missing file"), (len(self.problems), "other fault")]
@@ -116,7 +116,7 @@ def verify_folder(
     problems = [*wrong_counts(names), *_numbers(files)]
     if not missing and all(each.ok for each in reports):
         problems += _disagreements(files, name)
-    return FolderReport(printable(name), tuple(reports), missing, tuple(problems), time.perf_counter() - started)
+    return FolderReport(str(name), tuple(reports), missing, tuple(problems), time.perf_counter() - started)
 
 
 def _of_all(progress: Progress | None, before: int, total: int) -> Progress | None:
@@ -135,7 +135,7 @@ def _check(
         why = str(error).removeprefix(f"{printable(file)}: ")
         num_bytes = file.stat().st_size if file.exists() else 0
         return VerifyReport(
-            path=printable(file),
+            path=str(file),
             num_bytes=num_bytes,
             by_h5chunk=False,
             quick=False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
+from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.report import Report
 
 SHOWN = 20  # bad chunks in what people read; JSON has all
 
@@ -43,7 +45,8 @@ class BadChunk:
         sums = ""
         if self.expected is not None and self.found is not None and self.expected != self.found:
             sums = f": expected {self.expected:08x}, found {self.found:08x}"
-        return f"{self.field}, chunk {self.chunk}, samples {self.first_sample} to {self.last_sample}: {self.what}{sums}"
+        samples = f"samples {self.first_sample} to {self.last_sample}"
+        return printable(f"{self.field}, chunk {self.chunk}, {samples}: {self.what}{sums}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What was found.
 
     Attributes
@@ -106,11 +109,11 @@ class VerifyReport:
         """Whether nothing is wrong, as far as was looked."""
         return not self.bad and not self.problems
 
-    def to_json(self) -> str:
-        """All of it as one JSON object."""
-        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+    def facts(self) -> dict[str, Any]:
+        """The report for programs, with the verdict."""
+        return {"ok": self.ok, **super().facts()}
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}"]
         for each in self.fields:
             some = "" if each.num_checked == each.num_chunks else f"{each.num_checked:,} of "
@@ -122,7 +125,7 @@ class VerifyReport:
         lines += [f"  wrong: {each}" for each in self.problems]
         lines += [f"  note: {each}" for each in self.notes]
         lines.append(f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s")
-        return "\n".join(lines)
+        return lines
 
     def _verdict(self) -> str:
         if not self.ok:

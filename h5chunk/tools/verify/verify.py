@@ -112,7 +112,7 @@ def _verify_file(
             again = _verify_file(path, quick, None, None, trusted, progress)
             return replace(again, bad=tuple(bad), repaired=tuple(repaired))
     return VerifyReport(
-        path=printable(path),
+        path=str(path),
         num_bytes=path.stat().st_size,
         by_h5chunk=header is not None,
         quick=quick,

@@ -1,0 +1,45 @@
+"""The base of every report: escaped lines for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from h5chunk.errors import as_text, printable
+
+
+class Report:
+    """Base of the dataclasses that commands print.
+
+    A subclass gives `lines`. Names that come from files stand in them as they are: ``str()`` escapes control
+    characters in each line, so that no name can break a line or steer a terminal; ``to_json()`` keeps them.
+    """
+
+    def lines(self) -> Iterable[str]:
+        """The report for people, line by line."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """The report for programs."""
+        return asdict(self)  # type: ignore[call-overload]
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.lines()))
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(_plain(self.facts()), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    """A value in the terms of JSON, which has no infinity, no NaN, and no bytes that are not UTF-8."""
+    if isinstance(value, dict):
+        return {as_text(str(key)): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return as_text(value) if isinstance(value, str) else value
