@@ -195,7 +195,9 @@ def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, name):
     assert found.repack and found.shuffle
     assert {each.remedy for each in found.advice if each.code != "w0_one"} == {found.commands[0]}
     assert f"\n        {found.commands[0]}\n" in str(found)
-    result = run(*shlex.split(found.commands[0])[1:])
+    split = ["bash", "-c", rf"printf '%s\0' {found.commands[0]}"]
+    words = subprocess.run(split, capture_output=True, check=True).stdout
+    result = run(*words.decode().split("\0")[1:-1])
     assert result.exit_code == 0, result.output
     scope: dict[str, Any] = {"h5chunk": h5chunk, "DataLoader": DataLoader}
     *before, last = found.commands[1].split("; ")

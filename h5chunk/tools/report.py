@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -32,6 +34,21 @@ class Report:
     def to_json(self) -> str:
         """The report as one JSON object."""
         return json.dumps(_plain(self.facts()), indent=2)
+
+
+def shell_command(words: Iterable[str]) -> str:
+    r"""Join words to a command that bash and zsh split into the same words, without control characters.
+
+    >>> print(shell_command(["h5chunk", "info", "a b.h5", "x\x1b.h5"]))
+    h5chunk info 'a b.h5' $'x\x1b.h5'
+    """
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words)
+
+
+def _escaped(word: str) -> str:
+    """A word between the quotes of ``$''``."""
+    bare = "".join(rf"\{each}" if each in "\\'" else each for each in word)
+    return "".join(c if c.isprintable() else "".join(rf"\x{byte:02x}" for byte in os.fsencode(c)) for c in bare)
 
 
 def _plain(value: Any) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import h5py
 
-from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format import GROUP, opened
 from h5chunk.tools.model.advice import PIECES, Advice, advise_filter, advise_labels, advise_layout, advise_w0, is_giant
 from h5chunk.tools.model.clustering import Clustering, find_clustering
 from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.model.settings import LOADER, Setting
+from h5chunk.tools.report import shell_command
 from h5chunk.tools.tune.model import Model
 from h5chunk.tools.tune.study import Study
 
@@ -39,18 +39,24 @@ def usable(cache: Triple) -> CacheSettings:
     return CacheSettings(max(1, int(cache[0])), int(cache[1]), min(float(cache[2]), MOST_W0))
 
 
+def tuned_path(study: Study) -> Path:
+    """The file that the recommended command writes."""
+    source = study.reader.path
+    return source.with_name(f"{source.stem}-tuned.h5")
+
+
 def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
     """The command line that lays a file out anew; AnnData's are not shuffled, but converted."""
     source = study.reader.path
     verb = "convert" if study.anndata and shuffle else "repack"
-    parts = ["h5chunk", verb, printable(source), printable(source.with_name(f"{source.stem}-tuned.h5"))]
+    parts = ["h5chunk", verb, str(source), str(tuned_path(study))]
     if verb == "convert":
-        return shlex.join(parts)
+        return shell_command(parts)
     parts += ["--chunk-samples", str(chunk_samples)] if chunk_samples else []
     parts += ["--shuffle"] if shuffle else []
     if not {"images", "X"} & {each.strip("/") for each in study.fields.values()}:
         parts += ["--fields", study.reader.main.dataset]
-    return shlex.join(parts)
+    return shell_command(parts)
 
 
 def find_clusterings(study: Study) -> list[Clustering]:

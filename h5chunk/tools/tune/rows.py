@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from typing import Any
 
-from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.model.choose import Candidate, runner_up
 from h5chunk.tools.model.cost import Reads, slowest
 from h5chunk.tools.model.settings import DATASET, LOADER, Setting, cache_of
-from h5chunk.tools.tune.advice import Triple, repack_command
+from h5chunk.tools.report import shell_command
+from h5chunk.tools.tune.advice import Triple, repack_command, tuned_path
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, SECOND, TODAY, TuneRow
 from h5chunk.tools.tune.search import Search
 
@@ -150,17 +149,17 @@ def _reason_second(search: Search, second: Candidate, chosen: Candidate) -> str:
 def commands_for(search: Search, setting: Setting) -> list[str]:
     """What to do, one step each."""
     study = search.study
-    path, steps = printable(study.reader.path), []
+    path, steps = str(study.reader.path), []
     if not study.converted:
         path = "OUT.h5"
-        source = shlex.quote(study.source)
-        steps.append(f"h5chunk convert {source} {path} --chunk-samples {setting.chunk_samples}")
+        source = shell_command(["h5chunk", "convert", study.source, path])
+        steps.append(f"{source} --chunk-samples {setting.chunk_samples}")
         steps[0] += "   # or: h5chunk tune ... --json > tuned.json, and --tuned tuned.json"
     elif setting.repack:
         keep = None if study.matrix else setting.chunk_samples
         command = repack_command(study, keep, shuffle=setting.shuffle)
         steps.append(command if study.anndata else f"{command} --window {setting.window_chunks}")
-        path = shlex.split(command)[3]
+        path = str(tuned_path(study))
     known = (
         setting.repack and study.converted and not study.anndata
     ) or setting.window_chunks == study.facts.window_chunks
