@@ -48,6 +48,56 @@ def test_every_command_and_option_has_help() -> None:
         assert result.exit_code == 0 and "--help" in result.output
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("", "an empty name: is not the name of a file to write: give one, such as data.h5"),
+        (".", ".: is not the name of a file to write: give one, such as ./data.h5"),
+        ("..", "..: is not the name of a file to write: give one, such as ../data.h5"),
+        ("/", "/: is not the name of a file to write: give one, such as /data.h5"),
+        ("new/", "new/: is not the name of a file to write: give one, such as new/data.h5"),
+        ("new/.", "new/.: is not the name of a file to write"),
+        ("old.h5/", "old.h5/: is not the name of a file to write"),
+        ("folder", "folder: is a folder: give the name of a file, such as folder/data.h5"),
+        ("old.h5/x.h5", "old.h5/x.h5: its folder old.h5 is not a folder"),
+        ("loop", "loop: cannot be written: Too many levels of symbolic links: give another name"),
+        ("x" * 256, "cannot be written: File name too long: give another name"),
+    ],
+)
+@pytest.mark.parametrize("command", ["images", "matrix", "repack", "dry run"])
+def test_odd_outputs_are_errors_with_a_remedy(
+    class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, output: str, message: str
+) -> None:
+    root = class_folder(4)
+    monkeypatch.chdir(tmp_path)
+    run("convert", root, "old.h5")
+    Path("ratings.csv").write_text("user,item,rating\n1,2,3\n4,5,6\n")
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    arguments = {
+        "images": ["convert", root, output, "--overwrite"],
+        "matrix": ["convert", "ratings.csv", output, "--overwrite"],
+        "repack": ["repack", "old.h5", output, "--overwrite"],
+        "dry run": ["convert", root, output, "--dry-run"],
+    }[command]
+    check_error(run(*arguments), message)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("output", ["", ".", "..", "/", "./", "x/.."])
+def test_odd_folders_of_shards_are_errors_with_a_remedy(
+    class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    root = class_folder(4)
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    check_error(run("convert", root, output, "--shards", 2), "is not the name of a folder to write: give one, such as ")
+    assert not list(Path().iterdir())
+    assert run("convert", root, "new/", "--shards", 2).exit_code == 0
+    assert sorted(path.name for path in Path("new").iterdir()) == ["new-00000-of-00002.h5", "new-00001-of-00002.h5"]
+
+
 def test_options_are_those_of_the_function() -> None:
     import inspect
 
@@ -117,7 +167,7 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     check_error(run("convert", tmp_path / "none", out), "no such file or folder")
     check_error(run("convert", tmp_path / "empty", out), "no images found; looked for .jpg")
     check_error(run("convert", tmp_path / "text", out), "not a folder, .zip or .tar")
-    check_error(run("convert", root, out, "--manifest", tmp_path / "none.csv"), "none.csv: cannot be read")
+    check_error(run("convert", root, out, "--manifest", tmp_path / "none.csv"), "none.csv: no such file")
     check_error(run("convert", root, out, "--fit", "crop"), "no size was given")
     check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
     check_error(run("convert", root, tmp_path), "is a folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -210,6 +211,17 @@ def test_matrices_are_refused(tmp_path: Path, options: dict[str, object]) -> Non
         OptionError, match=r"shard.* is \d+ but .*r.csv is a sparse matrix .*: that option is for images"
     ):
         convert(tmp_path / "r.csv", tmp_path / "out", **options)
+
+
+def test_a_place_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as below /proc; it is not taken for one that another writer just finished."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(OutputError, match="out: cannot be written: No such file or directory"):
+        newfolder.NewFolder(tmp_path / "out").__enter__()
 
 
 def test_where_it_may_not_be(class_folder: Make, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def check_source(path: Path) -> None:
         raise SourceError(f"{printable(path)}: no such file or folder") from None
     except OSError as error:
         raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a byte 0 in it
+        raise SourceError(f"{printable(path)}: is no path: {error}") from None
 
 
 def is_hidden(name: bytes) -> bool:

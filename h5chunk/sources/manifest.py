@@ -88,8 +88,9 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._skip = 1
+        check_source(path)
         try:
-            if path.exists() and not path.is_file():  # a pipe would be waited for, and could not be read twice
+            if not path.is_file():  # a pipe would be waited for, and could not be read twice
                 raise SourceError(f"{printable(path)}: is no regular file: give a table as a file")
             with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
                 self._stamp = _stamp(file)

@@ -408,7 +408,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         It is missing, not HDF5, or cut short.
     """
     shown = printable(path)
-    if not Path(path).exists():
+    if not os.path.exists(path):  # False as well of names that are too long
         raise FileError(f"{shown}: no such file")
     if not Path(path).is_file():
         raise FileError(f"{shown}: not a regular file")

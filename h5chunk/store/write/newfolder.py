@@ -18,7 +18,16 @@ from types import TracebackType
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.store.write.journal import Journal
-from h5chunk.store.write.partfile import check_name, is_kept, is_open, journal_path, lock, part_path, sync_folder
+from h5chunk.store.write.partfile import (
+    check_name,
+    check_parent,
+    is_kept,
+    is_open,
+    journal_path,
+    lock,
+    part_path,
+    sync_folder,
+)
 
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.h5")
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
@@ -98,13 +107,16 @@ class NewFolder:
         while True:
             try:
                 self.part.mkdir(exist_ok=True)
-                descriptor = os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                continue  # another writer just finished
-            except (FileExistsError, NotADirectoryError):
+            except FileExistsError:
                 raise OutputError(
                     f"{shown}: a file of that name is not finished: finish that, or remove {printable(self.part)}"
                 ) from None
+            except OSError as error:
+                raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
+            try:
+                descriptor = os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue  # another writer just finished
             except OSError as error:
                 raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
             lock(descriptor, shown)
@@ -168,10 +180,7 @@ def check_folder(path: Path, overwrite: bool) -> None:
         )
     if there and not overwrite:
         raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
-    if not path.parent.is_dir():
-        raise OutputError(f"{shown}: its folder {printable(path.parent)} does not exist: make it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{shown}: its folder {printable(path.parent)} is not writable")
+    check_parent(path)
 
 
 def _remove_files(folder: Path) -> None:

@@ -77,13 +77,43 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
+    """Parse the path of an output, which must name a file, or a folder of shards.
+
+    Raises
+    ------
+    OutputError
+        It has no name of its own, such as ``.``, ``..`` or an empty one; or it ends with a slash, as a folder does.
+    """
+    text = os.fspath(path)
+    name = os.path.basename(text.rstrip("/") if folder else text)
+    if name in ("", ".", "..") or "\0" in text:
+        what, example = ("folder", "shards") if folder else ("file", "data.h5")
+        raise OutputError(
+            f"{printable(text) or 'an empty name'}: is not the name of a {what} to write: give one, such as "
+            f"{printable(os.path.join(text.replace(chr(0), ''), example))}"
+        )
+    return Path(path)
+
+
 def check_name(path: Path) -> None:
     """Raise OutputError unless files can be named after ``path``, and it can be looked at."""
-    try:
-        os.stat(path.with_name(f".{path.name}.h5chunk-part-header"))  # the longest of them
-    except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
-            raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}: give another name") from None
+    beside = journal_path(path)
+    for each in (path, beside.with_name(f"{beside.name}-data")):  # the longest of them
+        try:
+            os.stat(each)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
+                raise OutputError(
+                    f"{printable(path)}: cannot be written: {error.strerror}: give another name"
+                ) from None
+
+
+def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> None:
+    """Raise OutputError if an output is one of its own sources."""
+    for source in sources:
+        if source is not None and os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -91,15 +121,22 @@ def check_output(path: Path, overwrite: bool) -> None:
     shown = printable(path)
     check_name(path)
     if path.is_dir():
-        raise OutputError(f"{shown}: is a folder: give the name of a file")
+        raise OutputError(f"{shown}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be gone
         raise OutputError(f"{shown}: is no regular file, and is not replaced by one: give another name")
     if os.path.exists(path) and not overwrite:
         raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+    check_parent(path)
+
+
+def check_parent(path: Path) -> None:
+    """Raise OutputError unless files can be made in the folder that ``path`` lies in."""
+    shown, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
-        raise OutputError(f"{shown}: its folder {printable(path.parent)} does not exist: make it first")
+        problem = "is not a folder" if path.parent.exists() else "does not exist: make it first"
+        raise OutputError(f"{shown}: its folder {parent} {problem}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{shown}: its folder {printable(path.parent)} is not writable")
+        raise OutputError(f"{shown}: its folder {parent} is not writable")
 
 
 def check_room(path: Path, num_bytes: int) -> None:

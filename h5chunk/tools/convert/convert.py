@@ -16,8 +16,9 @@ from typing import Any
 from h5chunk.errors import OutputError, printable
 from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.write.fill import Filled
-from h5chunk.store.write.newfile import NewFile, check_output, check_room
+from h5chunk.store.write.newfile import NewFile
 from h5chunk.store.write.newfolder import check_folder
+from h5chunk.store.write.partfile import check_output, check_room, parse_output
 from h5chunk.tools.convert.images import Conversion, count_written, estimate_s, prepare, write_images
 from h5chunk.tools.convert.report import ConvertPlan, ConvertReport
 from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
@@ -200,12 +201,19 @@ _APPLIED = ("rotated", "resized", "first frame")
 
 
 def _prepare(
-    *, shards: int | None, shard_bytes: int | None, overwrite: bool, **options: Any
+    *,
+    path: str | os.PathLike[str],
+    shards: int | None,
+    shard_bytes: int | None,
+    overwrite: bool,
+    **options: Any,
 ) -> tuple[Conversion, list[Conversion]]:
     """The conversion, and those of its shards if it is to have any."""
     check_shards(shards, shard_bytes)
     is_sharded = shards is not None or shard_bytes is not None
-    job = prepare(check=partial(check_folder if is_sharded else check_output, overwrite=overwrite), **options)
+    path = parse_output(path, folder=is_sharded)
+    check = partial(check_folder if is_sharded else check_output, overwrite=overwrite)
+    job = prepare(path=path, check=check, **options)
     if not is_sharded:
         return job, []
     return job, split_conversion(job, shards, shard_bytes, chosen=options["chunk_samples"] is None)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
+from h5chunk.errors import OptionError, SampleError, SourceError
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permute import permutation
 from h5chunk.sources.decode import ImageOptions
@@ -27,6 +27,7 @@ from h5chunk.store.write.fill import Filled, available_cores, fill
 from h5chunk.store.write.filltask import FillJob
 from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.newfile import NewFile
+from h5chunk.store.write.partfile import check_not_source
 from h5chunk.tools.convert.resume import TaskLog, facts_of_all
 from h5chunk.tools.progress import Progress, count_up
 
@@ -161,9 +162,7 @@ def prepare(
         raise OptionError(f"on_error is {on_error!r}: give fail or skip")
     if workers is not None and workers < 0:
         raise OptionError(f"workers is {workers}: give 0 (none but this process) or more")
-    for read in (source, manifest):
-        if read is not None and os.path.exists(path) and os.path.exists(read) and path.samefile(read):
-            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+    check_not_source(path, source, manifest)
     check(path)
 
     def found(count: int) -> None:

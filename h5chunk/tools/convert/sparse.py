@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OutputError, SourceError, printable
+from h5chunk.errors import SourceError, printable
 from h5chunk.plan.sparse import index_dtype, plan_csr
 from h5chunk.sources.sparse import block as sparse
 from h5chunk.sources.sparse.block import SparseSource
 from h5chunk.store.format import GROUP, FileSpec
 from h5chunk.store.write.csr import CsrWriter, csr_spec, write_fields
-from h5chunk.store.write.newfile import NewFile, check_output
+from h5chunk.store.write.newfile import NewFile
+from h5chunk.store.write.partfile import check_not_source, check_output, parse_output
 from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
 from h5chunk.tools.convert.sparse_dense import DenseFile
 from h5chunk.tools.convert.sparse_fields import field_name, fields_of, tables_of
@@ -103,10 +104,9 @@ def _open(
     layer: str | None,
     columns: tuple[str, ...] | None,
 ) -> tuple[SparseSource, Path]:
-    path = Path(path)
+    path = parse_output(path)
     if isinstance(source, str | os.PathLike):
-        if path.exists() and os.path.exists(source) and path.samefile(source):
-            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+        check_not_source(path, source)
         check_output(path, options.overwrite)
         source = sparse.open_sparse(source, format, layer=layer, columns=columns)
     return source, path

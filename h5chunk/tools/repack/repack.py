@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from h5chunk.errors import OutputError, printable
+from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
@@ -16,7 +16,8 @@ from h5chunk.store.rewrite.child import in_child
 from h5chunk.store.rewrite.rewrite import NewOrder
 from h5chunk.store.rewrite.survey import Survey, damages, survey_file
 from h5chunk.store.write.fill import available_cores
-from h5chunk.store.write.newfile import NewFile, check_output
+from h5chunk.store.write.newfile import NewFile
+from h5chunk.store.write.partfile import check_not_source, check_output, parse_output
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.repack.check import bytes_to_check, check_moved
 from h5chunk.tools.repack.fields import find_samples, is_anndata
@@ -106,9 +107,8 @@ def repack(
         overwrite=overwrite,
     )
     found = None if tuned is None else read_tuned(tuned)
-    path = Path(path)
-    if os.path.exists(path) and os.path.exists(source) and path.samefile(source):
-        raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+    path = parse_output(path)
+    check_not_source(path, source)
     check_output(path, overwrite)
     with Source(Path(source)) as opened:
         return _repack(opened, path, options, found, progress)
