@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -54,10 +55,16 @@ def check_table(table: ChunkTable, dataset: h5py.Dataset) -> None:
     assert len(table) == math.prod(grid)
     assert (table.offsets.dtype, table.sizes.dtype, table.filter_masks.dtype) == (np.int64, np.int64, np.uint32)
     assert table.chunk_shape == dataset.chunks
+    stored = Path(dataset.file.filename).read_bytes()
     for place, scaled in enumerate(np.ndindex(*grid)):
-        info = dataset.id.get_chunk_info_by_coord(tuple(s * c for s, c in zip(scaled, dataset.chunks, strict=True)))
-        expected = (-1, 0, 0) if info.byte_offset is None else (info.byte_offset, info.size, info.filter_mask)
-        assert (table.offsets[place], table.sizes[place], table.filter_masks[place]) == expected
+        start = tuple(s * c for s, c in zip(scaled, dataset.chunks, strict=True))
+        info = dataset.id.get_chunk_info_by_coord(start)  # HDF5 1.14.2 leaves the user block out of its offset
+        if info.byte_offset is None:
+            assert (table.offsets[place], table.sizes[place], table.filter_masks[place]) == (-1, 0, 0)
+            continue
+        mask, data = dataset.id.read_direct_chunk(start)
+        assert (table.filter_masks[place], table.sizes[place]) == (mask, len(data)) == (info.filter_mask, info.size)
+        assert stored[table.offsets[place] :][: len(data)] == data
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

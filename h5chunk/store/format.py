@@ -118,6 +118,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.guard.guard import check_beside, damages
+from h5chunk.store.read.chunktable import list_chunks
 
 FORMAT_VERSION = 1
 GROUP = "h5chunk"
@@ -291,14 +292,10 @@ def _fixed(value: Any) -> Any:
 
 def region_of(dataset: h5py.Dataset) -> Region:
     """Where the bytes of a dataset without a filter lie."""
-    if dataset.chunks is None:
-        return Region(dataset.id.get_offset(), dataset.nbytes)
-    places: list[tuple[int, int]] = []
-    dataset.id.chunk_iter(lambda chunk: places.append((chunk.byte_offset, chunk.size)))
-    first, size = places[0]
-    if any(place != (first + i * size, size) for i, place in enumerate(places)):
+    table = list_chunks(dataset)
+    if not table.is_one_run:
         raise RuntimeError(f"the chunks of {dataset.name} are not one run of bytes in this version of HDF5")
-    return Region(first, len(places) * size)
+    return Region(int(table.offsets[0]), int(table.sizes.sum()))
 
 
 @dataclass(frozen=True)
