@@ -22,7 +22,7 @@ from h5chunk.store.format import Header, checksums_of, open_file, opened, read_h
 from h5chunk.store.guard.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.guard.claims import check_chunks
 from h5chunk.store.guard.guard import Guard, Trusted, damages
-from h5chunk.store.read.chunktable import list_chunks
+from h5chunk.store.read.chunktable import leaves_memory, list_chunks
 from h5chunk.store.read.csrhdf5 import CsrHandle
 from h5chunk.store.read.csrrows import CsrRoom
 from h5chunk.store.read.fields import Field, look_at, usual_fields
@@ -280,6 +280,7 @@ class _Handle:
         self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
         dataset = h5py.Dataset(self._id)
         check_chunks(dataset)
+        self._clears = leaves_memory(dataset)
         self._checks: ChunkChecks | None = None
         if field.name in sums and dataset.size:
             table = list_chunks(dataset)
@@ -319,6 +320,8 @@ class _Handle:
 
     def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
         count = memory.shape[0]
+        if self._clears:
+            out[...] = np.zeros((), out.dtype)
         self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
         self._id.read(memory, self._space, out, self._kind)
 

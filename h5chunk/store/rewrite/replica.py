@@ -261,5 +261,6 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
         new.set_filter(each.code, h5z.FLAG_OPTIONAL, each.values)
     plain = layout.written and not layout.filters
     new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
-    new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
+    if layout.written:  # else values stay what they are: the fill value, or nothing
+        new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
     return new
