@@ -402,7 +402,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     Raises
     ------
     FileError
-        It is missing, not HDF5, or cut short.
+        It is missing, not HDF5, cut short, or open for writing.
     """
     shown = printable(path)
     if not os.path.exists(path):  # False as well of names that are too long
@@ -412,7 +412,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
     try:
-        return h5py.File(path, "r", **options)
+        file = h5py.File(path, "r", **options)
     except OSError as error:
         reason = str(error)
         if "truncated" in reason:
@@ -424,3 +424,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         if "unable to lock file" in reason:
             raise FileError(f"{shown}: is locked: another process is writing to it: wait for that") from None
         raise FileError(f"{shown}: cannot be opened: {reason}") from None
+    if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares what this process has open already
+        file.close()
+        raise FileError(f"{shown}: is open for writing (or beside a writer, SWMR) in this process: close it first")
+    return file
