@@ -53,6 +53,8 @@ def convert(
     binarize: float | None = None,
     min_row_count: int = 0,
     min_column_count: int = 0,
+    duplicates: str = "auto",
+    transpose: bool = False,
     dense: bool = False,
     filter: str = "gzip",
     memory_bytes: int = MEMORY_BYTES,
@@ -73,7 +75,7 @@ def convert(
     source : path
         A folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix: a file of
         (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
-        10x .h5, or a dense .npy.
+        10x .h5, a 10x folder (its cells become the samples), or a dense .npy.
     path : path
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     manifest : path, optional
@@ -106,10 +108,11 @@ def convert(
     layer : str, optional
         Which matrix of an .h5ad: ``X``, ``raw`` or the name of a layer; which genome of an old 10x file.
     columns : sequence of str, optional
-        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if any, value.
+        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if there are more, value
+        and time.
     scale : float, optional
         Values are stored as value * scale, which must be whole numbers from 0 to 255; without, the smallest of 1, 2,
-        4, 5, 8, 10, 16, 20, 100 that makes them so. The values of duplicate entries are summed before anything else.
+        4, 5, 8, 10, 16, 20, 100 that makes them so. Duplicate entries are combined before anything else.
     clip : bool
         Whether what lies outside of 0..255 becomes 0 or 255.
     binarize : float, optional
@@ -117,13 +120,19 @@ def convert(
     min_row_count, min_column_count : int
         Leave out first columns, then rows, of fewer entries than this; once. Rows without entries are kept if the
         source has them by number, and if this is 0.
+    duplicates : {"auto", "error", "sum", "last", "first", "max", "mean"}
+        What counts where several entries of the source share a row and a column. ``last`` and ``first`` go by the
+        column of times of a delimited file, if it has one, and else by the order in the source; a ``mean`` without an
+        exact code is an error. ``auto`` is ``error`` for ratings (delimited files) and libsvm, else ``sum``.
+    transpose : bool
+        Make the columns of the source the samples. Fields of rows (``obs``, labels) are left out then.
     dense : bool
         Pack dense rows instead.
     filter : {"gzip", "none"}
         Of their chunks.
     memory_bytes : int
         About the most memory to take; what does not fit waits on disk, beside ``path``. The output does not depend on
-        it.
+        it. A source whose rows and columns alone take more is refused before that memory is taken.
     shards : int, optional
         Of images: make so many files ``PATH/NAME-00000-of-00012.h5``, each complete by itself, with samples that were
         shuffled over all of them. `h5chunk.ChunkDataset` reads the folder as one.

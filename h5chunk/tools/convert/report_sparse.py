@@ -32,6 +32,10 @@ class SparsePlan(Report):
     memory_bytes : int
         What was allowed.
     estimated_s : float
+    axes : (str, str)
+        What the rows, which are the samples, and the columns are in the source.
+    duplicates : str
+        What is done about entries that share a place.
     """
 
     source_kind: str
@@ -45,6 +49,8 @@ class SparsePlan(Report):
     free_bytes: int
     memory_bytes: int
     estimated_s: float
+    axes: tuple[str, str]
+    duplicates: str
 
     def lines(self) -> list[str]:
         rows = "rows" if self.num_rows is None else f"{self.num_rows:,} rows"
@@ -53,6 +59,8 @@ class SparsePlan(Report):
         temporary = f", {human_bytes(self.temporary_bytes)} of temporary data" if self.temporary_bytes else ""
         return [
             f"matrix     {rows} x {columns}, {about}{self.num_entries:,} entries ({self.source_kind})",
+            _axes_line(self.num_rows, self.num_columns, self.axes),
+            f"duplicates {self.duplicates}",
             *(f"field      {name} ({dtype})" for name, dtype in self.fields.items()),
             f"memory     at most {human_bytes(self.memory_bytes)}",
             f"disk       about {human_bytes(self.num_bytes)} needed{temporary}, {human_bytes(self.free_bytes)} free",
@@ -84,6 +92,8 @@ class SparseReport(Report):
     num_ranges : int
         Parts that were sorted one after the other, as memory did not suffice for all; 1 where it did.
     fields : list of str
+    axes : (str, str)
+        What the rows, which are the samples, and the columns are in the source.
     """
 
     path: str
@@ -100,6 +110,7 @@ class SparseReport(Report):
     counts: dict[str, int]
     num_ranges: int = 1
     fields: list[str] = field(default_factory=list)
+    axes: tuple[str, str] = ("rows", "columns")
 
     def lines(self) -> list[str]:
         values = "a pattern of ones" if self.pattern else f"values codes / {self.scale:g}"
@@ -107,6 +118,7 @@ class SparseReport(Report):
         lines = [
             f"{self.path}: {self.num_rows:,} x {self.num_columns:,}, {self.num_entries:,} entries, {values}{dense}, "
             f"{human_bytes(self.num_bytes)}, {self.counts.get('entries read', 0) / self.seconds:,.0f} entries/s",
+            _axes_line(self.num_rows, self.num_columns, self.axes),
             ", ".join(f"{count:,} {what}" for what, count in self.counts.items()),
         ]
         if self.fields:
@@ -114,3 +126,14 @@ class SparseReport(Report):
         if self.num_ranges > 1:
             lines.append(f"sorted in {self.num_ranges} parts, through temporary data on disk")
         return [line for line in lines if line]
+
+
+def _axes_line(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
+    """Say which axis of the source became the samples.
+
+    >>> _axes_line(138493, 26744, ("userId", "movieId"))
+    'samples: 138,493 rows (userId); columns: 26,744 (movieId)'
+    """
+    rows = "rows" if num_rows is None else f"{num_rows:,} rows"
+    columns = "" if num_columns is None else f"{num_columns:,} "
+    return f"samples: {rows} ({axes[0]}); columns: {columns}({axes[1]})"
