@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
