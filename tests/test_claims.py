@@ -186,6 +186,7 @@ def crafted() -> Iterator[tuple[str, bytes, dict[str, Any]]]:
     yield "ids.csv.gz", gzip.compress(b"".join(b"%d,1,1\n" % i for i in range(500_000))), {}
     names = b"".join(b"%d,1,1\n" % i for i in range(100_000))
     yield "wide.csv.gz", gzip.compress(names + b"x" * 256 + b",1,1\n"), {"columns": ["0:str", "1", "2"]}
+    yield "alike.csv.gz", gzip.compress(b"1,1,1\n" * (2 << 20)), {"duplicates": "sum", "clip": True}
     yield "line.svm.gz", gzip.compress(b"1" + b" 1:1" * (8 << 20)), {}
 
 
@@ -271,6 +272,15 @@ def test_rows_take_no_more_than_is_said(tmp_path: Path, ids: bool, memory_bytes:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < memory_bytes * 1.25
+
+
+def test_what_a_part_of_the_source_takes_is_taken_for_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_bytes(b"".join(b"%d,1,1\n" % i for i in range(1_000_000, 1_600_000)))
+    with pytest.raises(SourceError, match=r"claims \d+,\d+ rows and 1 columns in the first \d+% of it") as refusal:
+        h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", memory_bytes=32 << 20)
+    enough = int(str(refusal.value).rpartition("--memory ")[2].removesuffix("M)"))
+    assert 60 <= enough <= 68
+    assert h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", memory_bytes=enough << 20).num_rows == 600_000
 
 
 def test_a_wide_row_of_a_dense_h5ad_is_read_in_parts(tmp_path: Path) -> None:

@@ -610,7 +610,9 @@ def test_image_options_are_refused_for_a_matrix(ratings: Path, tmp_path: Path, o
     assert result.exit_code == 1 and "is a sparse matrix (csv): that option is for images" in result.stderr
 
 
-@pytest.mark.parametrize("option", [["--clip"], ["--binarize", 3], ["--memory", "2G"], ["--dense"], ["--layer", "X"]])
+@pytest.mark.parametrize(
+    "option", [["--clip"], ["--memory", "2G"], ["--dense"], ["--layer", "X"], ["--duplicates", "sum"], ["--transpose"]]
+)
 def test_sparse_options_are_refused_for_images(tmp_path: Path, option: list[object]) -> None:
     (tmp_path / "photos").mkdir()
     result = cli("convert", tmp_path / "photos", tmp_path / "x.h5", *option)

@@ -177,7 +177,8 @@ class H5adSource(SparseSource):
         if len(bad):
             raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range: there are {stored.length}")
         if stored.is_text or stored.dtype.kind == "S":
-            words = [word.decode("utf-8", "backslashreplace") for word in _strings(stored).tolist()]
+            strings = self._keep(_strings(stored), f"categories of {name}")
+            words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]
         else:
             words = [str(value) for value in stored.all().tolist()]
         self.row_fields[name], self.categories[name] = codes, words

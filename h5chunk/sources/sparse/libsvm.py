@@ -70,7 +70,7 @@ class LibsvmSource(SparseSource):
             except ValueError:
                 self._refuse_line(*first_bad_line(piece.data, piece.line, _has_labels))
             count += len(words)
-            self._memory.check(f"{count:,} rows or more", count * LABEL_BYTES)
+            self._memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
         labels = np.concatenate(parts)
         if not len(labels):
             self._text.fail("holds no row")

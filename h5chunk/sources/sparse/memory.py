@@ -24,7 +24,7 @@ class MemoryLimit:
         self._name = printable(path)
         self._held_bytes = 0
 
-    def check(self, claim: str, num_bytes: int) -> None:
+    def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
         """Refuse what does not fit in memory beside what the source keeps there.
 
         Parameters
@@ -33,6 +33,8 @@ class MemoryLimit:
             What the source says that it holds, such as ``2,000,000,000 rows``.
         num_bytes : int
             Memory that it would take.
+        part_read : float
+            Part of the source that this was found in, from 0 to 1; the rest is taken to be alike.
 
         Raises
         ------
@@ -42,10 +44,11 @@ class MemoryLimit:
         if self._held_bytes + num_bytes <= self.memory_bytes:
             return
         held = f" beside the {human_bytes(self._held_bytes)} of its names and fields" if self._held_bytes else ""
+        where = f" in the first {part_read:.0%} of it" if part_read < 1 else ""
+        enough = _round_up(self._held_bytes + int(num_bytes / max(part_read, 0.01)))
         raise SourceError(
-            f"{self._name}: claims {claim}, which take {human_bytes(num_bytes)} of memory{held}, but memory_bytes is "
-            f"{human_bytes(self.memory_bytes)}: if the claim is right, allow more "
-            f"(--memory {_round_up(self._held_bytes + num_bytes)})"
+            f"{self._name}: claims {claim}{where}, which take {human_bytes(num_bytes)} of memory{held}, but "
+            f"memory_bytes is {human_bytes(self.memory_bytes)}: if the claim is right, allow more (--memory {enough})"
         )
 
     def keep(self, claim: str, num_bytes: int) -> None:

@@ -133,7 +133,9 @@ def _axes_line(num_rows: int | None, num_columns: int | None, axes: tuple[str, s
 
     >>> _axes_line(138493, 26744, ("userId", "movieId"))
     'samples: 138,493 rows (userId); columns: 26,744 (movieId)'
+    >>> _axes_line(None, None, ("userId", "movieId"))
+    'samples: rows (userId); columns (movieId)'
     """
     rows = "rows" if num_rows is None else f"{num_rows:,} rows"
-    columns = "" if num_columns is None else f"{num_columns:,} "
-    return f"samples: {rows} ({axes[0]}); columns: {columns}({axes[1]})"
+    columns = "columns" if num_columns is None else f"columns: {num_columns:,}"
+    return f"samples: {rows} ({axes[0]}); {columns} ({axes[1]})"

@@ -18,6 +18,7 @@ from h5chunk.plan.duplicates import IN_ORDER, combine
 from h5chunk.store.write.spool import Spool
 
 MAX_KEY_STEP = 1024  # of the keys in order, one of so many is kept in memory
+MIN_ALIKE = 1 << 16  # entries of one place that are sorted at once in any memory
 PART_ENTRIES = 1 << 19  # entries handed on at a time: a few MB
 
 
@@ -199,8 +200,14 @@ class Entries:
             yield from self._combined(self._sort(self._range(low, high)))
 
     def _range(self, low: int, high: int | None) -> np.ndarray:
-        """The records of keys from ``low`` to ``high`` (excluded), of all runs in turn."""
-        found = []
+        """The records of keys from ``low`` to ``high`` (excluded), of all runs in turn.
+
+        Raises
+        ------
+        OptionError
+            One place has more entries than fit in memory: no cut can part them, and ``low`` is its key.
+        """
+        found, num_alike = [], 0
         for (first, size), keys in zip(self._runs, self._keys_of_runs, strict=True):
             start = max(0, int(np.searchsorted(keys, np.uint64(low), "left")) - 1) * self._step
             stop = size
@@ -213,6 +220,12 @@ class Entries:
             a = int(np.searchsorted(there, np.uint64(low), "left"))
             b = len(there) if high is None else int(np.searchsorted(there, np.uint64(high), "left"))
             found.append(records[a:b].copy())
+            num_alike += int(np.searchsorted(there, np.uint64(low), "right")) - a
+            if num_alike > max(MIN_ALIKE, self._limit):
+                raise OptionError(
+                    f"{num_alike:,} entries or more share one row and column, which do not fit in memory together: "
+                    "allow more (--memory), or remove them from the source"
+                )
         return np.concatenate(found) if found else np.empty(0, self.record)
 
     def _combined(self, records: np.ndarray) -> Iterator[Places]:
