@@ -329,7 +329,7 @@ def killed_when_complete(monkeypatch: pytest.MonkeyPatch, path: Path, **options:
     with monkeypatch.context() as patch, pytest.raises(Stop):
         for module in ("newfile", "newfolder"):
             patch.setattr(f"h5chunk.store.write.{module}.sync_folder", stop)
-        convert(path=path, workers=0, **options)
+        convert(path=path, **options)
 
 
 @linux
@@ -348,7 +348,7 @@ def test_the_same_command_finds_its_output_complete(
     skipping(root, broken)
     options = {**packed(kind, root), "shards": shards, "chunk_samples": 5, "on_error": "skip"}
     whole = convert(path=tmp_path / "whole.h5", **options)
-    killed_when_complete(monkeypatch, path=path, **options)
+    killed_when_complete(monkeypatch, path=path, workers=0, **options)
     data = contents(path)
     assert plan_convert(path=path, **options).already_complete
     for workers in (0, 2):
@@ -371,7 +371,7 @@ def test_an_output_of_anything_else_exists(
 ) -> None:
     root, path = class_folder(COUNT), tmp_path / "x.h5"
     options: dict[str, Any] = {**packed("manifest", root), "shards": shards}
-    killed_when_complete(monkeypatch, path=path, **options)
+    killed_when_complete(monkeypatch, path=path, workers=0, **options)
     changed: dict[str, dict[str, Any]] = {
         "seed": {"seed": 1},
         "chunk": {"chunk_samples": 7},
@@ -400,6 +400,43 @@ def test_an_output_of_anything_else_exists(
             run(path=path, **options)
     assert contents(path) == data and beside(path) == []
     assert not convert(path=path, overwrite=True, **options).already_complete
+
+
+@linux
+@pytest.mark.parametrize("options", [{}, {"dense": True}, {"binarize": 4}])
+def test_a_matrix_that_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    source, path = tmp_path / "r.csv", tmp_path / "x.h5"
+    source.write_text("user,item,rating\n" + "".join(f"{i % 40},{i * 7 % 31},{i % 5 + 1}\n" for i in range(900)))
+    options |= {"source": source, "duplicates": "max"}
+    whole = convert(path=tmp_path / "whole.h5", **options)
+    killed_when_complete(monkeypatch, path=path, **options)
+    data = path.read_bytes()
+    assert plan_convert(path=path, **options).already_complete
+    report = convert(path=path, memory_bytes=1 << 21, **options)
+    assert report.already_complete and "already complete" in str(report)
+    names = ("counts", "num_entries", "path", "seconds", "already_complete")  # not known, or others
+    assert replace(report, **{name: getattr(whole, name) for name in names}) == whole
+    assert report.num_entries in (None, whole.num_entries)
+    os.utime(source)
+    for changed in ({}, {"seed": 1}, {"min_row_count": 1}):
+        for run in (convert, plan_convert):
+            with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"):
+                run(path=path, **{**options, **changed})
+    assert path.read_bytes() == data and beside(path) == []
+
+
+@linux
+def test_a_folder_of_10x_is_all_of_its_files(tmp_path: Path) -> None:
+    folder, path = tmp_path / "cells", tmp_path / "x.h5"
+    folder.mkdir()
+    (folder / "matrix.mtx").write_text("%%MatrixMarket matrix coordinate integer general\n2 2 2\n1 1 3\n2 2 4\n")
+    (folder / "barcodes.tsv").write_text("A\nB\n")
+    (folder / "features.tsv").write_text("g1\tG1\tGene\ng2\tG2\tGene\n")
+    convert(folder, path)
+    assert convert(folder, path).already_complete
+    (folder / "features.tsv").write_text("g3\tG1\tGene\ng2\tG2\tGene\n")
+    with pytest.raises(OutputError, match="exists: use --overwrite"):
+        convert(folder, path)
 
 
 @linux

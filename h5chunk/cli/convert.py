@@ -152,7 +152,8 @@ def convert(
     SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix:
     ratings.csv and other (row, column[, value]) lines, .npz, .mtx, libsvm, .h5ad, 10x .h5 or folder, .npy.
 
-    If it is stopped, by Ctrl-C, a full disk, a bad image or a signal, the same command continues.
+    If it is stopped, by Ctrl-C, a full disk, a bad image or a signal, the same command continues. If OUTPUT is already
+    complete, the same command says so and does nothing.
     """
     from h5chunk.tools.convert.convert import convert as run
     from h5chunk.tools.convert.convert import plan_convert

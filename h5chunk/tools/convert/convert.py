@@ -158,7 +158,7 @@ def convert(
     SourceError, SampleError
         The source cannot be used, with the image and the reason.
     OutputError
-        The file cannot be made; what stood at ``path`` is as it was.
+        The file cannot be made, or something else than what the same call made stands at ``path``, which is as it was.
     OptionError
         An argument cannot be.
     """

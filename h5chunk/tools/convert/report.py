@@ -7,7 +7,7 @@ from typing import Any
 
 from h5chunk.plan.layout import Layout, human_bytes
 from h5chunk.sources.images import shape_text
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import COMPLETE, Report
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ConvertPlan(Report):
             f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
             *(f"ignored    {what}" for what in self.ignored),
-            *(["note       the output is already complete: this command would do nothing"] * self.already_complete),
+            *([f"note       {COMPLETE}"] * self.already_complete),
         ]
 
 

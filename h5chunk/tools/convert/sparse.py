@@ -14,8 +14,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,14 +24,19 @@ import h5chunk
 from h5chunk.errors import OptionError, SourceError, human_bytes, printable
 from h5chunk.plan.duplicates import IN_ORDER, describe
 from h5chunk.plan.sparse import index_dtype, plan_csr
+from h5chunk.sources.container import stamp_of
 from h5chunk.sources.sparse import block as sparse
 from h5chunk.sources.sparse.block import SparseSource
+from h5chunk.sources.sparse.tenx_files import find_tenx_files
 from h5chunk.sources.sparse.transposed import Transposed
 from h5chunk.store.format import GROUP, FileSpec
+from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.csr import CsrWriter, csr_spec, write_fields
+from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.store.write.partfile import check_not_source, check_output, parse_output
-from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
+from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport, read_report
+from h5chunk.tools.convert.resume import facts_of_all
 from h5chunk.tools.convert.sparse_dense import DenseFile
 from h5chunk.tools.convert.sparse_fields import field_name, fields_of, tables_of
 from h5chunk.tools.convert.sparse_keep import Kept, choose_what_to_keep
@@ -62,7 +68,9 @@ def convert_sparse(
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(_naming_memory(options))
-        source, path, options = _open(source, path, options, format, layer, columns)
+        source, path, options, command_id, complete = _open(source, path, options, format, layer, columns)
+        if complete:
+            return replace(read_report(path, source), seconds=time.perf_counter() - started)
 
         def told(done: int) -> None:
             if progress:
@@ -78,6 +86,7 @@ def convert_sparse(
         chunk_samples = write(
             new, kept, options, fields, tables, count_up("write", int(kept.row_entries.sum()), progress)
         )
+        new.command_id = command_id
         new.commit()
         num_ranges = read.entries.num_ranges
     return SparseReport(
@@ -99,6 +108,16 @@ def convert_sparse(
     )
 
 
+class _Opened(NamedTuple):
+    """What is to be converted; ``complete`` if the same command has done that already."""
+
+    source: SparseSource
+    path: Path
+    options: SparseOptions
+    command_id: str | None
+    complete: bool
+
+
 def _open(
     source: SparseSource | str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -106,11 +125,12 @@ def _open(
     format: str | None,
     layer: str | None,
     columns: tuple[str, ...] | None,
-) -> tuple[SparseSource, Path, SparseOptions]:
-    path = parse_output(path)
+) -> _Opened:
+    path, command_id, complete = parse_output(path), None, False
     if isinstance(source, str | os.PathLike):
         check_not_source(path, source)
-        check_output(path, options.overwrite)
+        check_output(path, options.overwrite or has_command_id(path))
+        command_id = _command_id(source, options, format, layer, columns)
         source = sparse.open_sparse(
             source,
             format,
@@ -119,7 +139,26 @@ def _open(
             times=options.duplicates in IN_ORDER,
             memory_bytes=options.memory_bytes,
         )
-    return Transposed(source) if options.transpose else source, path, options.for_kind(source.kind)
+        complete = not options.overwrite and is_made_by(path, command_id)
+        if not complete:
+            check_output(path, options.overwrite)
+    opened = Transposed(source) if options.transpose else source
+    return _Opened(opened, path, options.for_kind(source.kind), command_id, complete)
+
+
+def _command_id(
+    source: str | os.PathLike[str],
+    options: SparseOptions,
+    format: str | None,
+    layer: str | None,
+    columns: tuple[str, ...] | None,
+) -> str:
+    """Identify the command: equal ones make equal files."""
+    tenx = find_tenx_files(source)
+    files = [source] if tenx is None else [tenx.matrix, tenx.barcodes, tenx.features]
+    stamps = [stamp_of(os.stat(file)) for file in files if file is not None and os.path.exists(file)]
+    how = {"options": options.recorded(), "format": format, "layer": layer, "columns": columns}
+    return key_of({**facts_of_all(), **how, "stamps": stamps})
 
 
 @contextmanager
@@ -213,7 +252,8 @@ def plan_sparse(
     As `convert_sparse`, as far as that shows it.
     """
     with _naming_memory(options):
-        return _plan(*_open(source, path, options, format, layer, columns))
+        opened = _open(source, path, options, format, layer, columns)
+        return replace(_plan(*opened[:3]), already_complete=opened.complete)
 
 
 def _plan(source: SparseSource, path: Path, options: SparseOptions) -> SparsePlan:
