@@ -7,6 +7,7 @@ H5ChunkError
  +-- OutputError   (OSError)        the file to be written: exists, in use, no room
  +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
  |    +-- FieldError (KeyError)     a field that it lacks, or that cannot be a field
+ |         +-- UnsupportedError     legal in HDF5, but not read here
  |         +-- TrustError           data that lie elsewhere, which is not followed unless trusted
  +-- StateError    (ValueError)     a saved state that belongs to another order of samples
  +-- WorkerError   (RuntimeError)   a process of ours that died, or a thread that hangs
@@ -49,6 +50,10 @@ class FileError(H5ChunkError, OSError):
 
 class FieldError(FileError, KeyError):
     """The file lacks a field, or has a dataset that cannot be one."""
+
+
+class UnsupportedError(FieldError):
+    """What a file holds is legal in HDF5, but not read here, such as a huge dataset that was hardly ever written."""
 
 
 class TrustError(FieldError):

@@ -247,7 +247,7 @@ ATTACKS: dict[str, Attack] = {
     "filter twice": Attack(instead(bomb), "filter gzip more than once, as a bomb would be", "unpacks 50 MB"),
     "huge chunk": Attack(
         instead(lambda f, _: chunked(f, (N, 1 << 30), (1, 1 << 30), 1)),
-        "has chunks of 1.0 GiB but 0 bytes are stored: damaged, or a bomb",
+        "has chunks of 1.0 GiB, and none was ever written: write one",
         "takes 1 GiB for each chunk",
     ),
     "huge shape, nothing written": Attack(

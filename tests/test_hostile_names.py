@@ -133,6 +133,7 @@ def test_info_and_verify(folder: Path, foreign: Path, converted: Path, json_too:
     check("info", folder / "none", code=1)
     for path in (foreign, folder):
         check("verify", path, *json_too, code=None)
+    check("verify", foreign, *json_too)  # odd names are no damage
     check("verify", converted, *json_too)
     found = json.loads(check("info", foreign, "--json").stdout)
     assert found["path"] == as_text(foreign) and f"labels{TEXT}" in [each["name"] for each in found["datasets"]]

@@ -20,7 +20,9 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
+from h5chunk.store.guard.claims import SLACK_CHUNKS
 from h5chunk.store.guard.crc import crc32
+from h5chunk.store.guard.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.read.chunktable import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.read.codecs import ChunkDecoder, DecodeError, NoDecoder
 from h5chunk.store.read.ranges import PART_BYTES, read_bytes
@@ -77,6 +79,10 @@ class CheckedDataset:
     ----------
     num_chunks : int
         A contiguous dataset is one. 0: nothing is stored outside of the header, or chunks are not listed.
+    num_unwritten : int
+        Those of them that were never written.
+    reads_as : str
+        The value that readers give for these; empty if there are none.
     unlisted : str
         The reason why chunks are not listed, and so not checked; empty if they are.
     by : {"checksum", "decoding", "reading"}
@@ -100,10 +106,14 @@ class CheckedDataset:
         self._by_hdf5 = False
         properties = dataset.id.get_create_plist()
         stored = properties.get_layout() != h5py.h5d.COMPACT and math.prod(dataset.shape or (0,)) > 0
-        self.unlisted = ""
+        self.num_unwritten = count_unwritten(dataset)
+        self.reads_as = unwritten_value(dataset) if self.num_unwritten else ""
+        sparse = self.num_unwritten > SLACK_CHUNKS
+        partly = sparse and dataset.id.get_storage_size() > 0
+        self.unlisted = f"{self.num_unwritten:,} of its chunks were never written" if partly else ""
         self._table: ChunkTable | None = None
         try:
-            self._table = list_chunks(dataset) if stored else None
+            self._table = list_chunks(dataset) if stored and not sparse else None
         except NotDirect as error:
             self.unlisted = str(error)
         self.num_chunks = len(self._table) if self._table is not None else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import h5py
 
-from h5chunk.errors import FieldError, FileError, TrustError, printable
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.chunktable import is_listed_wrongly, is_variable, list_chunks
 
@@ -98,7 +98,9 @@ def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: st
     elif stored and stored < claimed:
         raise FieldError(f"{where} has a shape of {claimed} bytes but {stored} are stored: it is damaged")
     elif not stored and claimed > SLACK_BYTES:
-        raise FieldError(f"{where} claims {human_bytes(claimed)} of which nothing was ever written: write it first")
+        raise UnsupportedError(
+            f"{where} claims {human_bytes(claimed)} of which nothing was ever written: write it first"
+        )
     elif layout == h5py.h5d.CONTIGUOUS and stored and (dataset.id.get_offset() or 0) + claimed > file_bytes:
         raise FieldError(f"{where} reaches beyond the end of the file: it is damaged")
 
@@ -108,6 +110,9 @@ def _check_chunk_claims(
 ) -> None:
     shape, chunks = dataset.id.get_space().shape, properties.get_chunk()
     chunk_bytes = math.prod(chunks) * dataset.id.get_type().get_size()
+    if not stored and chunk_bytes > MAX_INFLATED_BYTES:
+        size = human_bytes(chunk_bytes)
+        raise UnsupportedError(f"{where} has chunks of {size}, and none was ever written: write one")
     if chunk_bytes > max(MAX_INFLATED_BYTES, MAX_RATIO * stored):
         raise FieldError(
             f"{where} has chunks of {human_bytes(chunk_bytes)} but {human_bytes(stored)} are stored: damaged, or a bomb"
@@ -118,9 +123,11 @@ def _check_chunk_claims(
         raise FieldError(f"{where} has {there} chunks but its shape has room for {expected}: it is damaged")
     unwritten = (expected - there) * chunk_bytes
     if expected - there > SLACK_CHUNKS:
-        raise FieldError(f"{where} has {expected} chunks of which only {there} were ever written: write them first")
+        raise UnsupportedError(
+            f"{where} has {expected} chunks of which only {there} were ever written: write them first"
+        )
     if unwritten > SLACK_BYTES + MAX_RATIO * stored:
-        raise FieldError(
+        raise UnsupportedError(
             f"{where} claims {human_bytes(claimed)} but only {human_bytes(stored)} were ever written: write it first"
         )
 

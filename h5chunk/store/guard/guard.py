@@ -28,7 +28,7 @@ from typing import Any
 
 import h5py
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, as_text, printable
 from h5chunk.store.guard.claims import address_of, check_attributes, check_claims, check_filters, small_attribute
 from h5chunk.store.guard.trust import Trust
 from h5chunk.store.read.chunktable import is_variable
@@ -204,6 +204,11 @@ class Guard:
                 yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot list what is in it: {error}"))
                 continue
             for part in parts:
+                if isinstance(part, bytes):  # as h5py gives what it cannot decode
+                    name = f"{prefix}{as_text(part)}"
+                    where = f"{printable(self.path)}: {name!r}"
+                    yield name, Refusal(name, UnsupportedError(f"{where} has a name that is not UTF-8: rename it"))
+                    continue
                 name = f"{prefix}{part}"
                 try:
                     item = self._member(inside, part, name)

@@ -16,6 +16,7 @@ from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.claims import KNOWN_FILTERS
 from h5chunk.store.guard.guard import Guard, Refusal, Trusted
+from h5chunk.store.guard.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.write.csr import MATRIX
 from h5chunk.tools.info.folder import FolderInfo, info_folder
@@ -57,6 +58,10 @@ class DatasetInfo:
         Bytes read for a single random sample, with that cache, over the bytes of the sample.
     verdict : str
         Whether samples lie well, and if not, what would help.
+    num_unwritten : int
+        Chunks that were never written, which is legal in HDF5. A contiguous dataset is one chunk.
+    reads_as : str
+        The value that readers give for them; empty if there are none.
     """
 
     name: str
@@ -74,6 +79,8 @@ class DatasetInfo:
     reads_per_sample: int
     amplification: float
     verdict: str
+    num_unwritten: int = 0
+    reads_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,9 @@ class FileInfo(Report):
             filters += " (not in partial chunks at the edges)" if each.edges_unfiltered else ""
             lines.append(f"  {each.name}  {each.dtype} {_shape(each.shape)}  {layout}{filters}")
             lines.append(f"      {each.verdict}")
+            if each.num_unwritten:
+                some = f"{each.num_unwritten:,} chunks were " if each.num_unwritten < each.num_chunks else ""
+                lines.append(f"      {some}never written: reads as {each.reads_as}")
         lines += [f"  not looked at: {each}" for each in self.refused]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
@@ -211,6 +221,7 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) 
     usable = bool(grid.shape)
     cached = usable and grid.chunk_bytes <= cache.nbytes
     amplification = grid.amplification(cached) if usable else 1.0
+    num_unwritten = count_unwritten(dataset)
     return DatasetInfo(
         name=dataset.name.lstrip("/"),
         shape=grid.shape,
@@ -227,6 +238,8 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) 
         reads_per_sample=grid.reads_per_sample(cached) if usable else 0,
         amplification=amplification,
         verdict=_OF_MATRIX if _is_part(dataset, matrices) else _verdict(dataset, grid, amplification, cached),
+        num_unwritten=num_unwritten,
+        reads_as=unwritten_value(dataset) if num_unwritten else "",
     )
 
 

@@ -57,14 +57,29 @@ class Checked:
     ----------
     field : str
     num_chunks, num_checked : int
+        Chunks that are stored, and those of them that were read.
     by : {"checksum", "decoding", "reading"}
         Decoding shows damage that a filter notices; reading none but that of the disk.
+    num_unwritten : int
+        Chunks that were never written, which is legal in HDF5. A contiguous dataset is one chunk.
+    reads_as : str
+        The value that readers give for them; empty if there are none.
     """
 
     field: str
     num_chunks: int
     num_checked: int
     by: str
+    num_unwritten: int = 0
+    reads_as: str = ""
+
+    def __str__(self) -> str:
+        some = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
+        parts = [f"{some}{_count(self.num_chunks, 'chunk')}, by {self.by}"] if self.num_chunks else []
+        if self.num_unwritten:
+            what = f"{_count(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
+            parts.append(f"{what}: reads as {self.reads_as}")
+        return printable(f"{self.field}: {'; '.join(parts) or 'no chunks'}")
 
 
 @dataclass(frozen=True)
@@ -115,9 +130,7 @@ class VerifyReport(Report):
 
     def lines(self) -> list[str]:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}"]
-        for each in self.fields:
-            some = "" if each.num_checked == each.num_chunks else f"{each.num_checked:,} of "
-            lines.append(f"  {each.field}: {some}{_count(each.num_chunks, 'chunk') or 'nothing stored'}, by {each.by}")
+        lines += [f"  {each}" for each in self.fields]
         lines += [f"  repaired: {each}" for each in self.repaired[:SHOWN]]
         lines += [f"  bad: {each}" for each in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
@@ -134,6 +147,9 @@ class VerifyReport(Report):
         looked = "what was looked at is whole" if self.quick else "whole"
         if not self.by_h5chunk:
             looked += ", as far as can be seen without checksums"
+        unwritten = sum(each.num_unwritten > 0 for each in self.fields)
+        if unwritten:
+            looked += f"; {_count(unwritten, 'dataset')} not fully written"
         return looked + (f", after repairing {_count(len(self.repaired), 'chunk')}" if self.repaired else "")
 
 

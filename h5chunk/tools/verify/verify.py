@@ -15,11 +15,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, TrustError, printable
+from h5chunk.errors import FileError, TrustError, UnsupportedError, printable
 from h5chunk.store.format import GROUP, Header, opened, read_header
-from h5chunk.store.guard.checks import MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
+from h5chunk.store.guard.checks import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.store.guard.claims import same_file
 from h5chunk.store.guard.guard import DAMAGES, Guard, Refusal, Trusted
+from h5chunk.store.guard.unwritten import count_unwritten
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.ranges import open_descriptor
 from h5chunk.store.write.csr import MATRIX
@@ -116,10 +117,7 @@ def _verify_file(
         num_bytes=path.stat().st_size,
         by_h5chunk=header is not None,
         quick=quick,
-        fields=tuple(
-            Checked(each.name, max(len(each.written), len(chunks)), len(chunks), each.by)
-            for each, chunks in job.datasets
-        ),
+        fields=tuple(job.checked()),
         bad=tuple(bad),
         problems=tuple(job.problems),
         notes=tuple(job.notes),
@@ -145,12 +143,20 @@ class _Job:
     def numbers(self) -> dict[str, int]:
         return {each.name: number for number, (each, _) in enumerate(self.datasets)}
 
+    def checked(self) -> Iterator[Checked]:
+        """How each dataset was checked."""
+        for each, chunks in self.datasets:
+            pattern = self.header is not None and each.name == f"{MATRIX}/data"  # ones that are never written
+            unwritten = (0, "") if pattern or each.by == CHECKSUM else (each.num_unwritten, each.reads_as)
+            yield Checked(each.name, max(len(each.written), len(chunks)), len(chunks), each.by, *unwritten)
+
 
 def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
     """Look at the structure of everything, and say what is to be read."""
     job = _Job(path, read_header(file))
     guard = Guard(path, trusted)
     found: dict[str, h5py.Dataset] = {}
+    sparse: dict[str, h5py.Dataset] = {}  # hardly ever written: readers refuse them, but what is there can be checked
     for name, item in guard.walk(file):
         if isinstance(item, Refusal):
             _refuse(job, item.error)
@@ -164,14 +170,16 @@ def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
             found[name] = item
         except FileError as error:
             _refuse(job, error)
+            if isinstance(error, UnsupportedError) and count_unwritten(item):
+                sparse[name] = item
     names = sorted(found)
     is_csr = job.header is not None and holds_matrix(file)
     if job.header is not None:
         job.problems += _whole(look_at_tables(file, job.header, names))
     data = [name for name in names if job.header is None or not name.startswith(f"{GROUP}/")]
     job.matrices = find_matrices(file, path, data, is_csr)
-    for name in data:
-        _add(job, found, name, quick)
+    for name in sorted([*data, *sparse]):
+        _add(job, {**found, **sparse}, name, quick)
     if job.header is not None:
         lost = [name[len(CHECKSUMS) :] for name in names if name.startswith(CHECKSUMS)]
         job.problems += [f"there are checksums of {name!r}, but no such dataset" for name in lost if name not in found]
@@ -191,7 +199,7 @@ def _whole(problems: Iterator[str]) -> list[str]:
 
 def _refuse(job: _Job, error: FileError) -> None:
     what = str(error).removeprefix(f"{printable(job.path)}: ")
-    (job.notes if isinstance(error, TrustError) else job.problems).append(what)
+    (job.notes if isinstance(error, (TrustError, UnsupportedError)) else job.problems).append(what)
 
 
 def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> None:
@@ -208,7 +216,8 @@ def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> N
         if each.unlisted:
             said = job.notes if expected is None else job.problems
             said.append(f"{name!r} is not checked: {each.unlisted}")
-            return
+            if not each.num_unwritten:
+                return
         if expected is not None and len(expected) != each.num_chunks:
             job.problems.append(f"{name!r} has {each.num_chunks} chunks but {len(expected)} checksums")
             each = CheckedDataset(job.path, dataset, None, _look(matrix, part))
