@@ -151,7 +151,7 @@ def main() -> None:
         print(f"{name:17s}{each:>12,.1f} samples/s {each / rates['plain']:>9,.1f} x plain")
     cpu = [statistics.median(each) for each in used.values()]
     print(f"plain loops by processor time: {cpu[0]:,.0f} and {cpu[1]:,.0f} samples/s, {cpu[1] / cpu[0]:.1f} x")
-    print(f"recommended: {found.row('recommendation').setting}")
+    print(f"recommended: {found.setting}")
     best, limit = rates["HDF5's best"], rates["bytes"]
     print(f"loader: {rates['loader'] / best:.2f} of HDF5's best, {rates['loader'] / limit:.2f} of the bytes alone")
     print(

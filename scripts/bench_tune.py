@@ -37,11 +37,11 @@ import h5py
 import numpy as np
 
 import h5chunk
-from h5chunk.tools.measure.turns import rates_in_turns
+from h5chunk.tools.measure.machine import interleaved_rates
 from h5chunk.tools.model.settings import Setting
-from h5chunk.tools.tune.clock import Budget
+from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.tune.measure import measure
-from h5chunk.tools.tune.study import Study, look_at_file
+from h5chunk.tools.tune.study import Study, study_file
 
 HERE = Path(__file__).parent
 FIELDS = ("way", "chunk_samples", "window_chunks", "num_workers", "repack", "shuffle")
@@ -99,20 +99,20 @@ def setting_of(each: dict[str, Any]) -> Setting:
 
 
 def rate(study: Study, setting: Setting, seconds: float) -> float:
-    return measure(study, setting, "cpu", Budget(FOREVER), seconds)
+    return measure(study, setting, "cpu", TimeBudget("tune", FOREVER), seconds)
 
 
 def best_of_grid(study: Study, found: h5chunk.Recommendation, args: argparse.Namespace) -> dict[str, Any]:
     """The recommendation against the best settings of the grid, in turns."""
     allowed = [setting_of(each) for each in found.candidates if each["allowed"]]
     rates = {setting: rate(study, setting, args.seconds) for setting in allowed}
-    chosen = setting_of(next(vars(row) for row in found.rows if row.name == "recommendation"))
+    chosen = found.setting
     best = sorted(rates, key=lambda setting: rates[setting], reverse=True)[: args.finalists]
     turns: dict[Setting, list[float]] = {setting: [] for setting in dict.fromkeys([chosen, *best])}
     for _ in range(args.rounds):
         for setting, some in turns.items():
             some.append(rate(study, setting, args.seconds))
-    medians = rates_in_turns([{each: some[turn] for each, some in turns.items()} for turn in range(args.rounds)])
+    medians = interleaved_rates([{each: some[turn] for each, some in turns.items()} for turn in range(args.rounds)])
     winner = max(medians, key=lambda setting: medians[setting])
     return {
         "settings": len(allowed),
@@ -134,7 +134,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     found = h5chunk.tune(path, budget_s=args.budget, progress=None)
     taken = time.perf_counter() - started
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        study = look_at_file(path, None, batch_size=256, group_by=None, folder=Path(folder))
+        study = study_file(path, None, batch_size=256, group_by=None, folder=Path(folder))
         result = best_of_grid(study, found, args)
     errors = [
         each["predicted_rate"] / each["measured_rate"] - 1

@@ -3,10 +3,9 @@
     python scripts/check_cache_model.py [--configurations 500] [--accesses 500000] [--seed 0] [--json FILE]
 
 Makes small files in memory, of 1 to 4 dimensions, with and without gzip, with chunks that overlap the edge, and reads
-random slices, slices with a step, lists of indices and single samples of them, through caches of random room, slots
-and w0 (now and then the defaults of HDF5 1.14 and 2). A Python file below HDF5 notes every read. For each chunk of
-each selection, in the order of HDF5's visits, the model must say whether it is read and how many bytes are; and in how
-many reads, where a selection has neither steps nor lists (else: in how many at least).
+random single samples and ranges of samples of them, through caches of random room, slots and w0 (now and then the
+defaults of HDF5 1.14 and 2). A Python file below HDF5 notes every read. For each chunk of each range, in the order of
+HDF5's visits, the model must say whether it is read, how many bytes are, and in how many reads.
 
 Prints the versions, the number of configurations, of accesses (and how many hit, missed, bypassed), of mismatches (the
 first few with their configurations), and how many accesses the model does in a second of one core: single samples in
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import platform
@@ -32,13 +32,14 @@ import h5py
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import find_accesses, find_row_accesses
+from h5chunk.tools.model.accesses import range_accesses, sample_accesses
 from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache
 
 W0 = (0.0, 0.3, 0.75, 0.99)
 TIMED = 1_000_000
 
-Reads = list[tuple[int, int, int]]  # of one selection: chunk, bytes, number of reads
+Reads = list[tuple[int, int, int]]  # of one range: chunk, bytes, number of reads
+Range = tuple[int, int]  # of samples: the first, and the one behind the last
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Case:
 
     grid: ChunkGrid
     settings: CacheSettings
-    selections: list[Any]
+    ranges: list[Range]
     libver: str = "earliest"
 
 
@@ -90,7 +91,7 @@ def open_dataset(file: h5py.File, settings: CacheSettings) -> h5py.Dataset:
 
 
 def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
-    """What HDF5 reads for each selection, in its order; and the stored bytes of each chunk."""
+    """What HDF5 reads for each range, in its order; and the stored bytes of each chunk."""
     noting, found = NotingFile(make_file(case)), []
     with h5py.File(noting, "r") as file:
         dataset = open_dataset(file, case.settings)
@@ -103,9 +104,9 @@ def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
 
         dataset.id.chunk_iter(note)
         offsets, sizes, numbers = np.array(sorted(table)).T
-        for selection in case.selections:
+        for start, stop in case.ranges:
             noting.reads.clear()
-            dataset[selection]
+            dataset[start:stop]
             found.append(_by_chunk(noting.reads, offsets, sizes, numbers))
     stored = np.zeros(len(numbers), np.int64)
     stored[numbers] = sizes
@@ -128,31 +129,21 @@ def _by_chunk(reads: list[tuple[int, int]], offsets: np.ndarray, sizes: np.ndarr
 
 def modelled_reads(case: Case, stored: np.ndarray) -> tuple[list[Reads], np.ndarray]:
     """What the model says of the same, and its accesses by outcome; the trace is handed over in two parts."""
-    cache, half = ChunkCache(case.grid, case.settings), len(case.selections) // 2
+    cache, half = ChunkCache(case.grid, case.settings), len(case.ranges) // 2
     found: list[Reads] = []
     outcomes = np.zeros(3, np.int64)
-    for part in (case.selections[:half], case.selections[half:]):
-        accesses = find_accesses(case.grid, part)
+    for part in (case.ranges[:half], case.ranges[half:]):
+        accesses = range_accesses(case.grid, *np.array(part, np.int64).reshape(-1, 2).T)
         replay = cache.access(accesses)
         outcomes += [replay.hits, replay.misses, replay.bypasses]
         straight = (replay.outcomes == BYPASS) & (not case.grid.filtered)
         sizes = np.where(straight, accesses.bytes_each, stored[accesses.chunks])
         num_reads = np.where(straight, accesses.runs, 1)
-        rows = list(zip(accesses.chunks.tolist(), sizes.tolist(), num_reads.tolist(), strict=True))
-        reads = replay.outcomes != HIT
-        for start, stop in zip(accesses.bounds[:-1], accesses.bounds[1:], strict=True):
-            found.append([rows[i] for i in range(start, stop) if reads[i]])
+        rows = zip(accesses.chunks.tolist(), sizes.tolist(), num_reads.tolist(), replay.outcomes.tolist(), strict=True)
+        for start, stop in part:
+            of_range = itertools.islice(rows, len(range_accesses(case.grid, [start], [stop])))
+            found.append([(chunk, size, count) for chunk, size, count, outcome in of_range if outcome != HIT])
     return found, outcomes
-
-
-def agree(real: Reads, modelled: Reads, selection: Any) -> bool:
-    """Whether the model is right about one selection."""
-    if [read[:2] for read in real] != [read[:2] for read in modelled]:
-        return False
-    parts = selection if isinstance(selection, tuple) else (selection,)
-    if any(isinstance(part, list) or (isinstance(part, slice) and part.step) for part in parts):
-        return all(r[2] >= m[2] for r, m in zip(real, modelled, strict=True))
-    return real == modelled
 
 
 def compare(case: Case) -> Comparison:
@@ -160,22 +151,22 @@ def compare(case: Case) -> Comparison:
     real, stored = real_reads(case)
     modelled, outcomes = modelled_reads(case, stored)
     wrong = [
-        f"{case.grid} {case.settings}: selection {i} {selection!r}: HDF5 reads {real[i]}, the model {modelled[i]}"
-        for i, selection in enumerate(case.selections)
-        if not agree(real[i], modelled[i], selection)
+        f"{case.grid} {case.settings}: samples {start} to {stop}: HDF5 reads {real[i]}, the model {modelled[i]}"
+        for i, (start, stop) in enumerate(case.ranges)
+        if real[i] != modelled[i]
     ]
     return Comparison(outcomes, wrong)
 
 
 def random_case(rng: np.random.Generator, num_accesses: int) -> Case:
-    """A configuration, and selections that make about so many accesses."""
+    """A configuration, and ranges of samples that make about so many accesses."""
     grid, settings = random_default_cache(rng) if rng.random() < 0.04 else random_cache(rng)
     libver = ("earliest", "v110")[int(rng.integers(2))]  # another index of the chunks
     case, found = Case(grid, settings, [], libver), 0
-    for selection in random_selections(rng, grid.shape):
-        case.selections.append(selection)
-        found += len(find_accesses(grid, [selection]))
-        if found >= num_accesses or len(case.selections) > num_accesses:
+    for start, stop in random_ranges(rng, grid.shape[0]):
+        case.ranges.append((start, stop))
+        found += len(range_accesses(grid, [start], [stop]))
+        if found >= num_accesses:
             break
     return case
 
@@ -201,33 +192,12 @@ def random_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
     return grid, CacheSettings(nslots, nbytes, W0[int(rng.integers(4))])
 
 
-def random_selections(rng: np.random.Generator, shape: tuple[int, ...]) -> Iterator[Any]:
+def random_ranges(rng: np.random.Generator, num_samples: int) -> Iterator[Range]:
     """Endless; some come again and again, some lie beside the one before."""
-    kind, near = rng.random(), 0
+    singly, near = rng.random() < 0.5, 0
     while True:
-        if kind < 0.3:  # single samples, of which many are neighbours
-            near = int(rng.integers(shape[0])) if rng.random() < 0.2 else (near + 1) % shape[0]
-            yield near
-        elif kind < 0.5:
-            start = int(rng.integers(shape[0]))
-            yield slice(start, start + int(rng.integers(1, 9)))
-        else:
-            listed = int(rng.integers(len(shape)))
-            yield tuple(random_axis(rng, size, axis == listed) for axis, size in enumerate(shape))
-
-
-def random_axis(rng: np.random.Generator, size: int, may_be_list: bool) -> Any:
-    """A part of a selection."""
-    what = rng.integers(0, 6 if may_be_list else 5)
-    start = int(rng.integers(size))
-    stop = start + int(rng.integers(1, size + 1))
-    if what == 0:
-        return start
-    if what in (1, 2):
-        return slice(None) if what == 1 else slice(start, stop)
-    if what in (3, 4):
-        return slice(start, stop, int(rng.integers(1, 6)))
-    return sorted(rng.choice(size, int(rng.integers(1, min(size, 12) + 1)), replace=False).tolist())
+        near = int(rng.integers(num_samples)) if rng.random() < 0.2 else (near + 1) % num_samples
+        yield near, near + 1 if singly else min(num_samples, near + int(rng.integers(1, 9)))
 
 
 def modelled_per_second() -> float:
@@ -238,7 +208,7 @@ def modelled_per_second() -> float:
     taken = []
     for _ in range(2):
         started = time.process_time()
-        cache.access(find_row_accesses(grid, rows, rows + 1))
+        cache.access(sample_accesses(grid, rows))
         taken.append(time.process_time() - started)
     return TIMED / max(taken)
 

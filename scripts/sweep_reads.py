@@ -5,7 +5,7 @@
 For samples from 784 bytes to 600 KB, in chunks as `convert` chooses them, with and without gzip, reads one epoch of
 shuffled batches of 128 into reused memory, page cache warm, four ways: with the cache that holds all open windows or
 with none, and row by row or through whole runs. Prints samples/s of each (median of the rounds) and what the reader
-chooses. The constants CALL_BYTES (store/reader.py) and DIRECT_BYTES (plan/cache.py) come from here.
+chooses. The constants CALL_BYTES and DIRECT_BYTES of plan/cache.py come from here.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from test_cli import check_error, on_terminal, run
 from test_pipeline import nothing_is_left
 
 import h5chunk
-import h5chunk.tools.bench.bench
-import h5chunk.tools.measure.disk
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.bench.report import (
+from h5chunk.tools.bench.report import verdict, with_ratios
+from h5chunk.tools.measure.disk import FileReads, locate
+from h5chunk.tools.measure.machine import thread_counts
+from h5chunk.tools.measure.stages import (
     CACHED,
     DATALOADER,
     DISK,
@@ -30,15 +31,11 @@ from h5chunk.tools.bench.report import (
     READERS,
     TO_DEVICE,
     Figure,
-    verdict,
-    with_ratios,
 )
-from h5chunk.tools.measure.disk import FileReads, locate
-from h5chunk.tools.measure.machine import thread_counts
 
 __all__ = ["nothing_is_left"]
 
-QUICK = {"seconds": 0.2, "batch_size": 16, "workers": [0]}
+QUICK = {"budget_s": 0.2, "batch_size": 16, "workers": [0]}
 NAMES = [
     (LIMITS, MEMORY), (LIMITS, FRESH), (LIMITS, CACHED), (LIMITS, DISK), (LIMITS, TO_DEVICE),
     (READERS, "direct"), (READERS, "h5py"), (DATALOADER, "0 workers"),
@@ -88,7 +85,7 @@ def test_workers_and_fields(tmp_path: Path) -> None:
     path = make_file(
         tmp_path / "a.h5", x=(values((50, 7), "f4"), {"chunks": (5, 7)}), y=(np.arange(50), {}), z=(np.arange(3), {})
     )
-    report = h5chunk.bench(path, fields=["x", "y"], cold=False, seconds=0.2, workers=[1, 0, 1])
+    report = h5chunk.bench(path, fields=["x", "y"], cold=False, budget_s=0.2, workers=[1, 0, 1])
     assert [each.name for each in report.figures if each.group == DATALOADER] == ["0 workers", "1 worker"]
     assert report.fields == ["x", "y"] and report.sample_bytes == 36
     assert report.figure(LIMITS, DISK).note == "not asked for"
@@ -168,7 +165,7 @@ def test_what_cannot_be(tmp_path: Path, path: Path) -> None:
     for fields, message in (("images", "has no samples"), ("x", "samples have no bytes"), ("y", "has no dataset 'y'")):
         with pytest.raises(FieldError, match=message):
             h5chunk.bench(empty, fields=[fields])
-    for options in ({"batch_size": 0}, {"seconds": 0}, {"seconds": float("nan")}, {"workers": [-1]}):
+    for options in ({"batch_size": 0}, {"budget_s": 0}, {"budget_s": float("nan")}, {"workers": [-1]}):
         with pytest.raises(OptionError, match=f"{next(iter(options))} (is|has) "):
             h5chunk.bench(path, **options)
     for device in ("tpu", "mps", *([] if torch.cuda.is_available() else ["cuda"])):
@@ -193,7 +190,7 @@ def test_damaged_chunk(tmp_path: Path) -> None:
 
 
 def test_command(path: Path, tmp_path: Path) -> None:
-    options = ["--seconds", "0.2", "--workers", 0, "--batch-size", 16]
+    options = ["--budget", "0.2s", "--workers", 0, "--batch-size", 16]
     result = run("bench", path, *options, "--no-cold", "--fields", "images")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"{path}: 100 samples of 1.2 KiB (images)\nbatches of 16 to cpu; ")
@@ -204,12 +201,12 @@ def test_command(path: Path, tmp_path: Path) -> None:
     check_error(run("bench", tmp_path / "none.h5"), "no such file")
     check_error(run("bench", path, "--device", "tpu"), "device is 'tpu'")
     check_error(run("bench", path, "--fields", "labels"), "has no dataset 'labels'")
-    for arguments in (("--batch-size", 0), ("--seconds", 0), ("--workers", -1)):
+    for arguments in (("--batch-size", 0), ("--budget", 0), ("--workers", -1)):
         assert run("bench", path, *arguments).exit_code == 2
 
 
 def test_bar(path: Path) -> None:
-    output, drawn = on_terminal("bench", path, "--seconds", 0.2, "--workers", 0)
+    output, drawn = on_terminal("bench", path, "--budget", "0.2", "--workers", 0)
     assert "measuring: " in drawn and "\r" not in output and "Slowest stage" in output
 
 

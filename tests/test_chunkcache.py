@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, find_accesses
-from h5chunk.tools.model.entries import Entries
-from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, MISS, ChunkCache
+from h5chunk.tools.model.accesses import Accesses, range_accesses, sample_accesses
+from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, MISS, ChunkCache, _EntryList
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 try:
@@ -33,7 +32,7 @@ def accesses_to(chunks: str, wanted: int = 10) -> Accesses:
     """Accesses to the chunks of these letters, one selection each."""
     numbers = np.array(["ABCDEFGHIJ".index(letter) for letter in chunks], np.int64)
     ones = np.ones(len(numbers), np.int64)
-    return Accesses(numbers, wanted * ones, ones, np.arange(len(numbers) + 1))
+    return Accesses(numbers, wanted * ones, ones)
 
 
 def outcomes(cache: ChunkCache, chunks: str, wanted: int = 10) -> str:
@@ -86,11 +85,11 @@ def test_slots_are_made_of_the_bits_of_the_coordinates():
 @pytest.mark.parametrize("filtered", [False, True])
 def test_chunks_at_the_edge_cost_as_much(filtered):
     grid = ChunkGrid((5, 6), (4, 4), 1, filtered)  # only the first of four is whole
-    everything = find_accesses(grid, [...])
+    everything = range_accesses(grid, [0], [5])
     assert everything.bytes_each.tolist() == [16, 8, 4, 2]
     cache = ChunkCache(grid, (grid.num_slots, 63, 0.0))
     assert cache.access(everything).outcomes.tolist() == [MISS] * 4
-    assert (cache.held_bytes, cache.peak_bytes) == (48, 48)
+    assert cache.held_bytes == 48
     assert cache.access(everything).outcomes.tolist() == [MISS] * 4
     cache = ChunkCache(grid, (grid.num_slots, 64, 0.0))
     assert (cache.access(everything).misses, cache.access(everything).hits) == (4, 4)
@@ -99,16 +98,17 @@ def test_chunks_at_the_edge_cost_as_much(filtered):
 
 def test_too_large_chunks_pass_by():
     grid = ChunkGrid((40, 5), (4, 3), 2)
-    channel = find_accesses(grid, [(slice(0, 6), slice(2, 5)), 0])
-    unfiltered = ChunkCache(grid, (521, 23, 0.75)).access(channel)
+    some = range_accesses(grid, [0, 0], [6, 1])
+    cache = ChunkCache(grid, (521, 23, 0.75))
+    unfiltered = cache.access(some)
     assert unfiltered.outcomes.tolist() == [BYPASS] * 6
-    assert (unfiltered.bytes_read, unfiltered.num_reads) == (36 + 10, 4 + 4 + 2 + 2 + 1 + 1)
-    assert (unfiltered.held_bytes, unfiltered.peak_bytes) == (0, 0)
-    filtered = ChunkCache(ChunkGrid((40, 5), (4, 3), 2, filtered=True), (521, 23, 0.75)).access(channel)
+    assert (unfiltered.bytes_read, unfiltered.num_reads) == (60 + 10, 4 + 4 + 2 + 2 + 1 + 1)
+    assert cache.held_bytes == 0
+    filtered = ChunkCache(ChunkGrid((40, 5), (4, 3), 2, filtered=True), (521, 23, 0.75)).access(some)
     assert filtered.outcomes.tolist() == [BYPASS] * 6  # at every access, whole
     assert (filtered.bytes_read, filtered.num_reads) == (6 * 24, 6)
-    assert ChunkCache(grid, (521, 24, 0.75)).access(channel).misses == 6
-    assert ChunkCache(grid, (521, 0, 0.75)).access(channel).bypasses == 6
+    assert ChunkCache(grid, (521, 48, 0.75)).access(some).misses == 6
+    assert ChunkCache(grid, (521, 0, 0.75)).access(some).bypasses == 6
 
 
 def test_what_was_read_in_full_goes_first():
@@ -151,8 +151,8 @@ def test_a_chunk_read_past_its_end_is_just_read_in_full():
 def test_the_chunk_at_the_edge_is_never_read_in_full():
     grid = ChunkGrid((10, 5), (4, 5), 2)
     cache = ChunkCache(grid, (3, 80, 0.99))
-    cache.access(find_accesses(grid, [slice(4, 6), slice(8, 10)]))  # half of B, all that there is of C
-    assert cache.access(find_accesses(grid, [0, 8, 4])).outcomes.tolist() == [MISS, HIT, MISS]  # B went
+    cache.access(range_accesses(grid, [4, 8], [6, 10]))  # half of B, all that there is of C
+    assert cache.access(sample_accesses(grid, [0, 8, 4])).outcomes.tolist() == [MISS, HIT, MISS]  # B went
 
 
 def test_counting_starts_anew_for_a_chunk_that_comes_back():
@@ -169,21 +169,18 @@ def test_it_remembers():
     parts = []
     for start, stop in itertools.pairwise([0, 1, 1, 17, 40, 60]):
         arrays = (each[start:stop] for each in (trace.chunks, trace.bytes_each, trace.runs))
-        parts.append(apart.access(Accesses(*arrays, np.arange(stop - start + 1))))
+        parts.append(apart.access(Accesses(*arrays)))
     assert np.concatenate([part.outcomes for part in parts]).tolist() == found.outcomes.tolist()
     assert sum(part.hits for part in parts) == found.hits > 0
     assert sum(part.bytes_read for part in parts) == found.bytes_read == found.misses * 40
-    assert (parts[-1].held_bytes, parts[-1].peak_bytes) == (found.held_bytes, found.peak_bytes) == (120, 120)
+    assert apart.held_bytes == together.held_bytes == 120
 
 
 def test_a_replay_prints():
     cache = rows_cache(room=3)
     replay = cache.access(accesses_to("ABAC"))
-    shown = "CacheReplay(hits=1, misses=3, bypasses=0, bytes_read=120, num_reads=3, held_bytes=120, peak_bytes=120)"
-    assert repr(replay) == shown
-    assert replay.hit_rate == 0.25
-    assert repr(cache) == f"ChunkCache({cache.settings}, holds 3 of 10 chunks, 120 bytes)"
-    assert cache.access(accesses_to("")).hit_rate == 0.0
+    assert repr(replay) == "CacheReplay(hits=1, misses=3, bypasses=0, bytes_read=120, num_reads=3)"
+    assert cache.access(accesses_to("")).misses == 0
     assert replay.outcomes.dtype == np.uint8
 
 
@@ -200,21 +197,11 @@ def test_what_cannot_be():
         ChunkCache(ChunkGrid((40, 5), None, 2))
     with pytest.raises(OptionError, match=r"w0 is 1\.0"):
         ChunkCache(ROWS, (10, 100, 1.0))
-    cache = rows_cache(room=3)
-    other = ChunkGrid((400, 5), (4, 5), 2)
-    with pytest.raises(OptionError, match="accesses chunks has 99 but the grid allows 0 to 9: find them for ChunkGrid"):
-        cache.access(find_accesses(other, [399]))
-    with pytest.raises(OptionError, match="accesses bytes_each has 41 but the grid allows 1 to 40"):
-        cache.access(accesses_to("A", wanted=41))
-    one, two = np.ones(1, np.int64), np.ones(2, np.int64)
-    with pytest.raises(OptionError, match=r"arrays of \[1, 2\] elements"):
-        cache.access(Accesses(two, one, two, np.array([0, 1])))
-    assert cache.access(accesses_to("A")).misses == 1  # nothing happened before
 
 
 def test_a_dataset_without_samples():
     grid = ChunkGrid((0, 5), (4, 5), 2)
-    assert ChunkCache(grid).access(find_accesses(grid, [slice(None)])).hits == 0
+    assert ChunkCache(grid).access(range_accesses(grid, [0], [0])).hits == 0
 
 
 class AsHDF5Says:
@@ -271,16 +258,15 @@ def test_against_pruning_as_hdf5_words_it(room, nslots, w0, in_full, seed):
     rng = np.random.default_rng(seed)
     chunks = rng.integers(0, 16, 300)
     wanted = np.where(rng.random(300) < in_full, 40, rng.integers(1, 9, 300))
-    replay = ChunkCache(ChunkGrid((640,), (40,), 1), (nslots, room * 40, w0)).access(
-        Accesses(chunks, wanted, np.ones_like(chunks), np.arange(301))
-    )
+    cache = ChunkCache(ChunkGrid((640,), (40,), 1), (nslots, room * 40, w0))
+    replay = cache.access(Accesses(chunks, wanted, np.ones_like(chunks)))
     slow = AsHDF5Says(room, nslots, w0, chunk_bytes=40)
     assert replay.outcomes.tolist() == [slow.access(*visit) for visit in zip(chunks, wanted, strict=True)]
-    assert replay.held_bytes == 40 * len(slow.entries)
+    assert cache.held_bytes == 40 * len(slow.entries)
 
 
 def test_entries_that_only_move_take_no_memory():
-    entries = Entries(num_slots=5, chunk_bytes=1, depth=4)
+    entries = _EntryList(num_slots=5, chunk_bytes=1, depth=4)
     for slot in range(5):
         entries.append(slot)
     for slot in range(1, 5):
@@ -304,8 +290,8 @@ def cases(draw: st.DrawFn):
     nslots = draw(st.integers(1, 24) | st.just(grid.num_slots))
     cache = CacheSettings(nslots, nbytes, draw(st.sampled_from(check_cache_model.W0)))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    selections = itertools.islice(check_cache_model.random_selections(rng, shape), draw(st.integers(1, 60)))
-    return check_cache_model.Case(grid, cache, list(selections))
+    ranges = itertools.islice(check_cache_model.random_ranges(rng, shape[0]), draw(st.integers(1, 60)))
+    return check_cache_model.Case(grid, cache, list(ranges))
 
 
 @given(cases())
@@ -327,8 +313,9 @@ def test_the_script(monkeypatch, tmp_path, capsys):
 
 
 def test_a_wrong_model_is_noticed(monkeypatch):
-    case = check_cache_model.Case(ROWS, CacheSettings(10, 80, 0.0), [0, 4, 0, 8, 4])
+    ranges = [(sample, sample + 1) for sample in (0, 4, 0, 8, 4)]
+    case = check_cache_model.Case(ROWS, CacheSettings(10, 80, 0.0), ranges)
     assert check_cache_model.compare(case).mismatches == []
-    monkeypatch.setattr(Entries, "promote", lambda entries, slot: None)
+    monkeypatch.setattr(_EntryList, "promote", lambda entries, slot: None)
     [mismatch] = check_cache_model.compare(case).mismatches
-    assert "selection 4 4: HDF5 reads [(1, 40, 1)], the model []" in mismatch
+    assert "samples 4 to 5: HDF5 reads [(1, 40, 1)], the model []" in mismatch

@@ -162,7 +162,7 @@ def test_damage(folder: Path, converted: Path, images: Path) -> None:
 
 
 def test_bench(foreign: Path, converted: Path) -> None:
-    quick = ("--seconds", 0.3, "--no-cold", "--workers", 0)
+    quick = ("--budget", 0.3, "--no-cold", "--workers", 0)
     check("bench", foreign, code=1)
     check("bench", foreign, "--fields", f"images0{TEXT}", "--fields", f"text{TEXT}", *quick)
     check("bench", foreign, "--fields", f"images1{TEXT}", *quick, "--json")
@@ -183,7 +183,7 @@ def test_tune(folder: Path, foreign: Path, converted: Path) -> None:
     path.write_text(json.dumps({"chunk_samples": TEXT}))
     check("repack", foreign, folder / f"out{NAME}.h5", "--tuned", path, code=1)
     (foreign.parent / f"{foreign.name}.h5chunk.json").write_text(json.dumps({"window_chunks": TEXT}))
-    check("bench", foreign, "--fields", f"images0{TEXT}", "--seconds", 0.1, "--no-cold", "--workers", 0, code=1)
+    check("bench", foreign, "--fields", f"images0{TEXT}", "--budget", 0.1, "--no-cold", "--workers", 0, code=1)
     (foreign.parent / f"{foreign.name}.h5chunk.json").unlink()
 
 

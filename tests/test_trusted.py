@@ -18,7 +18,7 @@ N = 64
 COMMANDS = {
     "info": [],
     "verify": [],
-    "bench": ["--seconds", "0.1", "--no-cold", "--workers", "0", "--batch-size", "8"],
+    "bench": ["--budget", "0.1s", "--no-cold", "--workers", "0", "--batch-size", "8"],
     "tune": ["--budget", "0.5s", "--workers", "0", "--batch-size", "8", "--verify"],
 }
 

@@ -29,14 +29,26 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.store.sidecar import read_recommendation, sidecar_of, write_recommendation
-from h5chunk.tools.measure.counted import verify_order
-from h5chunk.tools.model.choose import Candidate, allowed, choose, frontier, runner_up
-from h5chunk.tools.model.row_reads import CALL_BYTES, find_reads, replay_batches
-from h5chunk.tools.model.settings import Facts, Setting, cut_order, enumerate_settings, memory_of, order_of
+from h5chunk.tools.measure.counted import count_reads
+from h5chunk.tools.model.row_reads import find_reads, replay_batches
+from h5chunk.tools.model.settings import (
+    STAY,
+    Candidate,
+    DataFacts,
+    Limits,
+    Setting,
+    choose,
+    cut_order,
+    enumerate_settings,
+    frontier,
+    memory_of,
+    order_of,
+    runner_up,
+)
+from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.options import read_tuned
-from h5chunk.tools.tune.clock import Budget
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, TODAY, WIDTH
-from h5chunk.tools.tune.search import TURNS, Options, Search
+from h5chunk.tools.tune.search import TURNS, Search
 from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, most_samples
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
@@ -70,9 +82,9 @@ def test_report(converted):
     assert (found.num_samples, found.batch_size, found.device, found.converted) == (COUNT, 32, "cpu", True)
     for row in found.rows:
         assert row.rate > 0 and row.memory_bytes > 0 and row.amplification >= 0 and row.reason and row.slowest
-    assert found.row(TODAY).measured_rate and found.row(TODAY).chunk_samples < 10
+    assert found.row(TODAY).measured_rate and found.row(TODAY).setting.chunk_samples < 10
     assert found.row(PLAIN).measured_rate
-    assert found.slowest in found.stages and "slowest stage" in str(found)
+    assert found.row(CHOSEN).slowest in found.stages and "slowest stage" in str(found)
     assert {(stage, total) for stage, _, total in calls} == {("tune", 100)}
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
     for word in (TODAY, PLAIN, CHOSEN, "verify", "read/used"):
@@ -83,8 +95,8 @@ def test_json_is_what_repack_and_convert_take(converted, tmp_path):
     found = h5chunk.tune(converted, **QUICK)
     (tmp_path / "tuned.json").write_text(found.to_json())
     tuned = read_tuned(tmp_path / "tuned.json")
-    assert (tuned.chunk_samples, tuned.window_chunks) == (found.chunk_samples, found.window_chunks)
-    assert tuned.cache == CacheSettings.of(found.cache) and tuned.compression == found.compression
+    assert (tuned.chunk_samples, tuned.window_chunks) == (found.setting.chunk_samples, found.setting.window_chunks)
+    assert tuned.cache == CacheSettings.of(found.cache) and tuned.shuffle == found.setting.shuffle
     parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
     assert {"advice", "rows", "candidates", "machine", "verify"} <= set(parsed)
 
@@ -173,7 +185,7 @@ def test_a_large_sorted_file_is_shuffled_on_disk(tmp_path):
     labels = np.arange(20_000) // 2000
     path = make_file(tmp_path / "a.h5", images=(values((20_000, 50), "u1"), {"chunks": (64, 50)}), labels=(labels, {}))
     found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
-    assert found.shuffle and found.repack and "--shuffle" in found.commands[0]
+    assert found.setting.shuffle and found.setting.repack and "--shuffle" in found.commands[0]
     assert found.row(CHOSEN).effective_batch == 32
 
 
@@ -192,7 +204,7 @@ def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, name):
     images = values((20_000, 50), "u1"), {"chunks": (64, 50)}
     path = make_file(Path(name), images=images, labels=(np.arange(20_000) // 2000, {}))
     found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
-    assert found.repack and found.shuffle
+    assert found.setting.repack and found.setting.shuffle
     assert {each.remedy for each in found.advice if each.code != "w0_one"} == {found.commands[0]}
     assert f"\n        {found.commands[0]}\n" in str(found)
     split = ["bash", "-c", rf"printf '%s\0' {found.commands[0]}"]
@@ -225,12 +237,12 @@ def test_cells_of_anndata(tmp_path):
         cells = anndata.AnnData(np.random.default_rng(0).poisson(1, (300, 40)).astype(np.float32), obs)
         cells.write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
     found = h5chunk.tune(tmp_path / "cells.h5ad", fields=["X"], group_by="obs/kind", **QUICK)
-    assert not found.shuffle and not any(each["shuffle"] for each in found.candidates)
+    assert not found.setting.shuffle and not any(each["shuffle"] for each in found.candidates)
     (advice,) = [each for each in found.advice if each.code == "labels_clustered"]
     assert run(*shlex.split(advice.remedy)[1:]).exit_code == 0
     with h5py.File(tmp_path / "cells-tuned.h5") as file:
         assert file["h5chunk"].attrs["shuffled"] == 1
-    if found.repack:
+    if found.setting.repack:
         assert run(*shlex.split(found.commands[0])[1:], "--overwrite").exit_code == 0
     with pytest.raises(OptionError, match="group_by"):
         h5chunk.tune(tmp_path / "cells.h5ad", fields=["X"], group_by="obs", **QUICK)
@@ -270,21 +282,21 @@ def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
         order = Order(shape[0], reader.chunk_samples, batch, window, interleave=interleave)
         for cache in CACHES:
             given_cache = model_cache(reader, order.open_chunks, order.cache_w0) if cache is None else cache
-            found = verify_order(reader, order, CacheSettings.of(given_cache), 10)
-            assert found.agrees and found.predicted_misses > 0 and found.samples == shape[0], (cache, found)
+            found = count_reads(reader, order, CacheSettings.of(given_cache), 10)
+            assert found.agrees and found.predicted_reads > 0 and found.samples == shape[0], (cache, found)
 
 
 def test_verify_notices_a_wrong_model(tmp_path, monkeypatch):
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((200, 30), "u1"), {"chunks": (8, 30)})))
     monkeypatch.setattr("h5chunk.tools.model.row_reads.CALL_BYTES", 0)
     order = Order(200, 8, 16, 2)
-    assert not verify_order(reader, order, CacheSettings(1, 0), 10).agrees
+    assert not count_reads(reader, order, CacheSettings(1, 0), 10).agrees
 
 
 def test_verify_in_json(tmp_path):
     path = images_file(tmp_path / "a.h5", chunks=(50, 1, 6, 6))
     verify = json.loads(h5chunk.tune(path, verify=True, **QUICK).to_json())["verify"]
-    assert verify["predicted_misses"] == verify["measured_misses"] > 0
+    assert verify["predicted_reads"] == verify["measured_reads"] > 0
     contiguous = h5chunk.tune(images_file(tmp_path / "b.h5"), verify=True, **QUICK).verify
     assert "nothing to count" in contiguous["note"]
 
@@ -301,14 +313,8 @@ def test_reads_cover_the_batch(rows, band, row_bytes):
             assert len(starts) == len({row // band for row in rows})
 
 
-def test_the_constant_is_the_readers():
-    from h5chunk.store.read import reader
-
-    assert reader.CALL_BYTES == CALL_BYTES
-
-
 FACTS = st.builds(
-    lambda n, size, k, b, w, shuffled: Facts(
+    lambda n, size, k, b, w, shuffled: DataFacts(
         ChunkGrid((n, size), (min(k, n), size), 1), size + 8, min(k, n), b, w, shuffled
     ),
     st.integers(1, 5000), st.integers(1, 200_000), st.integers(1, 600), st.integers(1, 300), st.integers(1, 50),
@@ -347,17 +353,17 @@ CANDIDATES = st.lists(
 )  # fmt: skip
 
 
-@given(CANDIDATES, st.floats(1, 256), st.none() | st.integers(1, 100))
-def test_choice(candidates, least, memory):
-    found = choose(candidates, min_effective=least, memory_bytes=memory)
-    fitting = [each for each in candidates if allowed(each, least, memory)]
+@given(CANDIDATES, st.builds(Limits, st.floats(1, 256), st.integers(1, 100)))
+def test_choice(candidates, limits):
+    found = choose(candidates, limits)
+    fitting = [each for each in candidates if limits.allow(each)]
     assert (found is None) == (not fitting)
     if found is not None:
-        assert found in fitting and found.rate >= 0.97 * max(each.rate for each in fitting)
+        assert found in fitting and found.rate >= STAY * max(each.rate for each in fitting)
         assert found.setting.repack <= all(
-            each.setting.repack for each in fitting if each.rate >= 0.96 * max(e.rate for e in fitting)
+            each.setting.repack for each in fitting if each.rate >= STAY * max(e.rate for e in fitting)
         )
-        second = runner_up(candidates, found, min_effective=least, memory_bytes=memory)
+        second = runner_up(candidates, found, limits)
         assert second is None or second.setting != found.setting
 
 
@@ -480,7 +486,7 @@ def test_fields_of_any_name_and_strings(tmp_path):
     found = h5chunk.tune(path, fields={"x": "train/x", "y": "train/y"}, group_by="y", **QUICK)
     assert found.row(TODAY).effective_batch == 32
     found = h5chunk.tune(path, fields=["train/x", "train/names"], **QUICK)
-    assert found.way == "dataset" and all(row.way != "loader" for row in found.rows)
+    assert found.setting.way == "dataset" and all(each["way"] != "loader" for each in found.candidates)
 
 
 def test_command_line(converted):
@@ -502,7 +508,7 @@ def test_plot(converted, tmp_path, monkeypatch):
     h5chunk.tune(converted, group_by="labels", plot=tmp_path / "b.svg", **QUICK)
     assert "samples/s" in (tmp_path / "b.svg").read_text() or (tmp_path / "b.svg").stat().st_size > 1000
     with monkeypatch.context() as patched:  # before anything is measured
-        patched.setattr("h5chunk.tools.tune.tune.look_at_file", None)
+        patched.setattr("h5chunk.tools.tune.tune.study_file", None)
         with pytest.raises(OptionError, match="drawn"):
             h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
         with pytest.raises(OutputError, match="does not exist"):
@@ -520,7 +526,7 @@ def test_images_that_are_not_converted(class_folder, tmp_path):
     (tmp_path / "tuned.json").write_text(found.to_json())
     assert run("convert", source, tmp_path / "out.h5", "--tuned", tmp_path / "tuned.json").exit_code == 0
     with h5py.File(tmp_path / "out.h5") as file:
-        assert file["images"].chunks[0] == found.chunk_samples
+        assert file["images"].chunks[0] == found.setting.chunk_samples
     assert "repacked" not in str(found) and "new file" not in str(found)
     assert h5chunk.tune(source, size=(20, 30), **QUICK).sample_bytes == 3 * 20 * 30 + 8
     for asked in ({"apply": True}, {"verify": True}, {"group_by": "labels"}, {"fields": ["images"]}):
@@ -543,7 +549,7 @@ def test_sparse_sources(ratings, monkeypatch, share, tmp_path):
     monkeypatch.setattr("h5chunk.tools.tune.source.CONVERT_SHARE", share)
     if share:
         found = h5chunk.tune(ratings, **QUICK)
-        assert not found.converted and found.num_samples == 200 and found.repack is False
+        assert not found.converted and found.num_samples == 200 and found.setting.repack is False
         return
     with pytest.raises(h5chunk.H5ChunkError, match="only reading all of it"):
         monkeypatch.setattr("h5chunk.tools.tune.source.CONVERT_SHARE", 1e-12)
@@ -560,8 +566,8 @@ def test_a_sparse_file(ratings, tmp_path):
     path = tmp_path / "ratings.h5"
     h5chunk.convert(ratings, path)
     found = h5chunk.tune(path, apply=True, verify=True, **QUICK)
-    assert found.row(TODAY).measured_rate and not found.repack and codes(found) == set()
-    assert found.verify["predicted_misses"] == found.verify["measured_misses"] and "sparse" in found.verify["note"]
+    assert found.row(TODAY).measured_rate and not found.setting.repack and codes(found) == set()
+    assert found.verify["predicted_reads"] == found.verify["measured_reads"] and "sparse" in found.verify["note"]
     assert h5chunk.ChunkDataset(path).window_chunks == found.window_in_place
 
 
@@ -589,8 +595,8 @@ def test_predicting_takes_a_part_of_the_budget(tmp_path, monkeypatch):
         replayed.append(sum(1 for _ in batches))
         return replay_batches(grid, cache, [np.arange(8)], **options)
 
-    monkeypatch.setattr("h5chunk.tools.tune.model.LEAST_REPLAY_S", 0.0)
-    monkeypatch.setattr("h5chunk.tools.tune.model.replay_batches", replay)
+    monkeypatch.setattr("h5chunk.tools.tune.predict.LEAST_REPLAY_S", 0.0)
+    monkeypatch.setattr("h5chunk.tools.tune.predict.replay_batches", replay)
     path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
     h5chunk.tune(path, **QUICK | {"batch_size": 1, "budget_s": 1e-6})
     assert replayed.count(1) > 4 and replayed.count(N) < 4  # but for what the table shows
@@ -665,8 +671,8 @@ class Runners(Search):
 def test_who_leaves_the_turns_does_not_come_back():
     """As rates are compared within turns, of those that were in all of them."""
     today, other, third = (Setting("loader", 8, window) for window in (9, 4, 2))
-    budget = Budget(3600.0)
-    race = Runners(None, None, None, budget, [today, other])  # type: ignore[arg-type]
+    budget = TimeBudget("tune", 3600.0)
+    race = Runners(None, None, None, "cpu", budget, [today, other])  # type: ignore[arg-type]
     race.script = {today: [None] + [50.0] * 99, other: [100.0, 90.0, *[80.0] * 99], third: [99.0, None, *[1.0] * 99]}
     race.finalists = lambda: [other, third, today]  # type: ignore[method-assign]
     race._race()
@@ -676,7 +682,7 @@ def test_who_leaves_the_turns_does_not_come_back():
 
 
 def test_the_luckiest_of_single_measurements_does_not_win(tmp_path):
-    search = Search(None, None, Options(1, (0,), "cpu", 1.0), Budget(1.0), [])  # type: ignore[arg-type]
+    search = Search(None, None, Limits(1.0, 1), "cpu", TimeBudget("tune", 1.0), [])  # type: ignore[arg-type]
     steady, lucky = Setting("loader", 8, 9), Setting("loader", 8, 2)
     search.settings, search._steady = [steady, lucky], {steady: 100.0}
     search.rates = {steady: [130.0, 90.0, 100.0], lucky: [120.0]}

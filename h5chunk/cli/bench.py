@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from h5chunk.cli.group import main
-from h5chunk.cli.options import trusted
+from h5chunk.cli.options import Seconds, trusted
 from h5chunk.cli.output import progress_bar, show
 
 
@@ -21,20 +21,21 @@ from h5chunk.cli.output import progress_bar, show
     "--fields",
     multiple=True,
     metavar="DATASET",
-    help="Dataset to read; again for more. [default: images, and labels if there are any]",
+    help="Dataset to read (repeatable). [default: images, and labels if there are any]",
 )
 @click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=10.0,
+    "--budget",
+    "budget_s",
+    type=Seconds(),
+    default="10s",
     show_default=True,
-    help="Time to take, about.",
+    help="Time to take, such as 10s or 1m.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(0),
     multiple=True,
-    help="Of torch's DataLoader; again for more numbers. [default: 0, and one per core up to 4]",
+    help="DataLoader worker count to try (repeatable). [default: 0, and one per core up to 4]",
 )
 @click.option(
     "--cold/--no-cold", default=True, help="Also read from the disk, after parts of FILE left the page cache. [default]"

@@ -24,6 +24,7 @@ from h5chunk.errors import OptionError
 
 OLDEST_FIRST = 0.0  # w0: no chunk of a round of windows is evicted before the round ends
 FINISHED_FIRST = 0.75  # w0: keeps the chunk at the border of two batches while others are read in passing
+CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
 DIRECT_BYTES = 32 << 10  # samples from here on are read straight from the file; scripts/sweep_reads.py measures it
 MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: past 8 MiB, rare collisions are the better bargain
 

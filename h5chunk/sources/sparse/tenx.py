@@ -1,7 +1,7 @@
 """Counts of 10x Genomics' Cell Ranger, version 2 and 3: rows are barcodes (cells), columns are features (genes).
 
-In HDF5 they are kept as compressed columns of features x barcodes, which are the compressed rows of what is wanted.
-Source: 10x Genomics, "Feature-Barcode Matrices (HDF5)".
+They are kept as compressed columns of features x barcodes, which are the compressed rows of what is wanted. Source:
+10x Genomics, "Feature-Barcode Matrices (HDF5)".
 """
 
 from __future__ import annotations
@@ -12,31 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from h5chunk.sources.sparse import vector
-from h5chunk.sources.sparse.block import Block, SparseSource
+from h5chunk.sources.sparse.block import Block
 from h5chunk.sources.sparse.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
-from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES
-from h5chunk.sources.sparse.tenx_files import find_tenx_files
 
 
-def open_tenx(
-    path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
-) -> SparseSource:
-    """Open counts of 10x: an HDF5 file, a folder, or the Matrix Market file of a folder.
-
-    Raises
-    ------
-    SourceError
-        It is none of these, or broken.
-    """
-    files = find_tenx_files(path)
-    if files is None:
-        return TenxSource(path, layer, memory_bytes)
-    from h5chunk.sources.sparse.tenx_folder import TenxFolderSource  # needs pyarrow
-
-    return TenxFolderSource(files, layer, memory_bytes)
-
-
-class TenxSource(SparseSource):
+class TenxSource:
     """A 10x .h5; see `SparseSource`.
 
     Parameters
@@ -44,7 +24,6 @@ class TenxSource(SparseSource):
     path : path
     layer : str, optional
         The genome, in files of version 2 that have several.
-    memory_bytes : int
 
     Raises
     ------
@@ -53,15 +32,15 @@ class TenxSource(SparseSource):
     """
 
     kind = "10x"
-    axes = ("barcodes", "features")
+    has_ids = False
     is_sorted_by_row = True
 
-    def __init__(
-        self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
-    ) -> None:
-        self._file = GuardedFile(path, memory_bytes)
+    def __init__(self, path: str | os.PathLike[str], layer: str | None = None) -> None:
+        self._file = GuardedFile(path)
         self.path = self._file.path
         self._layer = layer
+        self.row_fields: dict[str, np.ndarray] = {}
+        self.categories: dict[str, list[str]] = {}
         with self._file.open() as root:
             group = self._find(root)
             self.shape, parts = self._matrix(group)
@@ -98,9 +77,7 @@ class TenxSource(SparseSource):
     def _names(self, stored: Stored, length: int, what: str) -> np.ndarray:
         if stored.length != length:
             raise stored.error(f"has {stored.length} names but the matrix has {length} {what}")
-        names = read_strings(stored)
-        self._file.memory.keep(f"{length:,} {what}", 2 * names.nbytes)
-        return names
+        return read_strings(stored)
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with self._file.open() as root:

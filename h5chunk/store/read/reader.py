@@ -16,20 +16,19 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable
-from h5chunk.plan.cache import MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.cache import CALL_BYTES, MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
 from h5chunk.store.format import Header, checksums_of, open_file, opened, read_header
 from h5chunk.store.guard.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.guard.claims import check_chunks
 from h5chunk.store.guard.guard import Guard, Trusted, damages
-from h5chunk.store.read.chunktable import leaves_memory, list_chunks
+from h5chunk.store.read.chunktable import list_chunks
 from h5chunk.store.read.csrhdf5 import CsrHandle
 from h5chunk.store.read.csrrows import CsrRoom
 from h5chunk.store.read.fields import Field, look_at, usual_fields
 from h5chunk.store.read.matrixfield import MatrixField, read_indptr
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
-CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
 
 
 _reading = threading.Lock()
@@ -233,8 +232,13 @@ class H5Reader:
             with damages(self.path):
                 file = open_file(self.path)
                 self.check_unchanged()
-                self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
+                self.read_through(file)
+        assert self._opened is not None
         return self._opened[1]
+
+    def read_through(self, file: h5py.File) -> None:
+        """Read through a file that is open already, such as one over a Python file object, until `close`."""
+        self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
 
     def _handle(self, file: h5py.File, field: Field | MatrixField) -> _Handle | CsrHandle:
         cache = self._caches.get(field.name)
@@ -280,7 +284,6 @@ class _Handle:
         self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
         dataset = h5py.Dataset(self._id)
         check_chunks(dataset)
-        self._clears = leaves_memory(dataset)
         self._checks: ChunkChecks | None = None
         if field.name in sums and dataset.size:
             table = list_chunks(dataset)
@@ -320,8 +323,6 @@ class _Handle:
 
     def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
         count = memory.shape[0]
-        if self._clears:
-            out[...] = np.zeros((), out.dtype)
         self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
         self._id.read(memory, self._space, out, self._kind)
 

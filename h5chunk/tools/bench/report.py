@@ -1,52 +1,25 @@
-"""What `h5chunk bench` found: figures, each over the limit that bounds it, and the slowest stage."""
+"""The report of `h5chunk bench`: figures, each over the limit that bounds it, and the slowest stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.measure.stages import (
+    CACHED,
+    DATALOADER,
+    DISK,
+    LIMITS,
+    LOADER,
+    MEMORY,
+    RESIDENT,
+    TO_DEVICE,
+    Figure,
+)
 from h5chunk.tools.report import Report
 
-MEMORY, FRESH, CACHED, DISK, TO_DEVICE = (
-    "memory copy",
-    "copy to fresh memory",
-    "page-cache read",
-    "disk read",
-    "copy to the GPU",
-)
-LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
-RESIDENT = "resident=True"
 AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to gain
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One thing that was measured, or why it was not.
-
-    Attributes
-    ----------
-    group, name : str
-    samples_per_s, bytes_per_s : float or None
-        Medians; bytes of decoded samples, but as stored for reads of the file. None: not measured.
-    limit : str or None
-        Name of the limit that bounds it: of several, the lowest in samples/s.
-    ratio : float or None
-        Samples/s over those of the limit.
-    rates : list of float
-        Bytes/s of each round.
-    note : str
-        How, or why not.
-    """
-
-    group: str
-    name: str
-    samples_per_s: float | None = None
-    bytes_per_s: float | None = None
-    limit: str | None = None
-    ratio: float | None = None
-    rates: tuple[float, ...] = ()
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,12 +35,12 @@ class BenchReport(Report):
     stored_bytes : int or None
         Of the fields, in the file; None if they do not lie in it.
     measured_samples : int
-        The first ones, which figures from the page cache are of.
+        The first samples, which figures from the page cache are of.
     batch_size : int
     device : str
     num_cores : int
     seconds : float
-        That it took.
+        Time that measuring took.
     figures : list of Figure
     notes : list of str
     verdict : str
@@ -130,13 +103,13 @@ def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tupl
         names = [name for name in wanted if name in rates] or [MEMORY for _ in wanted[:1] if MEMORY in rates]
         if each.samples_per_s is not None and names:
             limit = min(names, key=lambda name: rates[name])
-            each = Figure(**asdict(each) | {"limit": limit, "ratio": each.samples_per_s / rates[limit]})
+            each = replace(each, limit=limit, ratio=each.samples_per_s / rates[limit])
         found.append(each)
     return found
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
-    """Names the slowest stage, and what to do about it.
+    """Name the slowest stage, and what to do about it.
 
     Parameters
     ----------
@@ -169,7 +142,7 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Of the stages behind the page cache."""
+    """Name the slowest of the stages behind the page cache."""
     share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)

@@ -1,7 +1,6 @@
-"""How fast batches come, from `ChunkLoader` or torch's DataLoader, and how fast a GPU takes bytes: for `h5chunk bench`.
+"""Measure how fast batches come: from `ChunkLoader`, from torch's DataLoader, and from plain h5py.
 
-What is measured stays open between slices of time, so that several can take turns. Nothing here knows what a figure is
-compared with.
+Each way stays open between measurements, so that several can be measured in turns.
 """
 
 from __future__ import annotations
@@ -9,78 +8,101 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from h5chunk.feed.dataset import ChunkDataset, Fields
-from h5chunk.feed.device import PinnedMemory, find_device, free_bytes
+from h5chunk.feed.device import free_bytes
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.room import RESIDENT_SHARE
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.line import Picks
 from h5chunk.plan.order import Order
+from h5chunk.store.format import open_file
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.files import Paths
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader
 
-SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # for what is read ahead: at most, and how often it is looked
-LEAD = 0.15  # part of a slice that is taken before it, uncounted: batches that were read ahead during a pause
-COPY_BYTES = 256 << 20  # of a copy to the device
+SETTLE_S, SETTLE_STEP_S = (
+    0.5,
+    0.005,
+)  # how long threads that read ahead are waited for, and how often they are looked at
 
 
-class Batches:
-    """Batches, epoch after epoch, with the time they take.
+@dataclass
+class Epochs:
+    """An open source of batches: each iteration is an epoch of tuples or lists of fields, at least one batch.
+
+    Attributes
+    ----------
+    batches : iterable
+    device : str
+        Where the batches are: its work is waited for before a clock is read.
+    read_ahead : int
+        Samples that may have been read ahead.
+    close : callable
+        Ends what gives the batches, and frees what it held.
+    """
+
+    batches: Iterable[Any]
+    device: str
+    read_ahead: int
+    close: Callable[[], None]
+
+
+class BatchRate:
+    """Takes batches, epoch after epoch, and measures how fast they come.
 
     Parameters
     ----------
-    epochs : iterable
-        Each iteration is an epoch of batches: tuples or lists of fields, at least one batch.
-    sample_bytes : int
-    device : torch.device
-        Where the batches are: its work is waited for before a clock is read.
-    close : callable
-        Ends what gives them.
+    epochs : Epochs
+        Closed with this object, or if its first batch fails.
     """
 
-    def __init__(
-        self, epochs: Iterable[Any], sample_bytes: int, device: torch.device, close: Callable[[], None]
-    ) -> None:
-        self._batches = _endless(epochs)
-        self._sample_bytes, self._device, self._close = sample_bytes, device, close
-        with warnings.catch_warnings():  # more workers than cores, a fork with threads: it was asked for
-            warnings.simplefilter("ignore")
-            next(self._batches)
-        _settle()
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs = epochs
+        self._batches = _endless(epochs.batches)
+        try:
+            with warnings.catch_warnings():  # more workers than cores, a fork with threads: it was asked for
+                warnings.simplefilter("ignore")
+                next(self._batches)
+        except BaseException:
+            epochs.close()
+            raise
 
-    def rate(self, seconds: float) -> float:
-        """Bytes/s, as samples are decoded, over about so many seconds and at least one batch."""
-        self._take(LEAD * seconds)
+    def rate(self, seconds: float, lead_s: float) -> float:
+        """Samples/s over about so many seconds, and at least one batch.
+
+        Before that, what was read ahead is used up, as far as ``lead_s`` seconds allow.
+        """
+        self._take(lead_s, self._epochs.read_ahead)
         self._synchronize()
         started = time.perf_counter()
         num_samples = self._take(seconds)
         self._synchronize()
-        taken = max(1e-9, time.perf_counter() - started)
-        _settle()
-        return num_samples * self._sample_bytes / taken
+        return num_samples / max(1e-9, time.perf_counter() - started)
 
-    def _take(self, seconds: float) -> int:
+    def _take(self, seconds: float, most: int | None = None) -> int:
         deadline, num_samples = time.perf_counter() + seconds, 0
         while True:
             num_samples += len(next(self._batches)[0])
-            if time.perf_counter() >= deadline:
+            if time.perf_counter() >= deadline or (most is not None and num_samples >= most):
                 return num_samples
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._epochs.device != "cpu":
+            torch.cuda.synchronize(self._epochs.device)
 
     def close(self) -> None:
         """End it; what it held is free."""
         self._batches.close()
-        self._close()
+        self._epochs.close()
 
 
 def _endless(epochs: Iterable[Any]) -> Generator[Any, None, None]:
@@ -88,7 +110,7 @@ def _endless(epochs: Iterable[Any]) -> Generator[Any, None, None]:
         yield from epochs
 
 
-def _settle() -> None:
+def settle() -> None:
     """Wait until threads have read ahead as far as they may, so that they do not disturb what is measured next."""
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
@@ -98,20 +120,22 @@ def _settle() -> None:
             return
 
 
-def loader_batches(
-    path: Paths,
-    batch_size: int,
-    *,
-    fields: Fields | None,
-    device: str,
-    num_samples: int,
-    sample_bytes: int,
-    trusted: Trusted = False,
-    reader: str = "auto",
-    reuse: bool = False,
-    resident: bool = False,
-) -> Batches:
-    """Batches of a `ChunkLoader` over the first ``num_samples`` samples of a file.
+def first_epoch_rate(open_epochs: Callable[[], Epochs], seconds: float) -> float:
+    """Samples/s of the first epoch, from its opening on, over about so many seconds and at least one batch."""
+    started, num_samples = time.perf_counter(), 0
+    epochs = open_epochs()
+    try:
+        for batch in epochs.batches:
+            num_samples += len(batch[0])
+            if time.perf_counter() >= started + seconds:
+                break
+    finally:
+        epochs.close()
+    return num_samples / max(1e-9, time.perf_counter() - started)
+
+
+def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> Epochs:
+    """Open a `ChunkLoader` in this order.
 
     Raises
     ------
@@ -120,36 +144,31 @@ def loader_batches(
     """
     with warnings.catch_warnings():  # why HDF5 reads is said in the report
         warnings.simplefilter("ignore")
-        options: dict[str, Any] = {"device": device, "reader": reader, "reuse": reuse, "resident": resident}
-        loader = ChunkLoader(path, batch_size, fields=fields, trusted=trusted, **options)
-    loader._order = _first(loader.order, num_samples)
-    try:
-        return Batches(loader, sample_bytes, torch.device(device), loader.close)
-    except BaseException:
-        loader.close()
-        raise
+        loader = ChunkLoader(
+            dataset,
+            order.batch_size,
+            window_chunks=order.window_chunks,
+            device=device,
+            **{"resident": False, **options},
+        )
+    loader._order, read_ahead = order, 0
+    if not loader.resident:
+        loader._plan = loader._room.plan_windows(order, echo=1, least_chunks=None)
+        read_ahead = loader._plan.num_slots * loader._plan.window_samples
+    return Epochs(loader, device, read_ahead, loader.close)
 
 
-def dataset_batches(
-    path: Paths,
-    batch_size: int,
-    *,
-    fields: Fields | None,
-    num_workers: int,
-    num_samples: int,
-    sample_bytes: int,
-    trusted: Trusted = False,
-) -> Batches:
-    """Batches of `ChunkDataset` and `ChunkSampler` in a DataLoader, of the first ``num_samples`` samples of a file.
+def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Epochs:
+    """Open `ChunkDataset` and `ChunkSampler` in torch's DataLoader, in this order.
 
     Raises
     ------
     FileError, FieldError, OptionError
         As `ChunkDataset` and `ChunkSampler`.
     """
-    dataset = ChunkDataset(path, fields=fields, trusted=trusted)
-    sampler = ChunkSampler(dataset, batch_size)
-    sampler._order = _first(sampler.order, num_samples)
+    sampler = ChunkSampler(dataset, order.batch_size, window_chunks=order.window_chunks)
+    sampler._order = dataset._order = order
+    dataset._cache_known = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         epochs = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -159,11 +178,17 @@ def dataset_batches(
             running._shutdown_workers()  # type: ignore[attr-defined]
         dataset.close()
 
-    return Batches(epochs, sample_bytes, torch.device("cpu"), close)
+    return Epochs(epochs, "cpu", (2 * num_workers + 1) * order.batch_size, close)
 
 
-def _first(order: Order, num_samples: int) -> Order:
-    """The order of the first samples alone."""
+def make_dataset(path: Paths, fields: Fields | None, trusted: Trusted) -> ChunkDataset:
+    """A data set, for callers that do not import torch."""
+    return ChunkDataset(path, fields=fields, trusted=trusted)
+
+
+def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> Order:
+    """The default order of a data set, over its first samples alone."""
+    order = ChunkSampler(dataset, batch_size).order
     if order.picks is None or num_samples == order.num_samples:
         return replace(order, num_samples=num_samples)
     starts = order.picks.drawn(order.seed, order.epoch).starts  # all samples of files whose chunks differ
@@ -171,54 +196,61 @@ def _first(order: Order, num_samples: int) -> Order:
     return replace(order, num_samples=num_samples, picks=cut)
 
 
-class DeviceCopy:
-    """Copies of pinned memory to a GPU, one after the other."""
+def resident_bytes(device: str) -> int | None:
+    """Bytes that data may take to stay on a GPU; None for the CPU."""
+    return None if device == "cpu" else free_bytes(torch.device(device)) // RESIDENT_SHARE
 
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-        self._there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._device)
-        with torch.cuda.device(self._device):
-            self._pinned = PinnedMemory(COPY_BYTES)
-        self._host = torch.from_numpy(self._pinned.bytes[:COPY_BYTES])
-        self._host.zero_()
+
+class PlainLoop:
+    """Reads single random samples by ``h5py.File(path)[name][i]``, stacked into batches, as most training loops do.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    num_samples : int
+        The first samples, which are drawn from.
+    batch_size : int
+    seed : int
+        Of the random order.
+    """
+
+    def __init__(self, reader: H5Reader, num_samples: int, batch_size: int, seed: int = 0) -> None:
+        self._file = open_file(reader.path)
+        fields = [each for each in reader.fields.values() if not isinstance(each, MatrixField)]
+        self._datasets = [self._file[each.dataset] for each in fields]
+        self._matrix = self._file[reader.matrix.dataset] if reader.matrix is not None else None
+        self._num_columns = reader.matrix.num_columns if reader.matrix is not None else 0
+        self._rng = np.random.default_rng(seed)
+        self._num_samples, self._batch_size = num_samples, batch_size
 
     def rate(self, seconds: float) -> float:
-        """Bytes/s over about so many seconds."""
-        torch.cuda.synchronize(self._device)
-        started, num_bytes = time.perf_counter(), 0
-        while True:
-            self._there.copy_(self._host, non_blocking=True)
-            torch.cuda.synchronize(self._device)
-            num_bytes += COPY_BYTES
-            taken = time.perf_counter() - started
-            if taken >= seconds:
-                return num_bytes / taken
+        """Samples/s over about so many seconds, at least one sample."""
+        started, done = time.perf_counter(), 0
+        while not done or time.perf_counter() < started + seconds:
+            done += self._read_batch(started + seconds)
+        return done / (time.perf_counter() - started)
+
+    def _read_batch(self, deadline: float) -> int:
+        """Read a batch, or the part of it that the time allows; returns its samples."""
+        samples: list[list[Any]] = [[] for _ in self._datasets]
+        done = 0
+        for row in self._rng.integers(0, self._num_samples, self._batch_size).tolist():
+            for dataset, column in zip(self._datasets, samples, strict=True):
+                column.append(dataset[row])
+            if self._matrix is not None:
+                self._read_row(self._matrix, row)
+            done += 1
+            if time.perf_counter() >= deadline:
+                break
+        for column in samples:
+            np.stack(column)
+        return done
+
+    def _read_row(self, matrix: h5py.Group, row: int) -> None:
+        start, stop = matrix["indptr"][row : row + 2].tolist()
+        dense = np.zeros(self._num_columns, np.float32)
+        dense[matrix["indices"][start:stop]] = matrix["data"][start:stop]
 
     def close(self) -> None:
-        """Give the memory back."""
-        torch.cuda.synchronize(self._device)
-        self._pinned.close()
-        del self._host, self._there
-
-
-def check_device(device: str) -> str:
-    """The device's name for people.
-
-    Raises
-    ------
-    OptionError
-        It is no CPU or CUDA device, or not there.
-    """
-    found = find_device(device)
-    return "cpu" if found.type == "cpu" else f"{device} ({torch.cuda.get_device_name(found)})"
-
-
-def resident_room(device: str) -> int | None:
-    """Bytes that data may take to stay on a GPU; None for the CPU."""
-    found = torch.device(device)
-    return None if found.type == "cpu" else free_bytes(found) // RESIDENT_SHARE
-
-
-def torch_version() -> str:
-    """Of torch."""
-    return str(torch.__version__)
+        """Close the file."""
+        self._file.close()

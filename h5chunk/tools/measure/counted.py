@@ -1,4 +1,4 @@
-"""The cache model against the library: an order read through real HDF5, every byte of which is counted."""
+"""Count what HDF5 really reads of an order, and compare it with the model of its chunk cache."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.store.format import opened
 from h5chunk.store.guard.claims import same_file
-from h5chunk.store.read.chunktable import ChunkTable, NotDirect, list_chunks
+from h5chunk.store.read.chunktable import ChunkTable, list_chunks
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.model.accesses import find_row_accesses
 from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
-from h5chunk.tools.model.row_reads import find_reads
+from h5chunk.tools.model.row_reads import batch_accesses
 
 MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is enough
 
 
 @dataclass(frozen=True)
-class Verified:
-    """What the model said, and what HDF5 did.
+class ReadCounts:
+    """What the model predicted, and what HDF5 did.
 
     Attributes
     ----------
-    predicted_misses, measured_misses : int
-        Visits of chunks, of the largest field, that read the file.
+    predicted_reads, measured_reads : int
+        Reads of the file for chunks of the largest field.
     predicted_bytes, measured_bytes : int
         Stored bytes that they read.
     batches, samples : int
@@ -43,8 +42,8 @@ class Verified:
         Why there is nothing to count; else empty.
     """
 
-    predicted_misses: int
-    measured_misses: int
+    predicted_reads: int
+    measured_reads: int
     predicted_bytes: int
     measured_bytes: int
     batches: int
@@ -55,14 +54,36 @@ class Verified:
     @property
     def agrees(self) -> bool:
         """Whether the model was right."""
-        return (self.predicted_misses, self.predicted_bytes) == (self.measured_misses, self.measured_bytes)
+        return (self.predicted_reads, self.predicted_bytes) == (self.measured_reads, self.measured_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
 
-def verify_order(reader: H5Reader, order: Order, cache: CacheSettings, seconds: float) -> Verified:
+class CountingFile(io.FileIO):
+    """A file for HDF5 to read from that remembers the offset and size of every read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "rb")
+        self._reads: list[tuple[int, int]] = []
+
+    def readinto(self, buffer: Any) -> int:
+        self._reads.append((self.tell(), len(buffer)))
+        return super().readinto(buffer)
+
+    def take(self, table: ChunkTable) -> tuple[int, int]:
+        """Number and bytes of the reads of chunks since the last call; reads of metadata do not count."""
+        starts, sizes = np.array(self._reads, np.int64).reshape(-1, 2).T
+        self._reads.clear()
+        turn = np.argsort(table.offsets)
+        offsets, ends = table.offsets[turn], (table.offsets + table.sizes)[turn]
+        at = np.searchsorted(offsets, starts, "right") - 1
+        of_chunks = (at >= 0) & (starts < ends[at])
+        return int(of_chunks.sum()), int(sizes[of_chunks].sum())
+
+
+def count_reads(reader: H5Reader, order: Order, cache: CacheSettings, seconds: float) -> ReadCounts:
     """Read batches of an order through HDF5, and count what it reads.
 
     Parameters
@@ -74,123 +95,71 @@ def verify_order(reader: H5Reader, order: Order, cache: CacheSettings, seconds: 
     seconds : float
         After which no further batch is begun.
     """
-    triple = cache.nslots, cache.nbytes, cache.w0
+    triple, main = (cache.nslots, cache.nbytes, cache.w0), reader.main
+    table, note = _chunk_table(reader)
+    if table is None or isinstance(main, MatrixField):
+        return ReadCounts(0, 0, 0, 0, 0, 0, triple, note)
+    started = time.perf_counter()
+    predicted, batches = _predict(main.grid, cache, table, order, started + seconds / 3)
+    measured = _measure(reader, cache, batches, table, started + seconds)
+    done = len(measured)
+    num_reads, num_bytes = (int(sum(column)) for column in zip(*measured, strict=True))
+    samples = sum(len(batch) for batch in batches[:done])
+    expected = np.sum(predicted[:done], axis=0)
+    return ReadCounts(int(expected[0]), num_reads, int(expected[1]), num_bytes, done, samples, triple)
+
+
+def _chunk_table(reader: H5Reader) -> tuple[ChunkTable | None, str]:
+    """Where the chunks of the largest field lie, or why there is nothing to count."""
     main = reader.main
     if isinstance(main, MatrixField) or main.grid.chunks is None:
         what = "a sparse matrix is" if isinstance(main, MatrixField) else "data without chunks is"
-        return Verified(0, 0, 0, 0, 0, 0, triple, f"{what} not read through the chunk cache: there is nothing to count")
-    try:
-        with opened(reader.path) as file:
-            dataset = file[main.dataset]
-            elsewhere = not same_file(dataset, file)
-            table = list_chunks(dataset)
-    except NotDirect as error:
-        return Verified(0, 0, 0, 0, 0, 0, triple, f"reads cannot be counted: {error}")
-    if elsewhere:
-        return Verified(0, 0, 0, 0, 0, 0, triple, "the data lie in another file, of which no reads are counted")
+        return None, f"{what} not read through the chunk cache: there is nothing to count"
+    with opened(reader.path) as file:
+        dataset = file[main.dataset]
+        if not same_file(dataset, file):
+            return None, "the data lie in another file, of which no reads are counted"
+        table = list_chunks(dataset)
     if (table.offsets < 0).any():
-        return Verified(0, 0, 0, 0, 0, 0, triple, "chunks that were never written cost no read: the model has no such")
-    started, batches = time.perf_counter(), []
-    predictor = _Predictor(main.grid, cache, table)
+        return None, "chunks that were never written cost no read: the model has no such"
+    return table, ""
+
+
+def _predict(
+    grid: ChunkGrid, cache: CacheSettings, table: ChunkTable, order: Order, until: float
+) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
+    """Reads and stored bytes of each batch by the model, and the batches; as many as are enough, or the time allows."""
+    model, visited, read_bytes = ChunkCache(grid, cache), 0, 0
+    predicted: list[tuple[int, int]] = []
+    batches = []
     for batch in islice(order.batches(), MOST_ACCESSES):
+        _, accesses = batch_accesses(grid, cache, batch)
+        replay = model.access(accesses)
+        chunks = accesses.chunks[replay.outcomes != HIT]
+        num_bytes = int(table.sizes[chunks].sum()) if grid.filtered else replay.bytes_read
+        predicted.append((replay.num_reads, num_bytes))
         batches.append(batch)
-        predictor.visit(batch)
-        if predictor.accesses >= MOST_ACCESSES or predictor.bytes[-1] >= MOST_BYTES:
+        visited, read_bytes = visited + len(accesses), read_bytes + num_bytes
+        if visited >= MOST_ACCESSES or read_bytes >= MOST_BYTES or time.perf_counter() >= until:
             break
-        if time.perf_counter() - started > seconds / 3:
-            break
-    measured = _measure(reader, cache, batches, table, started + seconds)
-    done = measured[2]
-    return Verified(
-        predictor.misses[done],
-        measured[0],
-        predictor.bytes[done],
-        measured[1],
-        done,
-        sum(len(batch) for batch in batches[:done]),
-        triple,
-    )
-
-
-class _Predictor:
-    """What the model says, batch by batch: sums of misses and stored bytes, from 0 on."""
-
-    def __init__(self, grid: ChunkGrid, cache: CacheSettings, table: ChunkTable) -> None:
-        self._grid, self._cache, self._sizes = grid, ChunkCache(grid, cache), table.sizes
-        self._whole = grid.filtered and grid.band_bytes > cache.nbytes
-        self.accesses, self.misses, self.bytes = 0, [0], [0]
-
-    def visit(self, rows: np.ndarray) -> None:
-        grid = self._grid
-        starts, stops = find_reads(
-            rows, band_samples=grid.band_samples or 1, row_bytes=grid.sample_bytes, whole=self._whole
-        )
-        accesses = find_row_accesses(grid, starts, stops)
-        replay = self._cache.access(accesses)
-        read = replay.outcomes != HIT
-        num_bytes = int(self._sizes[accesses.chunks[read]].sum()) if grid.filtered else replay.bytes_read
-        self.accesses += len(accesses)
-        self.misses.append(self.misses[-1] + int(read.sum()))
-        self.bytes.append(self.bytes[-1] + num_bytes)
-
-
-class NotingFile(io.FileIO):
-    """A file for HDF5 to read from that notes every read as (offset, size), and every call as None."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, "rb")
-        self.reads: list[tuple[int, int] | None] = []
-
-    def readinto(self, buffer: Any) -> int:
-        self.reads.append((self.tell(), len(buffer)))
-        return super().readinto(buffer)
+    return predicted, batches
 
 
 def _measure(
     reader: H5Reader, cache: CacheSettings, batches: list[np.ndarray], table: ChunkTable, until: float
-) -> tuple[int, int, int]:
-    """Misses, bytes, and batches read; chunks are told by their offsets."""
-    main = reader.main
+) -> list[tuple[int, int]]:
+    """Reads and bytes of each batch that was read, at least one."""
+    main, counts = reader.main, []
     assert not isinstance(main, MatrixField)
-    turn = np.argsort(table.offsets)
-    offsets, ends = table.offsets[turn], (table.offsets + table.sizes)[turn]
-    counts = np.zeros(2, np.int64)
-    done = 0
-    with NotingFile(reader.path) as noting, h5py.File(noting, "r") as file:
-        alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
-        alone.set_caches(cache)
-        handle = alone._handle(file, main)
-        read_run = handle._read_run  # type: ignore[union-attr]
-
-        def counted(*arguments: Any) -> None:
-            noting.reads.append(None)
-            read_run(*arguments)
-
-        handle._read_run = counted  # type: ignore[union-attr, method-assign]
-        noting.reads.clear()
+    alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
+    alone.set_caches(cache)
+    with CountingFile(reader.path) as counting, h5py.File(counting, "r") as file:
+        alone.read_through(file)
+        counting.take(table)
         for batch in batches:
-            out = np.empty((len(batch), *main.sample_shape), main.dtype)
-            handle.read(batch, out)  # type: ignore[arg-type]
-            counts += _count(noting.reads, offsets, ends)
-            noting.reads.clear()
-            done += 1
+            alone.read(main.name, batch, np.empty((len(batch), *main.sample_shape), main.dtype))
+            counts.append(counting.take(table))
             if time.perf_counter() >= until:
                 break
-    return int(counts[0]), int(counts[1]), done
-
-
-def _count(reads: list[tuple[int, int] | None], offsets: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
-    """Chunks that were read, each once a call, and bytes of them; reads of the index do not count."""
-    misses = num_bytes = 0
-    before = -1
-    for read in reads:
-        if read is None:
-            before = -1
-            continue
-        at = int(np.searchsorted(offsets, read[0], "right")) - 1
-        if at < 0 or read[0] >= ends[at]:
-            continue
-        misses += at != before
-        num_bytes += read[1]
-        before = at
-    return misses, num_bytes
+        alone.close()
+    return counts

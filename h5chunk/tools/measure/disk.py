@@ -1,6 +1,6 @@
-"""Reading a file's own bytes, found through its chunk tables, from the page cache and from the disk.
+"""Measure reads of a file's own bytes, found through its chunk tables, from the page cache and from the disk.
 
-The bytes of several files are numbered as if these lay one behind the other, each from a page on that is its own.
+The bytes of several files are numbered as if the files lay one behind the other, each beginning at a page of its own.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def cut(ranges: Sequence[Sequence[int]]) -> Ranges:
 
 
 def locate(reader: H5Reader) -> Stored:
-    """Where the fields lie.
+    """Find where the fields lie.
 
     Raises
     ------
     NotMeasured
-        Not in this file, or nowhere yet.
+        They do not lie in this file, or nowhere yet.
     FileError
         The list of chunks makes no sense.
     """
@@ -128,7 +128,7 @@ def _bases(sizes: Sequence[int]) -> list[int]:
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Offsets, sizes and first samples of a field's chunks; runs of so many rows if it has none."""
+    """Offsets, sizes and first samples of a field's chunks, or of runs of so many rows if it has none."""
     dataset = file[field.dataset]
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
@@ -151,7 +151,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Reads ranges of files, by threads into memory that is used again. Keeps the files open until it is closed."""
+    """Reads ranges of files in threads, into memory that is used again. Keeps the files open until it is closed."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -183,6 +183,25 @@ class FileReads:
         rate = threads_rate(read, num_threads, seconds)
         self.num_read = min(next(numbers), len(ranges))
         return rate
+
+    def fill_page_cache(self, stored: Stored, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
+        """Read as much from the beginning as fits in memory and time.
+
+        Returns
+        -------
+        int
+            The first samples, which are in the page cache now; at least one.
+        bool
+            Whether the time sufficed for all that fits.
+        """
+        fitting = int(np.searchsorted(np.cumsum(stored.sizes), memory_bytes, side="right"))
+        ranges = list(zip(stored.offsets[:fitting].tolist(), stored.sizes[:fitting].tolist(), strict=True))
+        done = 0
+        if ranges:
+            self.rate(ranges, num_threads, seconds, again=False)
+            done = self.num_read
+        samples = stored.num_samples if done == len(stored.sizes) else int(stored.first_samples[done])
+        return max(1, samples), done == fitting
 
     def _read(self, offset: int, size: int, buffer: np.ndarray) -> None:
         number, done = self._file_of(offset), 0
@@ -226,11 +245,11 @@ class FileReads:
 
     @property
     def can_be_checked(self) -> bool:
-        """Whether the system tells us what is cached: it does so for files that we may write."""
+        """Whether the system says what is cached: it does so for files that this process may write."""
         return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:
-        """Part of the pages of some ranges that is in the page cache; 0 if nobody says. Source: mincore(2)."""
+        """Part of the pages of some ranges that is in the page cache; 0 if it is not known. Source: mincore(2)."""
         if not self.can_be_checked or not ranges:
             return 0.0
         states: list[np.ndarray] = []
@@ -240,7 +259,7 @@ class FileReads:
         return sum(int((state & 1).sum()) for state in states) / max(1, sum(map(len, states)))
 
     def _states(self, number: int, ranges: Ranges) -> Iterator[np.ndarray]:
-        """Of ranges of one file: of each page, whether it is cached."""
+        """For each range of one file, whether its pages are cached."""
         with mmap.mmap(self._descriptors[number], 0, access=mmap.ACCESS_READ) as mapped:
             whole = np.frombuffer(mapped, np.uint8)
             for offset, size in ranges:

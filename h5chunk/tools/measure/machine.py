@@ -1,23 +1,33 @@
-"""What the machine gives at most: threads that move bytes, and copying memory."""
+"""Measure what the machine gives at most, by copying memory, and compare rates that a busy machine gave."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 REGION_BYTES = 128 << 20  # what is copied: larger than most processors' caches
 LEAST_PIECE_BYTES = 1 << 20  # a copy of less would measure Python
+DEVICE_COPY_BYTES = 256 << 20
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class NotMeasured(Exception):
+    """Why something cannot be measured; the message says it."""
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """1, 2, 4 and so on, and one a core.
+    """1, 2, 4 and so on, and one per core.
 
     >>> thread_counts(6)
     [1, 2, 4, 6]
@@ -26,7 +36,7 @@ def thread_counts(num_cores: int) -> list[int]:
 
 
 def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -> float:
-    """Bytes/s of threads that each call ``work(thread)``, which says how many bytes it moved, 0 when all is done."""
+    """Bytes/s of threads that each call ``work(thread)``, which returns the bytes that it moved, 0 when all is done."""
 
     def loop(thread: int) -> int:
         moved = 0
@@ -43,8 +53,45 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
         return moved / max(1e-9, time.perf_counter() - started)
 
 
-class NotMeasured(Exception):
-    """Why something cannot be measured; the message says it."""
+def repeated_rate(work: Callable[[], int], seconds: float) -> float:
+    """Bytes/s of calls that each return the bytes that they moved; at least one call."""
+    started, done = time.perf_counter(), 0
+    while True:
+        done += work()
+        taken = time.perf_counter() - started
+        if taken >= seconds:
+            return done / max(1e-9, taken)
+
+
+def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    """Compare rates that were measured in turns, freed of what else the machine did in each turn.
+
+    A machine that does other things is slow for a while, for all alike. So rates are compared within each turn, and the
+    median is taken of each key's share of that turn.
+
+    >>> found = interleaved_rates([{"a": 100.0, "b": 90.0}, {"a": 50.0, "b": 45.0}, {"a": 98.0, "b": 99.0}])
+    >>> round(found["a"] / found["b"], 2)  # twice a is ahead by a ninth, once they are level
+    1.11
+
+    Parameters
+    ----------
+    turns : sequence of dict of key to float
+        Rates of each turn, above 0. A key in the last turn is in all; others may have left before.
+
+    Returns
+    -------
+    dict of key to float
+        One rate for each key of the first turn; empty without turns.
+    """
+    if not turns:
+        return {}
+    stayed = turns[-1].keys()
+    bases = [math.exp(statistics.fmean(math.log(turn[key]) for key in stayed)) for turn in turns]
+    usual = statistics.median(bases)
+    return {
+        key: usual * statistics.median(turn[key] / base for turn, base in zip(turns, bases, strict=True) if key in turn)
+        for key in turns[0]
+    }
 
 
 class MemoryCopy:
@@ -56,12 +103,12 @@ class MemoryCopy:
         Of a copy; made larger if very small, and smaller if many threads could not each have one.
     num_threads : int
         The most that will be asked for.
-    room_bytes : int
-        Memory that may be taken.
+    memory_bytes : int
+        That may be taken.
     """
 
-    def __init__(self, piece_bytes: int, num_threads: int, room_bytes: int) -> None:
-        region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, room_bytes // 2))
+    def __init__(self, piece_bytes: int, num_threads: int, memory_bytes: int) -> None:
+        region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
         piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
         self._source = np.ones((region // piece, piece), np.uint8)
         self._target = np.ones_like(self._source)
@@ -87,8 +134,69 @@ class MemoryCopy:
         return source.nbytes
 
 
+class DeviceCopy:
+    """Copies pinned memory to a GPU."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        from h5chunk.feed.device import PinnedMemory
+
+        self._device = torch.device(device)
+        self._synchronize = torch.cuda.synchronize
+        self._target = torch.empty(DEVICE_COPY_BYTES, dtype=torch.uint8, device=self._device)
+        with torch.cuda.device(self._device):
+            self._pinned = PinnedMemory(DEVICE_COPY_BYTES)
+        self._source = torch.from_numpy(self._pinned.bytes[:DEVICE_COPY_BYTES]).zero_()
+
+    def rate(self, seconds: float) -> float:
+        """Bytes/s."""
+        self._synchronize(self._device)
+        return repeated_rate(self._copy, seconds)
+
+    def _copy(self) -> int:
+        self._target.copy_(self._source, non_blocking=True)
+        self._synchronize(self._device)
+        return DEVICE_COPY_BYTES
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._synchronize(self._device)
+        self._pinned.close()
+        del self._source, self._target
+
+
+def describe_device(device: str) -> str:
+    """The name of a device for people.
+
+    Raises
+    ------
+    OptionError
+        It is neither the CPU nor a CUDA device, or it is not there.
+    """
+    import torch
+
+    from h5chunk.feed.device import find_device
+
+    found = find_device(device)
+    return "cpu" if found.type == "cpu" else f"{device} ({torch.cuda.get_device_name(found)})"
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of h5chunk and of the libraries that decide its speed."""
+    import platform
+
+    import h5py
+    import torch
+
+    import h5chunk
+
+    versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
+    return versions | {"numpy": np.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
 def available_bytes() -> int:
-    """Memory that this process can still take, what the page cache would give back included."""
+    """Memory that this process can still take, including what the page cache would give back."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,10 +1,11 @@
-"""How much alike the neighbours in a file are: by class, patient, video or any other group.
+"""How much alike neighbours in a file are: samples of one class, patient, video or any other group.
 
-Counted in pairs: how much likelier two samples of a piece of the file, such as a chunk, are of one group than any two.
-So there is no table of pieces and groups, the short last piece weighs what it has, and in a shuffled file the answer is
-0 on average whatever the number of groups and pieces. How far chance strays from that follows from the pairs as well.
+Pairs are counted: how much likelier two samples of a piece of the file, such as a chunk, are of one group than any two
+samples. So there is no table of pieces and groups, the short last piece counts for what it has, and in a shuffled file
+the answer is 0 on average, whatever the number of groups and pieces. How far chance strays from that follows from the
+pairs as well.
 
-Six samples, pieces of three: of 6 pairs in a piece 4 are of one group, of all 15 pairs 6.
+Six samples, pieces of three: of the 6 pairs within a piece 4 are of one group, of all 15 pairs 6.
 
 >>> find_clustering(np.array([7, 7, 7, 8, 9, 9]), 3).correlation == (4 / 6 - 4 / 15) / (1 - 4 / 15)
 True
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -27,9 +28,8 @@ import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 
-LEAST_CHANCE = 1e-6  # clustering that a shuffle gives more often than this is none
-BLOCK_SAMPLES = 1 << 20  # looked at together
-PART_SAMPLES = 1 << 20  # whose pairs are counted to see how parts differ from pieces
+LEAST_CHANCE = 1e-6  # clustering that a shuffle gives more often than this counts as none
+BLOCK_SAMPLES = 1 << 20  # processed at a time
 MAX_TABLE = 1 << 24  # group numbers within this range are counted in a table, others are sorted
 
 Groups = npt.NDArray[Any]
@@ -41,30 +41,25 @@ class Clustering:
 
     Attributes
     ----------
-    num_samples, piece_samples, num_groups : int
+    num_samples, piece_samples : int
     alike : float
         Share of all pairs of samples that are of one group.
     correlation : float
         Of two samples of a piece: 0 as in a shuffled file (on average exactly), 1 if they are always of one group.
     chance : float
-        Bound of the probability that a shuffled file is as clustered as this one.
+        Upper bound of the probability that a shuffled file is as clustered as this one.
     """
 
     num_samples: int
     piece_samples: int
-    num_groups: int
     alike: float
     correlation: float
     chance: float
 
     @property
     def h_y(self) -> float:
-        """1: shuffled; ``piece_samples``: one group a piece."""
+        """1 in a shuffled file, ``piece_samples`` if each piece has one group."""
         return 1 + (self.piece_samples - 1) * self.correlation
-
-    def correlation_of(self, alike: float) -> float:
-        """Of pairs of which this share is of one group."""
-        return (alike - self.alike) / (1 - self.alike) if self.alike < 1 else 0.0
 
 
 def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
@@ -87,49 +82,19 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     >>> find_clustering(np.array([7, 7, 7, 8, 8, 8]), 3).h_y
     3.0
     """
-    check_groups(groups)
+    _check_groups(groups)
     if piece_samples < 1:
         raise OptionError(f"piece_samples is {piece_samples}: give at least 1, such as the samples of a chunk")
     size, piece = len(groups), min(piece_samples, len(groups))
     found = _alike_in_pieces(groups, piece)
     sizes = _group_sizes(groups)
-    num_groups = sum(count for _, count in sizes)
     pairs = size // piece * math.comb(piece, 2) + math.comb(size % piece, 2)
     alike = _pairs_and_forks(sizes)[0] / max(1, math.comb(size, 2))
-    clustering = Clustering(size, piece, num_groups, alike, 0.0, _chance(sizes, size, piece, found))
-    return replace(clustering, correlation=clustering.correlation_of(found / pairs) if pairs else 0.0)
+    correlation = (found / pairs - alike) / (1 - alike) if pairs and alike < 1 else 0.0
+    return Clustering(size, piece, alike, correlation, _chance(sizes, size, piece, found))
 
 
-def correlation_of_parts(groups: Groups, clustering: Clustering, parts: Sequence[tuple[int, int, float]]) -> float:
-    """Correlation of two samples that are in one part of a piece: neighbours are often more alike than the whole.
-
-    Parameters
-    ----------
-    groups : (num_samples,) array
-    clustering : Clustering
-        Of these groups.
-    parts : sequence of (start, stop, weight)
-        Parts of a piece, and what they count in the mean. Together they should cover the piece evenly.
-    """
-    piece = clustering.piece_samples
-    num_pieces = len(groups) // piece
-    kept = np.linspace(0, num_pieces - 1, max(1, min(num_pieces, PART_SAMPLES // piece))).astype(np.int64)
-    rows = codes_of(np.concatenate([groups[row * piece : (row + 1) * piece] for row in kept])).reshape(-1, piece)
-    unlike = _unlike(rows)
-    weights = sum(weight for _, _, weight in parts)
-    if not weights or not unlike:
-        return clustering.correlation
-    in_parts = sum(weight * _unlike(rows[:, start:stop]) for start, stop, weight in parts) / weights
-    return 1 - (1 - clustering.correlation) * in_parts / unlike  # what is special to these pieces cancels
-
-
-def _unlike(rows: Groups) -> float:
-    """Share of the pairs in rows of (n, m) that are of two groups."""
-    pairs = len(rows) * math.comb(rows.shape[1], 2)
-    return 1 - _alike_in_rows(rows) / pairs if pairs else 0.0
-
-
-def check_groups(groups: Groups) -> None:
+def _check_groups(groups: Groups) -> None:
     """Raise OptionError unless there is one integer or string a sample."""
     if groups.ndim != 1 or not len(groups):
         raise OptionError(f"groups has shape {groups.shape}: give one number or string a sample, and at least one")
@@ -140,7 +105,7 @@ def check_groups(groups: Groups) -> None:
         )
 
 
-def codes_of(groups: Groups) -> Groups:
+def _codes_of(groups: Groups) -> Groups:
     """Integers that are equal where groups are; strings beyond 8 bytes by a hash of 64 bits."""
     if groups.dtype.kind in "iu":
         return groups
@@ -157,7 +122,7 @@ def codes_of(groups: Groups) -> Groups:
 def _alike_in_pieces(groups: Groups, piece: int) -> int:
     """Pairs of samples of one piece that are of one group."""
     found = 0
-    for codes in map(codes_of, _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece)):
+    for codes in map(_codes_of, _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece)):
         whole = len(codes) // piece * piece
         found += _alike_in_rows(codes[:whole].reshape(-1, piece)) + _alike_in_rows(codes[whole:].reshape(1, -1))
     return found
@@ -167,11 +132,11 @@ def _alike_in_rows(rows: Groups) -> int:
     """Pairs of equal numbers in the rows of (n, m)."""
     if not rows.size:
         return 0
-    runs = run_lengths(np.sort(rows, axis=1))
+    runs = _run_lengths(np.sort(rows, axis=1))
     return (int(np.dot(runs, runs)) - rows.size) // 2
 
 
-def run_lengths(rows: Groups) -> npt.NDArray[np.int64]:
+def _run_lengths(rows: Groups) -> npt.NDArray[np.int64]:
     """Lengths of the runs of equal numbers; each row of (n, m) starts one."""
     ends = np.ones(rows.shape, bool)
     np.not_equal(rows[:, 1:], rows[:, :-1], out=ends[:, :-1])
@@ -188,7 +153,7 @@ def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
             table[: len(found)] += found
         runs = iter([table[table > 0]])
     else:
-        codes = np.concatenate([codes_of(block) for block in _blocks(groups, BLOCK_SAMPLES)])
+        codes = np.concatenate([_codes_of(block) for block in _blocks(groups, BLOCK_SAMPLES)])
         codes.sort()
         runs = _runs_of_sorted(codes)
     sizes: Counter[int] = Counter()

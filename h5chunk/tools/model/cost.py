@@ -1,11 +1,13 @@
-"""What a setting costs on a machine: the time of each stage, from what probes of the machine found.
+"""What a setting costs on a machine: the time of each stage, from the rates that probes of the machine found.
 
-Stages of one sample, in seconds, each over the threads or processes that share it. What a whole setting takes is their
-sum times a factor, which settings of the same way that were measured on this machine correct: nearby ones count most.
+The times are seconds per sample, shared among the threads or processes that work at a stage. A whole setting takes
+their sum times a factor, which measured settings of the same way correct: nearby ones count most.
 
+>>> from h5chunk.plan.cache import ChunkGrid
 >>> machine = Machine(num_cores=2, read_rate=4e9, copy_rate=8e9, call_s=20e-6, decode_rate=400e6, hop_rate=2e9)
 >>> reads = Reads(bytes_read=150_000, decoded=0, calls=1 / 8, amplification=1.0, hit_rate=None)
->>> stages = stage_times(Setting("loader", 8, 9), Batch(150_000, 256, 256), reads, machine)
+>>> facts = DataFacts(ChunkGrid((1000, 150_000), (8, 150_000), 1), 150_000, 8, batch_size=256, window_chunks=9)
+>>> stages = stage_times(Setting("loader", 8, 9), facts, 256, reads, machine, hdf5=False)
 >>> {name: round(1e6 * seconds, 1) for name, seconds in stages.items()}  # microseconds a sample
 {'read': 37.5, 'decode': 0.0, 'windows': 1.0, 'batches': 0.2, 'copy to device': 0.0}
 >>> slowest(stages)
@@ -17,8 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from h5chunk.tools.model.settings import LOADER, Setting
+from h5chunk.tools.model.settings import LOADER, DataFacts, Setting
 
 WINDOW_S, BATCH_S = 220e-6, 50e-6  # of Python, a window of the loader and a batch; scripts/LOG.md
 READ_S = 3e-6  # of a processor, each chunk that is read by its byte range
@@ -29,7 +32,7 @@ NEAR = 1.0  # settings that differ by a factor of two count half as much as the 
 
 @dataclass(frozen=True)
 class Machine:
-    """What probes found. Rates in bytes/s.
+    """The rates of a machine that probes found, in bytes/s.
 
     Attributes
     ----------
@@ -85,47 +88,26 @@ class Reads:
     hit_rate: float | None
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Bytes of a sample, samples of a batch and of a window; bytes that a sample is made into, if it is dense then."""
-
-    sample_bytes: float
-    batch_samples: int
-    window_samples: int
-    given_bytes: float = 0.0
-
-
 def stage_times(
-    setting: Setting, batch: Batch, reads: Reads, machine: Machine, *, hdf5: bool | None = None
+    setting: Setting, facts: DataFacts, window_samples: int, reads: Reads, machine: Machine, *, hdf5: bool
 ) -> dict[str, float]:
-    """Seconds that each stage takes for a sample.
-
-    Parameters
-    ----------
-    setting : Setting
-    batch : Batch
-    reads : Reads
-    machine : Machine
-    hdf5 : bool, optional
-        Whether reading goes through HDF5; default: unless by `ChunkLoader`.
-    """
-    hdf5 = setting.way != LOADER if hdf5 is None else hdf5
+    """Seconds that each stage takes for a sample; ``hdf5``: whether reading goes through HDF5."""
     one_core = machine.read_rate / machine.num_cores if hdf5 else machine.read_rate
     sharing = max(1, min(setting.num_workers, machine.num_cores)) if hdf5 else machine.num_cores
     workers = sharing if hdf5 else 1
     decode = reads.decoded / machine.decode_rate / sharing
     stages = {"read": reads.bytes_read / one_core / workers, "decode": decode}
     if hdf5:
-        stages["HDF5"] = (reads.calls * machine.call_s + batch.sample_bytes / machine.copy_rate) / workers
+        stages["HDF5"] = (reads.calls * machine.call_s + facts.sample_bytes / machine.copy_rate) / workers
     if setting.way == LOADER:
         ranges = 0.0 if hdf5 else reads.calls * READ_S / machine.num_cores
-        stages["windows"] = WINDOW_S / batch.window_samples + ranges
+        stages["windows"] = WINDOW_S / window_samples + ranges
     elif setting.num_workers:
-        stages["workers"] = ROUND_S / batch.batch_samples + batch.sample_bytes / machine.hop_rate
-    stages["batches"] = BATCH_S / batch.batch_samples + (SAMPLE_S if batch.window_samples > batch.batch_samples else 0)
-    if batch.given_bytes:
-        stages["make dense"] = batch.given_bytes / machine.copy_rate
-    stages["copy to device"] = batch.sample_bytes / machine.device_rate
+        stages["workers"] = ROUND_S / facts.batch_samples + facts.sample_bytes / machine.hop_rate
+    stages["batches"] = BATCH_S / facts.batch_samples + (SAMPLE_S if window_samples > facts.batch_samples else 0)
+    if facts.given_bytes:
+        stages["make dense"] = facts.given_bytes / machine.copy_rate
+    stages["copy to device"] = facts.sample_bytes / machine.device_rate
     return stages
 
 
@@ -134,9 +116,17 @@ def slowest(stages: Mapping[str, float]) -> str:
     return max(stages, key=lambda name: stages[name])
 
 
+class _Measured(NamedTuple):
+    """A measured setting: its kind, its place among settings of that kind, and the logarithm of the model's error."""
+
+    kind: tuple[str, int, bool]
+    place: tuple[float, float]
+    error: float
+
+
 @dataclass
 class Correction:
-    """What measured settings say of the model's error: a factor of the rate for settings like them.
+    """Learns the model's error from measured settings: a factor of the rate for settings like them.
 
     >>> correction = Correction()
     >>> correction.learn(Setting("loader", 8, 9), 1 << 20, modelled=1000.0, measured=500.0)
@@ -144,14 +134,14 @@ class Correction:
     (0.5, 1.0)
     """
 
-    known: list[tuple[tuple[str, int, bool], float, float, float]] = field(default_factory=list)
+    known: list[_Measured] = field(default_factory=list)
 
     def learn(
         self, setting: Setting, window_bytes: float, *, modelled: float, measured: float, hdf5: bool = False
     ) -> None:
-        """A setting was measured; ``hdf5``: `ChunkLoader` had to read it through HDF5."""
-        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
-        self.known.append((_kind(setting, hdf5), *place, math.log(measured / modelled)))
+        """Take in a measured setting; ``hdf5``: whether `ChunkLoader` had to read it through HDF5."""
+        error = math.log(measured / modelled)
+        self.known.append(_Measured(_kind(setting, hdf5), _place(setting, window_bytes), error))
 
     def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False, hdf5: bool = False) -> float:
         """What to multiply the model's rate by; 1 where nothing of this way was measured.
@@ -165,23 +155,26 @@ class Correction:
         hdf5 : bool
             As for `learn`: what byte ranges gave says nothing of it.
         """
-        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))
-        kind = _kind(setting, hdf5)
-        known = [each for each in self.known if not (alone and each[:3] == (kind, *place))]
-        same: list[tuple[tuple[str, int, bool], float, float, float]] = []
-        for parts in (3, 2, 1):  # of the way, then of the number of workers, then of the layout
-            same = same or [each for each in known if each[0][:parts] == kind[:parts]]
+        kind, place = _kind(setting, hdf5), _place(setting, window_bytes)
+        known = [each for each in self.known if not (alone and (each.kind, each.place) == (kind, place))]
+        same: list[_Measured] = []
+        for parts in (3, 2, 1):  # of the same way, number of workers and layout; without the layout; of the same way
+            same = same or [each for each in known if each.kind[:parts] == kind[:parts]]
         if not same:
             return 1.0
-        away = [abs(each[1] - place[0]) + abs(each[2] - place[1]) for each in same]
+        away = [sum(abs(a - b) for a, b in zip(each.place, place, strict=True)) for each in same]
         if min(away) == 0:  # the setting itself, perhaps several times
             same = [each for each, distance in zip(same, away, strict=True) if distance == 0]
             away = [0.0] * len(same)
         weights = [1 / (NEAR + distance) ** 2 for distance in away]
-        mean = sum(w * each[3] for w, each in zip(weights, same, strict=True)) / sum(weights)
+        mean = sum(weight * each.error for weight, each in zip(weights, same, strict=True)) / sum(weights)
         return math.exp(mean)
 
 
 def _kind(setting: Setting, hdf5: bool) -> tuple[str, int, bool]:
     way = f"{setting.way} through HDF5" if hdf5 and setting.way == LOADER else setting.way
     return way, setting.num_workers, setting.repack
+
+
+def _place(setting: Setting, window_bytes: float) -> tuple[float, float]:
+    return math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))

@@ -1,4 +1,4 @@
-"""HDF5's chunk cache (HDF5 calls it rdcc), exactly: which chunk accesses read the file, for given settings.
+"""An exact model of HDF5's chunk cache (HDF5 calls it rdcc): which chunk accesses read the file, for given settings.
 
 The rules, for reading chunks that exist in the file:
 
@@ -22,12 +22,12 @@ in memory than the cache holds.
 
 Room for two chunks, and no collisions: 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
 
->>> from h5chunk.tools.model.accesses import find_accesses
+>>> from h5chunk.tools.model.accesses import sample_accesses
 >>> grid = ChunkGrid(shape=(12, 5), chunks=(4, 5), itemsize=1)
 >>> cache = ChunkCache(grid, CacheSettings(nslots=3, nbytes=40, w0=0.0))
->>> replay = cache.access(find_accesses(grid, [0, 4, 1, 8, 2, 5]))
+>>> replay = cache.access(sample_accesses(grid, [0, 4, 1, 8, 2, 5]))
 >>> replay
-CacheReplay(hits=2, misses=4, bypasses=0, bytes_read=80, num_reads=4, held_bytes=40, peak_bytes=40)
+CacheReplay(hits=2, misses=4, bypasses=0, bytes_read=80, num_reads=4)
 >>> replay.outcomes.tolist()  # of chunks 0, 1, 0, 2, 0, 1
 [1, 1, 0, 1, 0, 1]
 
@@ -39,18 +39,17 @@ H5D__chunk_hash_val.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, Numbers, chunk_counts
-from h5chunk.tools.model.entries import Entries
+from h5chunk.tools.model.accesses import Accesses, Integers, chunk_counts
 
-HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # what HDF5 up to 1.14 takes if nothing is said
+HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # the defaults of HDF5 up to 1.14
 HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # and from 2.0 on
 
 HIT, MISS, BYPASS = range(3)
@@ -67,12 +66,10 @@ class CacheReplay:
     hits, misses, bypasses : int
         Accesses served from memory, read into the cache, and read past it.
     bytes_read : int
-        Decoded bytes of all misses and bypasses; of an unfiltered bypass only those wanted. Stored bytes of filtered
-        chunks: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
+        Decoded bytes of all misses and bypasses; of an unfiltered bypass only the wanted bytes. Stored bytes of
+        filtered chunks: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
     num_reads : int
-        Separate byte ranges asked of the file; at least, as `Accesses.runs` are.
-    held_bytes, peak_bytes : int
-        Decoded chunks in the cache after the last access, and at most since the cache was made.
+        Separate byte ranges asked of the file.
     outcomes : (n,) uint8
         ``HIT``, ``MISS`` or ``BYPASS`` of each access.
     """
@@ -82,25 +79,17 @@ class CacheReplay:
     bypasses: int
     bytes_read: int
     num_reads: int
-    held_bytes: int
-    peak_bytes: int
     outcomes: npt.NDArray[np.uint8] = field(repr=False, compare=False)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the accesses that read nothing; 0.0 without accesses."""
-        return self.hits / max(1, len(self.outcomes))
 
 
 class ChunkCache:
-    """The chunk cache of one open dataset: what it holds stays from one `access` to the next.
+    """The chunk cache of one open dataset; its content stays from one `access` to the next.
 
     As in HDF5, its memory grows with the slots: about 50 bytes each, of no more slots than chunks can use.
 
     Parameters
     ----------
     grid : ChunkGrid
-        With ``filtered`` as it is: it decides what a bypass reads.
     settings : CacheSettings or (nslots, nbytes, w0)
         `HDF5_2` and `HDF5_1_14` are the library's defaults.
 
@@ -115,65 +104,31 @@ class ChunkCache:
         self.grid = grid
         self.settings = CacheSettings.of(settings)
         self._room = self.settings.room_chunks(grid.chunk_bytes)
-        self._peak = 0
         num_slots = min(self.settings.nslots, grid.num_slots) if self._room else 0
         self._resident = [_NOTHING] * num_slots
-        never_full = self._room >= min(num_slots, grid.num_chunks)  # then it does not matter what was read in full
+        never_full = self._room >= min(num_slots, grid.num_chunks)  # then it does not matter which were read in full
         depth = 0 if never_full else int(self._room * self.settings.w0)
-        self._entries = Entries(num_slots, grid.chunk_bytes, depth)
+        self._entries = _EntryList(num_slots, grid.chunk_bytes, depth)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of decoded chunks in the cache."""
         return self._entries.size * self.grid.chunk_bytes
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that `held_bytes` has been."""
-        return self._peak * self.grid.chunk_bytes
-
-    def __repr__(self) -> str:
-        held = f"{self._entries.size} of {self.grid.num_chunks} chunks, {self.held_bytes} bytes"
-        return f"ChunkCache({self.settings}, holds {held})"
-
-    def slots(self, chunks: Numbers) -> Numbers:
-        """The slot of each chunk. Source: H5D__chunk_hash_val.
-
-        Parameters
-        ----------
-        chunks : (n,) int64
-            Row-major numbers.
-
-        Returns
-        -------
-        (n,) int64
-        """
+    def slots(self, chunks: Integers) -> Integers:
+        """Slots of chunks, by their row-major numbers: (n,) int64 each. Source: H5D__chunk_hash_val."""
         if not len(chunks):
             return np.empty(0, np.int64)
         hashed = np.zeros(len(chunks), np.uint64)
         for scaled, count in zip(np.unravel_index(chunks, self._counts), self._counts, strict=True):
             hashed = (hashed << np.uint64((count - 1).bit_length())) ^ scaled.astype(np.uint64)
-        slots: Numbers = (hashed % np.uint64(self.settings.nslots)).astype(np.int64)
+        slots: Integers = (hashed % np.uint64(self.settings.nslots)).astype(np.int64)
         return slots
 
     def access(self, accesses: Accesses) -> CacheReplay:
-        """Visit chunks in this order, with what is in the cache from before.
-
-        Parameters
-        ----------
-        accesses : Accesses
-            From `find_accesses` or `find_row_accesses` for the same grid, or made by hand.
-
-        Raises
-        ------
-        OptionError
-            A chunk that the grid does not have, or arrays that do not agree.
-        """
-        self._check(accesses)
-        if not self._room:
-            outcomes = np.full(len(accesses), BYPASS, np.uint8)
-        else:
-            outcomes = np.zeros(len(accesses), np.uint8)
+        """Visit chunks of the same grid in this order."""
+        outcomes = np.full(len(accesses), HIT if self._room else BYPASS, np.uint8)
+        if self._room:
             outcomes[self._visit(accesses.chunks, accesses.bytes_each)] = MISS
         hits, misses, bypasses = np.bincount(outcomes, minlength=3).tolist()
         straight = bypasses and not self.grid.filtered
@@ -183,27 +138,11 @@ class ChunkCache:
             bypasses,
             bytes_read=int(accesses.bytes_each.sum()) if straight else (misses + bypasses) * self.grid.chunk_bytes,
             num_reads=int(accesses.runs.sum()) if straight else misses + bypasses,
-            held_bytes=self.held_bytes,
-            peak_bytes=self.peak_bytes,
             outcomes=outcomes,
         )
 
-    def _check(self, accesses: Accesses) -> None:
-        lengths = {len(accesses.chunks), len(accesses.bytes_each), len(accesses.runs)}
-        if len(lengths) > 1:
-            raise OptionError(f"accesses has arrays of {sorted(lengths)} elements: give one of each for every access")
-        for name, values, least, most in (
-            ("chunks", accesses.chunks, 0, self.grid.num_chunks - 1),
-            ("bytes_each", accesses.bytes_each, 1, self.grid.chunk_bytes),
-        ):
-            wrong = values[(values < least) | (values > most)]
-            if len(wrong):
-                raise OptionError(
-                    f"accesses {name} has {wrong[0]} but the grid allows {least} to {most}: find them for {self.grid}"
-                )
-
-    def _visit(self, chunks: Numbers, bytes_each: Numbers) -> list[int]:
-        """Which accesses miss."""
+    def _visit(self, chunks: Integers, bytes_each: Integers) -> list[int]:
+        """Numbers of the accesses that miss."""
         resident, entries, room = self._resident, self._entries, self._room
         promote, take_off = entries.promote, entries.take_off if entries.depth else None
         missed = []
@@ -221,8 +160,110 @@ class ChunkCache:
                     resident[victim] = _NOTHING
                 resident[slot] = chunk
                 entries.append(slot)
-                if entries.size > self._peak:
-                    self._peak = entries.size
             if take_off:
                 take_off(slot, wanted)
         return missed
+
+
+class _EntryList:
+    """The cache's list of entries, foremost first, each named by its slot.
+
+    Every step takes O(1) time, or O(log n) where ``depth`` is not 0. The entries form a ring of ``after`` and
+    ``before``, which the index behind the last slot closes. Where ``depth`` is not 0, an entry has a rank that grows
+    along the list, ``edge`` is the last entry to be searched, and a heap has the ranks of the entries that were read in
+    full, among ranks that are out of date.
+
+    Parameters
+    ----------
+    num_slots : int
+    chunk_bytes : int
+        Bytes that have to be read of an entry before it counts as read in full.
+    depth : int
+        How many entries behind the foremost are searched for one that was read in full.
+    """
+
+    def __init__(self, num_slots: int, chunk_bytes: int, depth: int) -> None:
+        self.size = 0
+        self.depth = depth
+        self._end = self._edge = num_slots
+        self._chunk_bytes = chunk_bytes
+        self._before = [num_slots] * (num_slots + 1)
+        self._after = [num_slots] * (num_slots + 1)
+        self._left = [0] * num_slots
+        self._rank = [_NOTHING] * num_slots
+        self._next_rank = 0
+        self._finished: list[tuple[int, int]] = []
+
+    def append(self, slot: int) -> None:
+        """Add an entry at the end, with nothing read of it."""
+        before, after, end = self._before, self._after, self._end
+        last = before[end]
+        after[last] = before[end] = slot
+        before[slot], after[slot] = last, end
+        self.size += 1
+        if self.depth:
+            self._left[slot] = self._chunk_bytes
+            self._rank[slot] = self._next_rank
+            self._next_rank += 1
+            if self.size == self.depth + 1:
+                self._edge = slot
+
+    def remove(self, slot: int) -> None:
+        """Take an entry out."""
+        if self.depth:
+            if self._edge != self._end and self._rank[slot] <= self._rank[self._edge]:
+                self._edge = self._after[self._edge]
+            self._rank[slot] = _NOTHING
+        leader, follower = self._before[slot], self._after[slot]
+        self._after[leader], self._before[follower] = follower, leader
+        self.size -= 1
+
+    def promote(self, slot: int) -> None:
+        """Move an entry one step towards the end."""
+        before, after = self._before, self._after
+        follower = after[slot]
+        if follower == self._end:
+            return
+        leader, beyond = before[slot], after[follower]
+        after[leader], before[follower] = follower, leader
+        after[follower], before[slot] = slot, follower
+        after[slot], before[beyond] = beyond, slot
+        if self.depth:
+            self._swap_ranks(slot, follower)
+
+    def _swap_ranks(self, slot: int, follower: int) -> None:
+        rank = self._rank
+        rank[slot], rank[follower] = rank[follower], rank[slot]
+        if self._edge == slot:
+            self._edge = follower
+        elif self._edge == follower:
+            self._edge = slot
+        for entry in (slot, follower):
+            if not self._left[entry]:
+                self._note_finished(entry)
+
+    def take_off(self, slot: int, wanted: int) -> None:
+        """Count bytes that were read of an entry."""
+        left = self._left[slot]
+        if left:
+            self._left[slot] = left = max(0, left - wanted)
+            if not left:
+                self._note_finished(slot)
+
+    def _note_finished(self, slot: int) -> None:
+        if len(self._finished) > 4 * self.size + 64:  # mostly out of date: hits move entries that are never evicted
+            self._finished = [each for each in set(self._finished) if self._is_finished(*each)]
+            heapq.heapify(self._finished)
+        heapq.heappush(self._finished, (self._rank[slot], slot))
+
+    def _is_finished(self, rank: int, slot: int) -> bool:
+        return self._rank[slot] == rank and not self._left[slot]
+
+    def victim(self) -> int:
+        """The entry that pruning evicts: the list has more than ``depth`` entries."""
+        finished = self._finished
+        while finished and not self._is_finished(*finished[0]):
+            heapq.heappop(finished)
+        if finished and finished[0][0] <= self._rank[self._edge]:
+            return finished[0][1]
+        return self._after[self._end]

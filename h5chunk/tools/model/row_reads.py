@@ -1,11 +1,12 @@
-"""What the reader of `h5chunk.store.read.reader` asks HDF5 for, batch by batch, and what the chunk cache makes of it.
+"""Which calls of HDF5 `h5chunk.store.read.reader` makes for a batch, and what the chunk cache makes of them.
 
-A batch is sorted; of its rows in a chunk, those that lie close are read in one call and copied out, others one by one.
+The rows of a batch are sorted. Of the rows in one chunk, those that lie close are read in one call and copied out,
+others one by one.
 
 >>> rows = np.array([9, 0, 1, 2, 40])
->>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # samples from and to, of each call
+>>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # first sample of each call, and the one behind it
 (array([ 0,  9, 40]), array([ 3, 10, 41]))
->>> find_reads(rows, band_samples=8, row_bytes=100_000, whole=False)[0].tolist()  # too large to read through
+>>> find_reads(rows, band_samples=8, row_bytes=100_000, whole=False)[0].tolist()  # too large to read rows between
 [0, 1, 2, 9, 40]
 """
 
@@ -15,18 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import find_row_accesses
+from h5chunk.plan.cache import CALL_BYTES, CacheSettings, ChunkGrid
+from h5chunk.tools.model.accesses import Accesses, Integers, range_accesses
 from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
 
-CALL_BYTES = 48 << 10  # as h5chunk.store.read.reader has it: bytes that HDF5 copies in the time of one call
 
-Rows = npt.NDArray[np.int64]
-
-
-def find_reads(rows: Rows, *, band_samples: int, row_bytes: int, whole: bool) -> tuple[Rows, Rows]:
+def find_reads(rows: Integers, *, band_samples: int, row_bytes: int, whole: bool) -> tuple[Integers, Integers]:
     """First sample, and the one behind the last, of each call that reads a batch.
 
     Parameters
@@ -38,7 +34,7 @@ def find_reads(rows: Rows, *, band_samples: int, row_bytes: int, whole: bool) ->
     row_bytes : int
         Of a sample.
     whole : bool
-        Chunks are decoded anew at every call: then each is read once, however far apart its rows are.
+        Whether chunks are decoded anew at every call: then each is read once, however far apart its rows are.
 
     Returns
     -------
@@ -52,12 +48,24 @@ def find_reads(rows: Rows, *, band_samples: int, row_bytes: int, whole: bool) ->
     count = np.diff(np.append(first, len(ordered)))
     low, high = ordered[first], ordered[first + count - 1] + 1
     too_many = (high - low) * row_bytes > (count - 1) * CALL_BYTES
-    singly = (count == 1) | (too_many & (not whole))
-    each = np.repeat(singly, count)
-    place = np.arange(len(ordered)) - np.repeat(first, count)
-    kept = each | (place == 0)
-    stops = np.where(each, ordered + 1, np.repeat(high, count))
+    singly = np.repeat((count == 1) | (too_many & (not whole)), count)
+    kept = singly.copy()
+    kept[first] = True
+    stops = np.where(singly, ordered + 1, np.repeat(high, count))
     return ordered[kept], stops[kept]
+
+
+def batch_accesses(grid: ChunkGrid, cache: CacheSettings, rows: Integers) -> tuple[int, Accesses]:
+    """Number of calls that read a batch through a cache, and the chunks that they visit.
+
+    Raises
+    ------
+    OptionError
+        The grid has no chunks.
+    """
+    whole = grid.filtered and grid.band_bytes > cache.nbytes
+    starts, stops = find_reads(rows, band_samples=grid.band_samples or 1, row_bytes=grid.sample_bytes, whole=whole)
+    return len(starts), range_accesses(grid, starts, stops)
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,6 @@ class BatchReads:
         Visits that read the file: whole chunks, or the wanted bytes of chunks that are not cached.
     chunk_bytes : int
         Decoded bytes that they read.
-    copied_bytes : int
-        Bytes that HDF5 copied out of chunks, those between wanted rows among them.
     """
 
     num_samples: int
@@ -81,7 +87,6 @@ class BatchReads:
     num_accesses: int
     misses: int
     chunk_bytes: int
-    copied_bytes: int
 
     @property
     def hit_rate(self) -> float:
@@ -90,20 +95,9 @@ class BatchReads:
 
 
 def replay_batches(
-    grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Rows], *, most_accesses: int, skip: int = 0
+    grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Integers], *, most_accesses: int
 ) -> BatchReads:
-    """Read batches through the exact model of the cache, until so many chunks were visited.
-
-    Parameters
-    ----------
-    grid : ChunkGrid
-        With chunks.
-    cache : CacheSettings
-    batches : iterable of (n,) int64
-    most_accesses : int
-        At least one batch is read.
-    skip : int
-        Visits that warm the cache and are not counted.
+    """Read batches, at least one, through the model of the cache, until so many chunks were visited.
 
     Raises
     ------
@@ -111,18 +105,12 @@ def replay_batches(
         The grid has no chunks.
     """
     model = ChunkCache(grid, cache)
-    band, whole = grid.band_samples or 1, grid.filtered and grid.band_bytes > cache.nbytes
-    counts = np.zeros(6, np.int64)
-    seen = 0
+    counts = np.zeros(5, np.int64)
     for rows in batches:
-        starts, stops = find_reads(rows, band_samples=band, row_bytes=max(1, grid.sample_bytes), whole=whole)
-        accesses = find_row_accesses(grid, starts, stops)
+        num_calls, accesses = batch_accesses(grid, cache, rows)
         replay = model.access(accesses)
-        seen += len(accesses)
-        if seen > skip or not counts[0]:
-            misses = int((replay.outcomes != HIT).sum())
-            copied = int(accesses.bytes_each.sum())
-            counts += (len(rows), len(starts), len(accesses), misses, replay.bytes_read, copied)
+        misses = int((replay.outcomes != HIT).sum())
+        counts += (len(rows), num_calls, len(accesses), misses, replay.bytes_read)
         if counts[2] >= most_accesses:
             break
     return BatchReads(*counts.tolist())

@@ -1,15 +1,27 @@
-"""The settings that a tuner chooses between, and what each means: its order, its cache, its memory.
+"""The settings that a tuner chooses between: what each one means (its order, cache and memory), and which one to take.
 
 A setting says how samples lie (as they do, or repacked in other chunks), how many chunks are shuffled together, and who
 reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in workers of a DataLoader through HDF5's chunk cache.
 
 >>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
->>> facts = Facts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
+>>> facts = DataFacts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
 >>> settings = enumerate_settings(facts, workers=(0, 2))
 >>> len(settings), settings[0]
 (30, Setting(way='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
 >>> order_of(settings[0], facts).window_batches
 1
+
+The fastest setting that mixes well enough and fits in memory is chosen, or a simpler one that is as good:
+
+>>> slow, fast, sorted_ = (
+...     Candidate(Setting("loader", 8, 9), 900.0, 1 << 20, 250.0),
+...     Candidate(Setting("loader", 32, 9, repack=True), 1000.0, 1 << 20, 250.0),
+...     Candidate(Setting("loader", 64, 9, repack=True), 2000.0, 1 << 20, 90.0),
+... )
+>>> choose([slow, fast, sorted_], Limits(243.2, 1 << 30)).setting.chunk_samples
+32
+>>> choose([slow, fast, sorted_], Limits(243.2, 1000)) is None
+True
 """
 
 from __future__ import annotations
@@ -30,10 +42,11 @@ FEWEST_CHUNKS = 16  # of a repacked file
 MAX_SLOTS = 1 << 20
 PREFETCH = 2  # batches that a DataLoader's worker prepares
 KEPT = 2  # windows that a loader keeps to use again
+STAY = 0.97  # of the best rate: from here on a setting is taken that needs no new file, or is simpler
 
 
 @dataclass(frozen=True)
-class Facts:
+class DataFacts:
     """What is known of the data and of how it is trained.
 
     Attributes
@@ -46,17 +59,17 @@ class Facts:
         Samples that are read together in the file as it is.
     batch_size : int
     window_chunks : int
-        What the file says, or its default.
+        Recommended by the file, or its default.
     shuffled : bool
-        The file says that it was shuffled.
+        Whether the file says that it was shuffled.
     direct : bool
-        Byte ranges of it can be read.
+        Whether its byte ranges can be read.
     given_bytes : int
         Of a sample that has to be made from what is read, such as a sparse row made dense; 0: it is given as it is.
     fixed : bool
-        No other chunks are to be tried.
+        Whether no other chunks are to be tried.
     loads : bool
-        `ChunkLoader` can give all fields: none holds strings.
+        Whether `ChunkLoader` can give all fields: none holds strings.
     """
 
     grid: ChunkGrid
@@ -72,12 +85,16 @@ class Facts:
 
     @property
     def num_samples(self) -> int:
-        """Of the file."""
         return self.grid.shape[0]
 
     @property
+    def batch_samples(self) -> int:
+        """Samples of a batch, of which there may be fewer than ``batch_size``."""
+        return min(self.batch_size, self.num_samples)
+
+    @property
     def is_good(self) -> bool:
-        """Whole samples in chunks without a filter."""
+        """Whether chunks hold whole samples and pass no filter."""
         return not self.grid.filtered and self.grid.chunks_per_sample == 1
 
 
@@ -93,9 +110,9 @@ class Setting:
     num_workers : int
         Of the DataLoader.
     repack : bool
-        The file has to be written anew first, uncompressed, in chunks of ``chunk_samples``.
+        Whether the file is first rewritten uncompressed, in chunks of ``chunk_samples``.
     shuffle : bool
-        And its samples permuted.
+        Whether its samples are permuted then.
     """
 
     way: str
@@ -112,17 +129,20 @@ class Setting:
         return f"{who}; {self.window_chunks} x {self.chunk_samples} a window{anew}"
 
 
-def grid_of(setting: Setting, facts: Facts) -> ChunkGrid:
+def grid_of(setting: Setting, facts: DataFacts) -> ChunkGrid:
     """How the largest field lies."""
     if not setting.repack:
         return facts.grid
     return ChunkGrid(facts.grid.shape, (setting.chunk_samples, *facts.grid.shape[1:]), facts.grid.itemsize)
 
 
-def order_of(setting: Setting, facts: Facts) -> Order:
-    """The order of an epoch, as readers of the file choose it by default when it says this window."""
-    grid = grid_of(setting, facts)
-    band_bytes = grid.band_bytes if grid.chunks else setting.chunk_samples * grid.sample_bytes
+def _band_bytes(grid: ChunkGrid, chunk_samples: int) -> int:
+    return grid.band_bytes if grid.chunks else chunk_samples * grid.sample_bytes
+
+
+def order_of(setting: Setting, facts: DataFacts) -> Order:
+    """The order of an epoch, as readers of the file choose it by default when it recommends this window."""
+    band_bytes = _band_bytes(grid_of(setting, facts), setting.chunk_samples)
     order = Order(
         num_samples=facts.num_samples,
         chunk_samples=setting.chunk_samples,
@@ -142,8 +162,8 @@ def cut_order(order: Order, num_samples: int) -> Order:
     return with_full_windows(replace(order, num_samples=num_samples, window_chunks=chunks))
 
 
-def cache_of(setting: Setting, facts: Facts, num_workers: int | None = None) -> CacheSettings:
-    """The chunk cache of each process that reads through HDF5; of one that reads all windows if not given."""
+def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
+    """The chunk cache of each process that reads through HDF5, of so many; default: those of the setting."""
     grid, order = grid_of(setting, facts), order_of(setting, facts)
     if not grid.needs_cache:
         return CacheSettings(1, 0)
@@ -152,10 +172,10 @@ def cache_of(setting: Setting, facts: Facts, num_workers: int | None = None) -> 
     return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, order.cache_w0)
 
 
-def memory_of(setting: Setting, facts: Facts) -> int:
+def memory_of(setting: Setting, facts: DataFacts) -> int:
     """Bytes that feeding takes beside the interpreters: windows or batches under way, and chunk caches."""
     order = order_of(setting, facts)
-    batch = min(facts.batch_size, facts.num_samples) * (facts.given_bytes or facts.sample_bytes)
+    batch = facts.batch_samples * (facts.given_bytes or facts.sample_bytes)
     if setting.way == DATASET:
         cache = cache_of(setting, facts).nbytes
         return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
@@ -166,21 +186,22 @@ def memory_of(setting: Setting, facts: Facts) -> int:
     return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + made + cache
 
 
-def enumerate_settings(facts: Facts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
+def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
     """All settings worth a look; today's comes first.
 
     Parameters
     ----------
-    facts : Facts
+    facts : DataFacts
     workers : sequence of int
         Numbers of workers of the DataLoader.
     windows : iterable of int
         Further windows of the file as it is, in chunks.
     """
     found: dict[Setting, None] = {}
-    for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in other_chunks(facts))):
-        whole = replace(facts, grid=grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts))
-        for window in window_sizes(whole, chunk_samples, () if repack else (facts.window_chunks, *windows)):
+    for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
+        grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
+        wanted = () if repack else (facts.window_chunks, *windows)
+        for window in _window_sizes(replace(facts, grid=grid), chunk_samples, wanted):
             base = Setting(LOADER, chunk_samples, window, repack=repack)
             if facts.loads:
                 found[base] = None
@@ -189,8 +210,8 @@ def enumerate_settings(facts: Facts, *, workers: Sequence[int], windows: Iterabl
     return list(found)
 
 
-def other_chunks(facts: Facts) -> list[int]:
-    """Samples a chunk that a repacked file may have.
+def _other_chunks(facts: DataFacts) -> list[int]:
+    """Samples per chunk that a repacked file may have.
 
     None between 2 MiB and what HDF5 caches by default: of those, plain h5py reads a whole chunk for each sample.
     """
@@ -207,15 +228,90 @@ def other_chunks(facts: Facts) -> list[int]:
     return sorted(counts)
 
 
-def window_sizes(facts: Facts, chunk_samples: int, wanted: Iterable[int]) -> list[int]:
+def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -> list[int]:
     """Windows in chunks, those wanted first: the default, a quarter of it, four times as much, and four batches."""
     num_chunks = math.ceil(facts.num_samples / chunk_samples)
-    grid = facts.grid
-    band_bytes = grid.band_bytes if grid.chunks else chunk_samples * grid.sample_bytes
-    default = choose_window_chunks(band_bytes, num_chunks)
+    default = choose_window_chunks(_band_bytes(facts.grid, chunk_samples), num_chunks)
     sizes = [*wanted, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
     made: dict[int, int] = {}  # by the batches of a window: more chunks that make no more batches change nothing
     for size in (max(1, min(size, num_chunks)) for size in sizes):
         order = Order(facts.num_samples, chunk_samples, facts.batch_size, size)
         made.setdefault(order.window_batches, size)
     return list(made.values())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting, and what it gives.
+
+    Attributes
+    ----------
+    setting : Setting
+    rate : float
+        Samples/s.
+    memory_bytes : int
+    effective_batch : float or None
+        None where no field says which samples are alike.
+    """
+
+    setting: Setting
+    rate: float
+    memory_bytes: int
+    effective_batch: float | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a setting must keep to: the least effective batch, in samples, and the most memory."""
+
+    effective_batch: float
+    memory_bytes: int
+
+    def allow(self, candidate: Candidate) -> bool:
+        """Whether a candidate fits in memory and mixes well enough."""
+        mixes = candidate.effective_batch is None or candidate.effective_batch >= self.effective_batch
+        return mixes and candidate.memory_bytes <= self.memory_bytes
+
+
+def choose(candidates: Iterable[Candidate], limits: Limits) -> Candidate | None:
+    """The candidate to take, or None if none is allowed.
+
+    Of those within 3 % of the fastest, the one that changes least: the file as it is, then `ChunkLoader`, then fewer
+    workers, then smaller chunks, of which a single sample wants less, then less memory.
+    """
+    fitting = [each for each in candidates if limits.allow(each)]
+    if not fitting:
+        return None
+    best = max(each.rate for each in fitting)
+    return min((each for each in fitting if each.rate >= STAY * best), key=_effort)
+
+
+def _effort(each: Candidate) -> tuple[bool, bool, bool, int, int, int, float]:
+    setting = each.setting
+    changes = setting.shuffle, setting.repack, setting.way != LOADER
+    chunk_samples = setting.chunk_samples if setting.repack else 0
+    return *changes, setting.num_workers, chunk_samples, each.memory_bytes, -each.rate
+
+
+def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits) -> Candidate | None:
+    """The second choice: without a new file if the first one needs that, else the other way of reading, or any."""
+    others = [each for each in candidates if each.setting != chosen.setting]
+    kinds = [
+        [each for each in others if chosen.setting.repack and not each.setting.repack],
+        [each for each in others if each.setting.way != chosen.setting.way and not each.setting.repack],
+        others,
+    ]
+    found = (choose(some, limits) for some in kinds)
+    mixes_best = max(others, key=lambda each: each.effective_batch or 0.0, default=None)
+    return next((each for each in found if each is not None), mixes_best)
+
+
+def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates that no other one beats in both rate and effective batch, by growing rate."""
+    found: list[Candidate] = []
+    best = -1.0
+    for each in sorted(candidates, key=lambda each: (-each.rate, -(each.effective_batch or 0.0))):
+        if (each.effective_batch or 0.0) > best:
+            best = each.effective_batch or 0.0
+            found.append(each)
+    return found[::-1]

@@ -1,40 +1,61 @@
-"""What is wrong with a file: looks, and asks `h5chunk.tools.model.advice` what that means."""
+"""What is wrong with a file, or with the settings that it is read with: each with its figures and the remedy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 
-from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.layout import human_bytes
 from h5chunk.store.format import GROUP, opened
-from h5chunk.tools.model.advice import PIECES, Advice, advise_filter, advise_labels, advise_layout, advise_w0, is_giant
-from h5chunk.tools.model.clustering import Clustering, find_clustering
+from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering, find_clustering
 from h5chunk.tools.model.cost import Machine
-from h5chunk.tools.model.settings import LOADER, Setting
 from h5chunk.tools.report import shell_command
-from h5chunk.tools.tune.model import Model
 from h5chunk.tools.tune.study import Study
 
-Triple = tuple[int, int, float]
+GIANT_BYTES = 64 << 20  # of a chunk: a window of a few no longer fits in memory
+LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller one is giant if it holds an eighth of the data
+LEAST_CORRELATION = 0.02  # of labels in a piece: less is of no consequence for a batch of hundreds
+SLOW_SHARE = 0.5  # decoding by all cores that gives less than this part of what reading gives is slow
+ENOUGH = 0.95  # of a batch: it is worth no less for being read from neighbours
+PIECES = (2, 16, 64)  # neighbours that are looked at, whatever the chunks are
 MOST_W0 = 0.99
+
+Triple = tuple[int, int, float]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to change.
+
+    Attributes
+    ----------
+    code : str
+        ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk``, ``w0_one`` or
+        ``slow_filter``.
+    message : str
+        With the figures.
+    remedy : str
+        A command, or settings for h5py.File.
+    figures : dict of str to float
+    """
+
+    code: str
+    message: str
+    remedy: str
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 def default_cache() -> Triple:
-    """What this HDF5 library gives a dataset."""
+    """The chunk cache that this HDF5 library gives a dataset."""
     nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
     return int(nslots), int(nbytes), float(w0)
 
 
-def stored_w0(path: str) -> float:
-    """What a file of ours says of w0; 0 for others."""
-    with opened(path) as file:
-        group = file.get(GROUP)
-        return float(group.attrs.get("rdcc_w0", 0.0)) if isinstance(group, h5py.Group) else 0.0
-
-
-def usable(cache: Triple) -> CacheSettings:
+def usable_cache(cache: Triple) -> CacheSettings:
     """A triple as settings; w0 = 1 as the most that has a limit."""
     return CacheSettings(max(1, int(cache[0])), int(cache[1]), min(float(cache[2]), MOST_W0))
 
@@ -46,10 +67,9 @@ def tuned_path(study: Study) -> Path:
 
 
 def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
-    """The command line that lays a file out anew; AnnData's are not shuffled, but converted."""
-    source = study.reader.path
+    """The command line that lays a file out anew; AnnData's files are not shuffled, but converted."""
     verb = "convert" if study.anndata and shuffle else "repack"
-    parts = ["h5chunk", verb, str(source), str(tuned_path(study))]
+    parts = ["h5chunk", verb, str(study.reader.path), str(tuned_path(study))]
     if verb == "convert":
         return shell_command(parts)
     parts += ["--chunk-samples", str(chunk_samples)] if chunk_samples else []
@@ -59,14 +79,6 @@ def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: b
     return shell_command(parts)
 
 
-def find_clusterings(study: Study) -> list[Clustering]:
-    """How much alike neighbours are, in pieces of several sizes."""
-    if study.groups is None:
-        return []
-    sizes = {*PIECES, study.facts.chunk_samples}
-    return [find_clustering(study.groups, size) for size in sorted(sizes) if 1 < size <= len(study.groups) // 2]
-
-
 @dataclass(frozen=True)
 class Remedies:
     """Commands that lay a file out anew, and that shuffle it."""
@@ -74,34 +86,140 @@ class Remedies:
     repack: str
     shuffle: str
 
-    @classmethod
-    def of(cls, study: Study, chunk_samples: int) -> Remedies:
-        """Those for a file, in chunks of so many samples."""
-        return cls(repack_command(study, chunk_samples), repack_command(study, shuffle=True))
 
+def find_advice(
+    study: Study, effective_batch: float | None, machine: Machine, cache: Triple, remedies: Remedies
+) -> list[Advice]:
+    """All that is wrong.
 
-def find_advice(study: Study, model: Model | None, machine: Machine, cache: Triple, remedies: Remedies) -> list[Advice]:
-    """All that is wrong."""
+    Parameters
+    ----------
+    study : Study
+    effective_batch : float or None
+        As the file is read today.
+    machine : Machine
+    cache : (nslots, nbytes, w0)
+        That plain reads have today.
+    remedies : Remedies
+    """
     if not study.converted:
         return []
-    facts, repack = study.facts, remedies.repack
-    found: list[Advice] = []
-    clusterings = find_clusterings(study)
-    if clusterings and model is not None:
-        today = Setting(LOADER, facts.chunk_samples, facts.window_chunks)
-        effective = model.effective(today) or float(facts.batch_size)
-        found += advise_labels(clusterings, effective, facts.batch_size, remedies.shuffle)
+    facts, found = study.facts, _advise_labels(study, effective_batch, remedies.shuffle)
     if not study.matrix:
-        found += advise_layout(facts.grid, usable(cache), repack)
-        found += [each for each in _of_header(study, repack) if each.code not in {one.code for one in found}]
-    if facts.grid.filtered and not study.matrix:
-        found += advise_filter(machine.decode_rate, machine.read_rate, machine.num_cores, repack)
-    return found + advise_w0(max(float(cache[2]), stored_w0(str(study.reader.path))))
+        found += advise_layout(facts.grid, usable_cache(cache), remedies.repack)
+        found += [each for each in _advise_header(study, remedies.repack) if each.code not in {a.code for a in found}]
+        found += _advise_filter(machine, remedies.repack) if facts.grid.filtered else []
+    return found + _advise_w0(max(float(cache[2]), _stored_w0(study)))
 
 
-def _of_header(study: Study, repack: str) -> list[Advice]:
-    """Of the cache that the file itself recommends, if it is of use."""
+def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
+    """What the chunks of a field, and the cache in use, cost.
+
+    Parameters
+    ----------
+    grid : ChunkGrid
+    cache : CacheSettings
+        That plain reads have: HDF5's default, or what the file or the user says.
+    repack : str
+        The command that would lay it out better.
+
+    Examples
+    --------
+    >>> grid = ChunkGrid((50_000, 32, 32, 3), (6250, 4, 4, 1), 1)
+    >>> [each.code for each in advise_layout(grid, CacheSettings(8191, 8 << 20), "repack")]
+    ['sample_spans_chunks']
+    """
+    found: list[Advice] = []
+    if grid.chunks is None:
+        return found
+    if grid.chunks_per_sample > 1:
+        spread = grid.amplification(cached=grid.chunk_bytes <= cache.nbytes)
+        figures = {"chunks_per_sample": grid.chunks_per_sample, "amplification": spread}
+        message = f"each sample touches {grid.chunks_per_sample:,} chunks; a random one reads {spread:,.0f} x its bytes"
+        found.append(Advice("sample_spans_chunks", message, repack, figures))
+    if _is_giant(grid):
+        share = min(1.0, (grid.band_samples or 1) / max(1, grid.shape[0]))
+        size = human_bytes(grid.chunk_bytes)
+        message = f"a chunk is {size}, {share:.0%} of the samples: shuffling needs several of them in memory"
+        found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))
+    if grid.chunk_bytes > cache.nbytes and (grid.filtered or (cache.nbytes and grid.reads_per_sample(False) > 1)):
+        found.append(_advise_cache(grid, cache, repack))
+    return found
+
+
+def _advise_cache(grid: ChunkGrid, cache: CacheSettings, repack: str) -> Advice:
+    wanted = grid.band_bytes * 2
+    settings = f"rdcc_nbytes={wanted}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
+    figures: dict[str, float] = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": wanted}
+    what = "is decoded whole" if grid.filtered else "is read in pieces"
+    size, room = human_bytes(grid.chunk_bytes), human_bytes(cache.nbytes)
+    message = f"a chunk of {size} does not fit the cache of {room}: it {what} at every access"
+    return Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures)
+
+
+def _is_giant(grid: ChunkGrid) -> bool:
+    """Whether a chunk is too large to shuffle by."""
+    if grid.chunks is None or grid.chunk_bytes <= LEAST_GIANT_BYTES:
+        return False
+    few = grid.num_bands < FEW_CHUNKS and grid.shape[0] >= FEW_CHUNKS and (grid.band_samples or 1) > 1
+    return few or (grid.chunk_bytes > GIANT_BYTES and (grid.band_samples or 1) > 1)
+
+
+def _advise_header(study: Study, repack: str) -> list[Advice]:
+    """Advice on the cache that the file itself recommends, if it is of use."""
     header, grid = study.reader.header, study.facts.grid
-    if header is None or not header.cache.nbytes or not grid.needs_cache or is_giant(grid):
+    if header is None or not header.cache.nbytes or not grid.needs_cache or _is_giant(grid):
         return []
     return [each for each in advise_layout(grid, header.cache, repack) if each.code == "cache_below_chunk"]
+
+
+def _stored_w0(study: Study) -> float:
+    """The w0 in the header of an h5chunk file; 0 for other files."""
+    with opened(study.reader.path) as file:
+        group = file.get(GROUP)
+        return float(group.attrs.get("rdcc_w0", 0.0)) if isinstance(group, h5py.Group) else 0.0
+
+
+def _advise_w0(w0: float) -> list[Advice]:
+    if w0 < 1.0:
+        return []
+    message = "w0 is 1: HDF5 never evicts partly read chunks, and memory grows past the cache's limit"
+    return [Advice("w0_one", message, "rdcc_w0=0.75, or 0 for windows; at most 0.99", {"w0": w0})]
+
+
+def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) -> list[Advice]:
+    """Labels of neighbours that are more alike than a shuffled file would have them."""
+    if study.groups is None:
+        return []
+    sizes = {*PIECES, study.facts.chunk_samples}
+    pieces = [find_clustering(study.groups, size) for size in sorted(sizes) if 1 < size <= len(study.groups) // 2]
+    clear = [each for each in pieces if each.chance < LEAST_CHANCE / len(pieces)]
+    clear = [each for each in clear if each.correlation >= LEAST_CORRELATION]
+    if not clear:
+        return []
+    worst = max(clear, key=lambda each: each.correlation)
+    return [_clustered(worst, effective_batch or float(study.facts.batch_size), study.facts.batch_size, shuffle)]
+
+
+def _clustered(worst: Clustering, effective_batch: float, batch_size: int, shuffle: str) -> Advice:
+    worth = f"a batch of {batch_size} is worth {effective_batch:.0f}"
+    if effective_batch >= ENOUGH * batch_size:
+        worth += ", but only as windows hold most of the file"
+    message = (
+        f"samples lie sorted or in groups: {worst.piece_samples} neighbours are {worst.correlation:.0%} alike, where "
+        f"0% is shuffled and 100% all equal; {worth}"
+    )
+    figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective_batch}
+    return Advice("labels_clustered", message, shuffle, figures)
+
+
+def _advise_filter(machine: Machine, repack: str) -> list[Advice]:
+    """Filters that decode slower than the file can be read."""
+    decoding, reading = machine.decode_rate * machine.num_cores, machine.read_rate
+    if math.isinf(decoding) or decoding >= SLOW_SHARE * reading:
+        return []
+    message = (
+        f"{machine.num_cores} cores decode {human_bytes(decoding)}/s, where {human_bytes(reading)}/s could be read"
+    )
+    figures = {"decode_bytes_per_s": decoding, "read_bytes_per_s": reading}
+    return [Advice("slow_filter", message, repack, figures)]

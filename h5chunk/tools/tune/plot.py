@@ -1,4 +1,4 @@
-"""The picture of a tuner: samples/s against what a batch is worth, every setting a dot, the choice marked."""
+"""Plot samples/s against what a batch is worth: every setting is a dot, the choice is marked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
-from h5chunk.tools.model.choose import Candidate, frontier
-from h5chunk.tools.model.settings import Setting
+from h5chunk.tools.model.settings import Candidate, Setting, frontier
 from h5chunk.tools.tune.report import CHOSEN, TODAY, Recommendation
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise as `plot` does, before anything is measured."""
+    """Raise OptionError or OutputError if a picture cannot be drawn there, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
@@ -33,16 +32,15 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
     ----------
     found : Recommendation
     path : path
-        The picture to write; its ending says of which kind, such as .png.
+        The picture to write, after `check_plot`; its ending says of which kind, such as .png.
 
     Raises
     ------
     OptionError
-        matplotlib is missing, or writes no such kind.
+        matplotlib writes no such kind.
     OutputError
         The picture cannot be written.
     """
-    check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
@@ -83,7 +81,7 @@ def _draw(axes: Any, found: Recommendation) -> None:
     axes.set_ylim(0, 1.1 * found.batch_size)
     axes.set_xlabel("samples/s")
     axes.set_ylabel(f"a batch of {found.batch_size} is worth")
-    axes.set_title(f"{printable(Path(found.path).name)}: {found.row(CHOSEN).setting}", fontsize=10)
+    axes.set_title(f"{printable(Path(found.path).name)}: {found.row(CHOSEN).description}", fontsize=10)
     axes.figure.legend(fontsize=8, loc="outside lower center", ncols=3)
 
 

@@ -1,15 +1,16 @@
-"""What a tuner found: for people (``str``) and scripts (``to_json``)."""
+"""The report of `h5chunk tune`: a table of four settings, each with a sentence of reason, and advice."""
 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.model.advice import Advice
+from h5chunk.tools.model.settings import Setting
 from h5chunk.tools.report import Report
+from h5chunk.tools.tune.advice import Advice, Triple
 
 WIDTH = 100  # of the lines of a report, but for commands
 TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
@@ -22,15 +23,14 @@ class TuneRow:
     Attributes
     ----------
     name : {"today", "h5py default", "recommendation", "runner-up"}
-    setting : str
-    way : {"loader", "dataset", "h5py"}
-    chunk_samples, window_chunks, num_workers : int or None
+    setting : Setting or None
+        None for plain h5py.
+    description : str
+        The setting in words.
     cache : (nslots, nbytes, w0)
         Of each process that reads through HDF5.
-    repack, shuffle : bool
-        Whether the file has to be written anew, and its samples permuted.
     rate : float
-        Samples/s from the page cache; measured, or else predicted.
+        Samples/s from the page cache: measured, or else predicted.
     measured_rate : float or None
         None: it was not measured.
     predicted_rate : float
@@ -43,21 +43,16 @@ class TuneRow:
     amplification : float
         Bytes read over bytes used.
     effective_batch : float or None
-        None where no field says what is alike.
+        None where no field says which samples are alike.
     slowest : str
         Stage.
     reason : str
     """
 
     name: str
-    setting: str
-    way: str
-    chunk_samples: int | None
-    window_chunks: int | None
-    num_workers: int
-    cache: tuple[int, int, float]
-    repack: bool
-    shuffle: bool
+    setting: Setting | None
+    description: str
+    cache: Triple
     rate: float
     measured_rate: float | None
     predicted_rate: float
@@ -69,25 +64,28 @@ class TuneRow:
     slowest: str
     reason: str
 
+    def line(self) -> str:
+        """The figures, in columns."""
+        cold = "-" if self.cold_rate is None else f"{self.cold_rate:,.0f}"
+        hits = "-" if self.hit_rate is None else f"{self.hit_rate:.3f}"
+        batch = "-" if self.effective_batch is None else f"{self.effective_batch:.0f}"
+        rate = f"{self.rate:,.0f}" if self.measured_rate is not None else f"~{self.rate:,.0f}"
+        return (
+            f"{self.name:15s}{rate:>11s}{cold:>10s}{human_bytes(self.memory_bytes):>11s}{hits:>9s}"
+            f"{self.amplification:>10,.2f}{batch:>7s}"
+        )
+
 
 @dataclass(frozen=True)
 class Recommendation(Report):
-    """What to change, and what it gives.
+    """What to change, and what it gives. ``to_json()`` is what `h5chunk convert` and `repack` take with ``--tuned``.
 
     Attributes
     ----------
-    chunk_samples, window_chunks : int
-        Recommended; where ``repack`` is True, of the file that `h5chunk repack` writes.
+    setting : Setting
+        Recommended; where ``setting.repack``, of the file that `h5chunk repack` writes.
     cache : (nslots, nbytes, w0)
         Chunk cache of one process that reads all windows through HDF5.
-    compression : str or None
-        That the file should have; None: none, or as it is.
-    way : {"loader", "dataset"}
-        `ChunkLoader`, or `ChunkDataset` in a DataLoader.
-    num_workers : int
-        Of the DataLoader.
-    repack, shuffle : bool
-        Whether that needs the file written anew, and its samples permuted.
     window_in_place, cache_in_place : int, (nslots, nbytes, w0)
         The best without a new file: what ``--apply`` stores.
     path : str
@@ -102,20 +100,18 @@ class Recommendation(Report):
     advice : list of Advice
     stages : dict of str to float
         Samples/s of each stage of the recommendation alone.
-    slowest : str
-        Of those.
     commands : list of str
         What to do, one step each.
     candidates : list of dict
         All settings with their predicted (and measured) rates, memory and effective batch.
     min_effective_batch : float
-        Samples.
+        Samples that a batch has to be worth.
     memory_bytes : int
-        That may be taken.
+        Memory that may be taken.
     machine : dict
-        What probes found.
+        Rates that probes found.
     verify : dict or None
-        Predicted and measured misses.
+        Predicted and measured reads.
     applied : str or None
         Where the recommendation was stored.
     notes : list of str
@@ -123,16 +119,10 @@ class Recommendation(Report):
     versions : dict of str to str
     """
 
-    chunk_samples: int
-    window_chunks: int
-    cache: tuple[int, int, float]
-    compression: str | None
-    way: str
-    num_workers: int
-    repack: bool
-    shuffle: bool
+    setting: Setting
+    cache: Triple
     window_in_place: int
-    cache_in_place: tuple[int, int, float]
+    cache_in_place: Triple
     path: str
     converted: bool
     batch_size: int
@@ -143,7 +133,6 @@ class Recommendation(Report):
     rows: list[TuneRow]
     advice: list[Advice]
     stages: dict[str, float]
-    slowest: str
     commands: list[str]
     min_effective_batch: float
     memory_bytes: int
@@ -160,6 +149,9 @@ class Recommendation(Report):
         """A line of the table by its name."""
         return next(each for each in self.rows if each.name == name)
 
+    def facts(self) -> dict[str, Any]:
+        return {**asdict(self.setting), **asdict(self)}
+
     def lines(self) -> list[str]:
         head = (
             f"{self.path}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)}, batches of "
@@ -170,7 +162,7 @@ class Recommendation(Report):
             f"{'':15s}{'samples/s':>11s}{'cold':>10s}{'memory':>11s}{'hit rate':>9s}{'read/used':>10s}{'batch':>7s}"
         )
         for row in self.rows:
-            lines += [_line(row), *_wrapped(f"{row.setting}: {row.reason}", f"{'':17s}", f"{'':17s}")]
+            lines += [row.line(), *_wrapped(f"{row.description}: {row.reason}", f"{'':17s}", f"{'':17s}")]
         for each in self.advice:
             lines += [*_wrapped(f"{each.code}: {each.message}:", "advice: "), f"{'':8s}{each.remedy}"]
         if self.verify is not None:
@@ -179,9 +171,8 @@ class Recommendation(Report):
             lines.append(f"stored in {self.applied}: readers take window and cache from there")
         for note in self.notes:
             lines += _wrapped(note, "note: ")
-        lines.append(
-            f"slowest stage: {self.slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s"
-        )
+        slowest = self.row(CHOSEN).slowest
+        lines.append(f"slowest stage: {slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s")
         return lines
 
     def _headline(self) -> str:
@@ -191,7 +182,7 @@ class Recommendation(Report):
         times = f"{gain:,.0f}" if gain >= 10 else f"{gain:.2g}"
         against = "as today" if chosen.setting == today.setting else f"{times} x today's"
         about = "" if chosen.measured_rate is not None else "about "
-        return f"{chosen.setting}: {about}{chosen.rate:,.0f} samples/s, {against}{batch}"
+        return f"{chosen.description}: {about}{chosen.rate:,.0f} samples/s, {against}{batch}"
 
 
 def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
@@ -202,22 +193,11 @@ def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
     )
 
 
-def _line(row: TuneRow) -> str:
-    cold = "-" if row.cold_rate is None else f"{row.cold_rate:,.0f}"
-    hits = "-" if row.hit_rate is None else f"{row.hit_rate:.3f}"
-    batch = "-" if row.effective_batch is None else f"{row.effective_batch:.0f}"
-    rate = f"{row.rate:,.0f}" if row.measured_rate is not None else f"~{row.rate:,.0f}"
-    return (
-        f"{row.name:15s}{rate:>11s}{cold:>10s}{human_bytes(row.memory_bytes):>11s}{hits:>9s}"
-        f"{row.amplification:>10,.2f}{batch:>7s}"
-    )
-
-
 def _verified(verify: dict[str, Any]) -> str:
     if verify.get("note"):
         return f"verify: {verify['note']}"
-    same = "equal" if verify["predicted_misses"] == verify["measured_misses"] else "NOT EQUAL: please report it"
+    same = "equal" if verify["predicted_reads"] == verify["measured_reads"] else "NOT EQUAL: please report it"
     return (
-        f"verify: {verify['predicted_misses']:,} misses predicted, {verify['measured_misses']:,} measured, in "
+        f"verify: {verify['predicted_reads']:,} reads of chunks predicted, {verify['measured_reads']:,} measured, in "
         f"{verify['batches']:,} batches; {verify['measured_bytes']:,} bytes read: {same}"
     )

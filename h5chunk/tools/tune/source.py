@@ -18,9 +18,9 @@ from h5chunk.tools.convert.convert import convert, foresee_convert
 from h5chunk.tools.convert.report import ConvertPlan
 from h5chunk.tools.convert.report_sparse import SparsePlan
 from h5chunk.tools.measure.machine import available_bytes
-from h5chunk.tools.model.settings import Facts
-from h5chunk.tools.tune.clock import Budget
-from h5chunk.tools.tune.study import SAMPLE_BYTES, Study, look_at_file, most_samples, write_rows
+from h5chunk.tools.model.settings import DataFacts
+from h5chunk.tools.progress import TimeBudget
+from h5chunk.tools.tune.study import SAMPLE_BYTES, Study, most_samples, study_file, write_rows
 
 CONVERT_SHARE = 0.25  # of the budget: a sparse source that takes less is converted as a whole
 RANDOM_BYTES = 16 << 20  # of pixels, which are used again and again: what they are changes no rate
@@ -31,15 +31,15 @@ def is_source(path: str | os.PathLike[str]) -> bool:
     return os.path.exists(path) and not (Path(path).is_file() and h5py.is_hdf5(path))
 
 
-def look_at_source(
+def study_source(
     source: str | os.PathLike[str],
     *,
     batch_size: int,
     size: tuple[int, int] | None,
     folder: Path,
-    budget: Budget,
+    budget: TimeBudget,
 ) -> Study:
-    """What is known of a source, and a file in its stead.
+    """Look at a source, and make a file in its stead.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def look_at_source(
         That images will be brought to.
     folder : Path
         For the file.
-    budget : Budget
+    budget : TimeBudget
 
     Raises
     ------
@@ -66,11 +66,11 @@ def look_at_source(
         _check_files(Path(source))
         raise
     if isinstance(plan, SparsePlan):
-        study = _sparse(source, plan, batch_size, folder, budget)
+        study = _matrix(source, plan, batch_size, folder, budget)
     else:
         study = _images(plan, batch_size, folder)
-    study.converted, study.source = False, str(source)
-    study.notes.append("not converted yet: rates are those of a file of this shape, read from the page cache")
+    study.source = str(source)
+    study.note("not converted yet: rates are those of a file of this shape, read from the page cache")
     return study
 
 
@@ -90,21 +90,15 @@ def _images(plan: ConvertPlan, batch_size: int, folder: Path) -> Study:
     shapes = {name: shape if name == "images" else () for name in dtypes}
     sample_bytes = sum(int(np.prod(shapes[name])) * dtype.itemsize for name, dtype in dtypes.items())
     if (room := available_bytes() // 4) < sample_bytes:
-        size, limit = human_bytes(sample_bytes), human_bytes(room)
-        raise OptionError(f"a sample is {size}, but tune takes at most {limit} here: give a smaller --size (size=)")
+        given, limit = human_bytes(sample_bytes), human_bytes(room)
+        raise OptionError(f"a sample is {given}, but tune takes at most {limit} here: give a smaller --size (size=)")
     count = min(plan.num_samples, most_samples(batch_size, sample_bytes))
     few = max(1, min(count, RANDOM_BYTES // sample_bytes))
-    rng = np.random.default_rng(0)
-    rows = {
-        name: np.frombuffer(rng.bytes(few * int(np.prod(shapes[name])) * dtype.itemsize), dtype).reshape(
-            few, *shapes[name]
-        )
-        for name, dtype in dtypes.items()
-    }
+    rows = {name: _random(dtype, (few, *shapes[name])) for name, dtype in dtypes.items()}
     path = folder / "source.h5"
-    write_rows(path, rows, count, min(layout.chunk_samples, count))
+    write_rows(path, rows, count, layout.chunk_samples)
     named = {name: f"f{number}" for number, name in enumerate(rows)}
-    facts = Facts(
+    facts = DataFacts(
         grid=ChunkGrid((plan.num_samples, *shape), (layout.chunk_samples, *shape), 1),
         sample_bytes=sample_bytes,
         chunk_samples=layout.chunk_samples,
@@ -116,12 +110,19 @@ def _images(plan: ConvertPlan, batch_size: int, folder: Path) -> Study:
     return Study(H5Reader(path, named), named, facts, None, folder, count, rows=rows)
 
 
-def _sparse(source: str | os.PathLike[str], plan: SparsePlan, batch_size: int, folder: Path, budget: Budget) -> Study:
+def _random(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(np.random.default_rng(0).bytes(num_bytes), dtype).reshape(shape)
+
+
+def _matrix(
+    source: str | os.PathLike[str], plan: SparsePlan, batch_size: int, folder: Path, budget: TimeBudget
+) -> Study:
     """The matrix itself if that takes little time, else one of its shape with rows of equal length."""
     path = folder / "source.h5"
     if plan.estimated_s < CONVERT_SHARE * budget.seconds:
         convert(source, path)
-        return look_at_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
+        return study_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
     if plan.num_rows is None or not plan.num_entries:
         raise SourceError(
             f"{printable(source)}: only reading all of it tells how many rows it has, which takes about "
@@ -129,27 +130,27 @@ def _sparse(source: str | os.PathLike[str], plan: SparsePlan, batch_size: int, f
         )
     num_columns = plan.num_columns or 1 << 16
     layout = plan_csr(plan.num_rows, num_columns, plan.num_entries, pattern=False)
-    row = max(1, min(num_columns, round(plan.num_entries / plan.num_rows)))
-    count = max(1, min(plan.num_rows, SAMPLE_BYTES // (4 * row)))
-    _write_csr(path, count, num_columns, row)
-    study = look_at_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
-    grid = study.facts.grid
-    whole = ChunkGrid((plan.num_rows, *grid.shape[1:]), (layout.chunk_samples, *grid.shape[1:]), 1)
+    row_entries = max(1, min(num_columns, round(plan.num_entries / plan.num_rows)))
+    num_rows = max(1, min(plan.num_rows, SAMPLE_BYTES // (4 * row_entries)))
+    _write_matrix(path, num_rows, num_columns, row_entries)
+    study = study_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
+    row_shape = study.facts.grid.shape[1:]
+    grid = ChunkGrid((plan.num_rows, *row_shape), (layout.chunk_samples, *row_shape), 1)
     study.facts = replace(
-        study.facts, grid=whole, chunk_samples=layout.chunk_samples, window_chunks=layout.window_chunks, shuffled=True
+        study.facts, grid=grid, chunk_samples=layout.chunk_samples, window_chunks=layout.window_chunks, shuffled=True
     )
-    study.notes.append(f"about {plan.num_entries:,} entries, as the start of the source has them; rows of one length")
+    study.note(f"about {plan.num_entries:,} entries, as the start of the source has them; rows of one length")
     return study
 
 
-def _write_csr(path: Path, num_rows: int, num_columns: int, row: int) -> None:
-    """Rows of so many entries each."""
+def _write_matrix(path: Path, num_rows: int, num_columns: int, row_entries: int) -> None:
+    """Write rows of so many entries each."""
     rng = np.random.default_rng(0)
-    columns = np.sort(rng.choice(num_columns, row, replace=False)).astype(index_dtype(num_columns))
+    columns = np.sort(rng.choice(num_columns, row_entries, replace=False)).astype(index_dtype(num_columns))
     with h5py.File(path, "w") as file:
         group = file.create_group("X")
         group.attrs["encoding-type"] = np.bytes_(b"csr_matrix")
         group.attrs["shape"] = np.array([num_rows, num_columns], np.int64)
-        group["indptr"] = np.arange(num_rows + 1, dtype=np.int64) * row
+        group["indptr"] = np.arange(num_rows + 1, dtype=np.int64) * row_entries
         group["indices"] = np.tile(columns, num_rows)
-        group["data"] = np.ones(num_rows * row, np.uint8)
+        group["data"] = np.ones(num_rows * row_entries, np.uint8)

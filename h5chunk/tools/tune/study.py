@@ -1,4 +1,4 @@
-"""The data that a tuner looks at: a file, what of it is measured, and samples of it laid out in other chunks."""
+"""The data under study: a file, what of it is measured, and samples of it laid out in other chunks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import numpy as np
 from h5chunk.errors import FieldError, H5ChunkError, OptionError, OutputError, printable
 from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
 from h5chunk.store.guard.guard import Guard, Trusted
-from h5chunk.store.read.direct import NotDirect, direct_field
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.partfile import reason_of
+from h5chunk.tools.measure.checks import why_not_direct
 from h5chunk.tools.measure.machine import available_bytes
-from h5chunk.tools.model.settings import Facts, Setting
+from h5chunk.tools.model.settings import DataFacts, Setting
+from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.fields import is_anndata
-from h5chunk.tools.tune.clock import Budget
 
 SAMPLE_BYTES = 384 << 20  # that are measured: the same samples as they lie and laid out anew
 BATCH_BYTES = 4 * SAMPLE_BYTES  # of a batch: if it has more, a part of one is measured
@@ -44,7 +44,7 @@ class Study:
         Of the file that is measured: the source, or a sample of it.
     fields : mapping of str to str
         Datasets by name.
-    facts : Facts
+    facts : DataFacts
         Of the whole data.
     groups : (num_samples,) array or None
         What should be mixed, such as labels.
@@ -52,51 +52,62 @@ class Study:
         For samples that are laid out anew.
     num_measured : int
         The first samples, which figures are of.
-    converted : bool
-        False: the source, whose name is ``source``, is to be converted yet.
+    source : str
+        The source that is to be converted yet; empty if the file is what is tuned.
     anndata : bool
-        AnnData wrote the file: it cannot be shuffled in place, nor have a group of ours.
+        Whether AnnData wrote the file: it cannot be shuffled in place, nor have a header of h5chunk.
     why_not_direct : str
     stored_share : float
         Stored bytes of the largest field over decoded ones.
     notes : list of str
+    rows : dict of str to array
+        Samples to lay out anew, by field, once they are read.
     """
 
     reader: H5Reader
     fields: Mapping[str, str]
-    facts: Facts
+    facts: DataFacts
     groups: np.ndarray | None
     folder: Path
     num_measured: int
-    converted: bool = True
+    source: str = ""
     anndata: bool = False
     why_not_direct: str = ""
     stored_share: float = 1.0
-    source: str = ""
     notes: list[str] = field(default_factory=list)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    made: dict[int, Path] = field(default_factory=dict)
+    _made: dict[int, Path] = field(default_factory=dict)
+
+    @property
+    def converted(self) -> bool:
+        """Whether the file is what is tuned, rather than a source."""
+        return not self.source
 
     @property
     def matrix(self) -> bool:
         """Whether samples are rows of a sparse matrix."""
         return self.reader.matrix is not None
 
-    def path_of(self, setting: Setting, budget: Budget) -> tuple[Path, Mapping[str, str], int]:
-        """The file to measure a setting on, its fields, and how many of its samples."""
+    def path_of(self, setting: Setting, budget: TimeBudget) -> tuple[Path, Mapping[str, str], int]:
+        """The file to measure a setting on, its fields, and how many of its samples.
+
+        Raises
+        ------
+        OutputError
+            Samples cannot be laid out anew.
+        """
         if not setting.repack or self.matrix:
             return self.reader.path, self.fields, self.sample_count
-        if setting.chunk_samples not in self.made:
-            if not self.rows:
-                self.rows = read_rows(self.reader, self.sample_count, budget)
+        if setting.chunk_samples not in self._made:
+            self.rows = self.rows or read_rows(self.reader, self.sample_count, budget)
             path = self.folder / f"chunks-{setting.chunk_samples}.h5"
             write_rows(path, self.rows, self.sample_count, setting.chunk_samples)
-            self.made[setting.chunk_samples] = path
+            self._made[setting.chunk_samples] = path
         fields = {name: f"f{number}" for number, name in enumerate(self.fields)}
-        return self.made[setting.chunk_samples], fields, self.sample_count
+        return self._made[setting.chunk_samples], fields, self.sample_count
 
     def note(self, text: str) -> None:
-        """Say something, once."""
+        """Add a note to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -115,8 +126,8 @@ class Study:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[str]:
-    """For samples that are laid out anew; it goes with them.
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for samples that are laid out anew, and remove it in the end.
 
     Raises
     ------
@@ -128,7 +139,7 @@ def temporary_folder() -> Iterator[str]:
     except OSError as error:
         raise OutputError(f"no temporary folder can be made: {error.strerror}: set TMPDIR") from None
     with made as folder:
-        yield folder
+        yield Path(folder)
 
 
 def most_samples(batch_size: int, sample_bytes: int) -> int:
@@ -136,7 +147,7 @@ def most_samples(batch_size: int, sample_bytes: int) -> int:
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
-def look_at_file(
+def study_file(
     path: str | os.PathLike[str],
     fields: Mapping[str, str] | None,
     *,
@@ -145,7 +156,7 @@ def look_at_file(
     folder: Path,
     trusted: Trusted = False,
 ) -> Study:
-    """What is known of a file before anything is measured.
+    """Look at a file before anything is measured.
 
     Raises
     ------
@@ -157,13 +168,13 @@ def look_at_file(
     from h5chunk.feed.dataset import ChunkDataset
 
     reader = H5Reader(path, fields, trusted=trusted)
+    sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(path)}: has no samples: nothing can be tuned")
-    sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not sample_bytes:
         raise FieldError(f"{printable(path)}: its samples have no bytes: nothing can be tuned")
-    why = _why_not_direct(reader)
-    facts = Facts(
+    why = why_not_direct(reader)
+    facts = DataFacts(
         grid=reader.main.grid,
         sample_bytes=sample_bytes,
         chunk_samples=reader.chunk_samples,
@@ -177,69 +188,50 @@ def look_at_file(
     )
     named = {name: each.dataset for name, each in reader.fields.items()}
     study = Study(reader, named, facts, None, folder, reader.num_samples, why_not_direct=why)
+    study.groups = _read_groups(study, group_by)
     with opened(path) as file:
         study.anndata = is_anndata(file)
-    study.groups = _read_groups(study, group_by)
-    if isinstance(reader.main, Field) and reader.main.grid.filtered:
-        with opened(path) as file:
+        if isinstance(reader.main, Field) and reader.main.grid.filtered:
             dataset = file[reader.main.dataset]
             study.stored_share = dataset.id.get_storage_size() / max(1, dataset.nbytes)
     return study
 
 
-def _why_not_direct(reader: H5Reader) -> str:
-    """Why byte ranges cannot be read; empty if they can."""
-    with opened(reader.path) as file:
-        for name, each in reader.fields.items():
-            try:
-                if isinstance(each, Field) and each.dtype.kind != "S":
-                    direct_field(reader.path, file, each)
-            except NotDirect as reason:
-                return f"field {name!r} cannot be read by byte ranges: {reason}"
-    return ""
-
-
 def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
-    """The field that says which samples are alike."""
+    """The dataset that says which samples are alike."""
     name = "labels" if group_by is None else group_by
     with opened(study.reader.path) as file:
         item, reason = _find_groups(study, file, study.fields.get(name, name))
-        if reason:
-            pass
-        elif item is None:
-            reason = "there is no such dataset"
-        elif item.shape != (study.reader.num_samples,):
-            reason = f"it has the shape {item.shape}, not one value a sample"
-        elif item.dtype.kind not in "biuS":
-            reason = f"it is of type {item.dtype}, not of whole numbers or fixed-length strings"
-        elif study.reader.num_samples > MOST_GROUPS:
-            reason = f"{study.reader.num_samples:,} samples are too many to look at"
-        else:
+        if item is not None and not reason:
             return item[:]
     if group_by is not None:
         raise OptionError(f"group_by is {group_by!r}: {reason}: name a dataset of one number or string a sample")
-    study.notes.append(f"shuffle quality is unknown: {name!r}: {reason}; --group-by FIELD names another dataset")
+    study.note(f"shuffle quality is unknown: {name!r}: {reason}; --group-by FIELD names another dataset")
     return None
 
 
 def _find_groups(study: Study, file: h5py.File, name: str) -> tuple[h5py.Dataset | None, str]:
-    """A dataset, if there is one, or why it is not looked at."""
-    guard = Guard(study.reader.path, study.reader.trusted)
+    """A dataset, if there is one, and why it cannot be groups."""
+    guard, num_samples = Guard(study.reader.path, study.reader.trusted), study.reader.num_samples
     try:
         item = guard.find(file, name)
         if isinstance(item, h5py.Group) and CODES in item:  # categories, as AnnData and pandas keep them
             name = f"{name}/{CODES}"
             item = guard.find(file, name)
         if not isinstance(item, h5py.Dataset):
-            return None, ""
+            return None, "there is no such dataset"
         guard.check_field(item, name)
-        return item, ""
     except FieldError as error:
         return None, str(error).removeprefix(f"{printable(study.reader.path)}: ")
+    if item.shape != (num_samples,):
+        return item, f"it has the shape {item.shape}, not one value a sample"
+    if item.dtype.kind not in "biuS":
+        return item, f"it is of type {item.dtype}, not of whole numbers or fixed-length strings"
+    return item, f"{num_samples:,} samples are too many to look at" if num_samples > MOST_GROUPS else ""
 
 
-def read_rows(reader: H5Reader, num_samples: int, budget: Budget) -> dict[str, np.ndarray]:
-    """Some of the first samples of each field, as many as the budget gives time for."""
+def read_rows(reader: H5Reader, num_samples: int, budget: TimeBudget) -> dict[str, np.ndarray]:
+    """Read the first samples of each field, as many as the budget gives time for."""
     found: dict[str, np.ndarray] = {}
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     wanted = min(num_samples, max(1, SAMPLE_BYTES // sample_bytes))
@@ -258,7 +250,9 @@ def read_rows(reader: H5Reader, num_samples: int, budget: Budget) -> dict[str, n
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    """A file of ours with these samples, again and again until there are enough: uncompressed bytes are read alike.
+    """Write an h5chunk file with these samples, again and again until there are enough.
+
+    The bytes of uncompressed samples do not matter: all are read alike.
 
     Raises
     ------
@@ -266,7 +260,7 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
         It cannot be written.
     """
     try:
-        _write_rows(path, rows, num_samples, chunk_samples)
+        _write_rows(path, rows, num_samples, min(chunk_samples, num_samples))
     except (OSError, RuntimeError) as error:  # HDF5 has its own for a full disk
         path.unlink(missing_ok=True)
         if isinstance(error, H5ChunkError):
@@ -277,7 +271,6 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
 
 
 def _write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    chunk_samples = min(chunk_samples, num_samples)
     specs = [FieldSpec(f"f{i}", each.shape[1:], each.dtype) for i, each in enumerate(rows.values())]
     numbers = {"num_samples": num_samples, "chunk_samples": chunk_samples, "window_chunks": 1}
     numbers |= {"format_version": FORMAT_VERSION, "rdcc_nslots": 1, "rdcc_nbytes": 0}

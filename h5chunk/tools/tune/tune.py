@@ -1,46 +1,40 @@
-"""Which chunks, window, cache and workers are fastest for this data on this machine, and how well they mix."""
+"""`h5chunk tune`: find the chunks, window, cache and workers that are fastest for data on this machine."""
 
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
-
-import h5chunk
+from h5chunk.errors import OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.sidecar import write_recommendation
-from h5chunk.tools.measure.counted import verify_order
-from h5chunk.tools.measure.machine import available_bytes
-from h5chunk.tools.model.advice import Advice
-from h5chunk.tools.model.choose import Candidate
+from h5chunk.store.write.fill import available_cores
+from h5chunk.tools.measure.checks import check_budget, check_counts, worker_counts
+from h5chunk.tools.measure.counted import count_reads
+from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
 from h5chunk.tools.model.clustering import LEAST_CHANCE
-from h5chunk.tools.model.cost import slowest
 from h5chunk.tools.model.mixing import window_for
-from h5chunk.tools.model.settings import DATASET, LOADER, Setting, enumerate_settings, order_of
-from h5chunk.tools.progress import Progress
-from h5chunk.tools.tune.advice import Remedies, Triple, default_cache, find_advice, usable
-from h5chunk.tools.tune.clock import Budget
-from h5chunk.tools.tune.measure import PlainLoop, measure_cold
-from h5chunk.tools.tune.model import Model
-from h5chunk.tools.tune.options import check_converted, check_numbers, check_unconverted, plain_cache, worker_numbers
+from h5chunk.tools.model.settings import DATASET, LOADER, Candidate, Limits, Setting, enumerate_settings, order_of
+from h5chunk.tools.progress import Progress, TimeBudget
+from h5chunk.tools.tune.advice import Remedies, Triple, default_cache, find_advice, repack_command, usable_cache
+from h5chunk.tools.tune.measure import measure_cold
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
+from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.probe import probe
 from h5chunk.tools.tune.report import Recommendation, TuneRow
-from h5chunk.tools.tune.rows import commands_for, plain_row, table, triple
-from h5chunk.tools.tune.search import Options, Search
-from h5chunk.tools.tune.source import is_source, look_at_source
-from h5chunk.tools.tune.study import Study, look_at_file, temporary_folder
+from h5chunk.tools.tune.search import Search
+from h5chunk.tools.tune.source import is_source, study_source
+from h5chunk.tools.tune.study import Study, study_file, temporary_folder
+from h5chunk.tools.tune.table import cache_triple, commands_for, plain_row, rows_of
 
 MEMORY_BYTES = 4 << 30
+MAX_WORKERS = 4
 COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
 PREDICT_SHARE = 0.1  # of the budget, to predict what all settings read
 LEAST_VERIFY_S = 1.0
@@ -70,12 +64,12 @@ def tune(
     Parameters
     ----------
     source : path
-        A converted file, anybody's HDF5 file, or what `h5chunk.convert` takes.
+        An h5chunk file, any other HDF5 file, or what `h5chunk.convert` takes.
     batch_size : int
     memory_bytes : int
         The most that feeding may take, beside the interpreters.
     workers : sequence of int, optional
-        Of torch's DataLoader; default: 0, and 1, 2, 4 as far as there are cores.
+        DataLoader worker counts to try. Default: 0, and 1, 2, 4 as far as there are cores.
     device : str
         Where batches shall be.
     fields : sequence or mapping of str, optional
@@ -83,7 +77,7 @@ def tune(
     group_by : str, optional
         Dataset that says which samples are alike; default: ``labels``, if there are any.
     min_effective_batch : float
-        Part of a batch that it shall be worth, against a full shuffle: above 0, below 1.
+        Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
         Seconds to take, about.
     h5py_cache : (nslots, nbytes, w0), optional
@@ -93,10 +87,10 @@ def tune(
     plot : path, optional
         A picture to draw: rate against effective batch, with the choice marked. Needs matplotlib.
     apply : bool
-        Store window and cache, of the best setting without a new file, where readers take them from: in a file of ours,
-        or beside one of others (``NAME.h5chunk.json``).
+        Whether to write window and cache of the best setting without a new file to ``NAME.h5chunk.json``, where readers
+        find them.
     verify : bool
-        Read the order of that setting through HDF5, and count what it really reads against the model.
+        Whether to read the order of that setting through HDF5, and count what HDF5 really reads against the model.
     trusted : bool, path or sequence of paths
         As for `ChunkDataset`.
     progress : callable, optional
@@ -107,37 +101,211 @@ def tune(
     FileError, FieldError, SourceError
         The source cannot be used.
     OptionError
-        An argument cannot be.
+        An argument is invalid.
     """
-    check_numbers(batch_size, memory_bytes, min_effective_batch, budget_s)
+    check_counts(batch_size=batch_size, memory_bytes=memory_bytes)
+    check_budget(budget_s)
+    if not 0 < min_effective_batch < 1:
+        raise OptionError(
+            f"min_effective_batch is {min_effective_batch!r}: give a share of the batch above 0 and below 1"
+        )
     from h5chunk.feed.dataset import field_mapping
-    from h5chunk.tools.measure.batches import check_device
 
-    check_device(device)
+    describe_device(device)
     if plot is not None:
         check_plot(plot)
-    budget = Budget(budget_s, progress)
+    numbers, cache = worker_counts(workers, _usual_workers()), _plain_cache(h5py_cache)
+    budget = TimeBudget("tune", budget_s, progress)
     with temporary_folder() as folder:
         if is_source(source):
-            check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields, trusted=trusted)
-            study = look_at_source(source, batch_size=batch_size, size=size, folder=Path(folder), budget=budget)
+            _check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields, trusted=trusted)
+            study = study_source(source, batch_size=batch_size, size=size, folder=folder, budget=budget)
         else:
-            check_converted(source, size)
+            _check_converted(source, size)
             named = field_mapping(fields)
-            study = look_at_file(
-                source, named, batch_size=batch_size, group_by=group_by, folder=Path(folder), trusted=trusted
-            )
-        worth = min_effective_batch * min(batch_size, study.facts.num_samples)
-        options = Options(min(memory_bytes, available_bytes()), worker_numbers(workers), device, worth)
-        found = _tune(study, options, budget, plain_cache(h5py_cache), min_effective_batch)
+            options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
+            study = study_file(source, named, folder=folder, **options)
+        worth = min_effective_batch * study.facts.batch_samples
+        limits = Limits(worth, min(memory_bytes, available_bytes()))
+        found = _tune(study, limits, numbers, device, budget, cache, min_effective_batch)
         if verify:
             found = replace(found, verify=_verify(study, found, budget))
         if plot is not None:
             draw(found, plot)
         if apply:
             found = replace(found, applied=str(_store(study.reader, found)))
-        budget.has(1.0)
+        budget.report()
         return replace(found, seconds=budget.taken_s)
+
+
+def _usual_workers() -> tuple[int, ...]:
+    return tuple(number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, available_cores()))
+
+
+def _plain_cache(given: Sequence[float] | None) -> Triple:
+    """The cache of plain h5py, w0 = 1 included: it is there to be advised against."""
+    if given is None:
+        return default_cache()
+    try:
+        nslots, nbytes, w0 = given
+        found = int(nslots), int(nbytes), float(w0)
+    except (TypeError, ValueError, OverflowError):
+        raise OptionError(f"h5py_cache is {given!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
+    if found[0] < 1 or found[1] < 0 or not 0 <= found[2] <= 1:
+        raise OptionError(f"h5py_cache is {given!r}: give nslots of at least 1, nbytes of at least 0, w0 from 0 to 1")
+    return found
+
+
+def _check_unconverted(source: str | os.PathLike[str], **options: object) -> None:
+    """Raise OptionError for an option that only a file can have."""
+    for name, value in options.items():
+        if value:
+            raise OptionError(f"{name} is {value!r}, but {printable(source)} is not converted yet: leave it out")
+
+
+def _check_converted(source: str | os.PathLike[str], size: object) -> None:
+    """Raise OptionError for an option that only a source can have."""
+    if size is not None:
+        raise OptionError(f"size is {size!r}, but {printable(source)} is no source of images: leave it out")
+
+
+def _tune(
+    study: Study,
+    limits: Limits,
+    workers: Sequence[int],
+    device: str,
+    budget: TimeBudget,
+    cache: Triple,
+    min_share: float,
+) -> Recommendation:
+    predictor = Predictor(study, probe(study, device, budget))
+    settings = _settings(study, predictor, workers, min_share)
+    predictor.replay_s = PREDICT_SHARE * budget.seconds / len(settings)
+    search = Search(study, predictor, limits, device, budget, settings)
+    search.run()
+    chosen, kept, enough = _choose(search)
+    plain = _plain(search, cache)  # before the file leaves the page cache
+    today, *others = rows_of(search, chosen, enough, _colds(search, chosen))
+    return _report(search, chosen.setting, kept, [today, plain, *others], cache)
+
+
+def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_share: float) -> list[Setting]:
+    """All settings to consider, today's first."""
+    facts = study.facts
+    if study.groups is None:
+        return enumerate_settings(facts, workers=workers)
+    clustering, order = predictor.clustering(facts.chunk_samples), order_of(_today(study), facts)
+    window = window_for(clustering, order, min_share)
+    settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
+    if study.converted and not study.anndata and clustering.chance < LEAST_CHANCE:
+        kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
+        settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
+    return settings
+
+
+def _today(study: Study) -> Setting:
+    return Setting(LOADER, study.facts.chunk_samples, study.facts.window_chunks)
+
+
+def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
+    """The recommendation, the best setting without a new file, and whether the recommendation keeps to the limits."""
+    chosen = search.choose()
+    enough = chosen is not None
+    chosen = chosen or search.nearest()
+    in_place = search.choose([each for each in search.settings if not each.repack])
+    kept = search.today if in_place is None else in_place.setting
+    if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
+        chosen = in_place
+    return chosen, kept, enough
+
+
+def _plain(search: Search, cache: Triple) -> TuneRow:
+    """Predict plain h5py, and measure it unless it has another cache than the library gives."""
+    from h5chunk.tools.measure.batches import PlainLoop
+
+    reads, predicted = search.predictor.plain(usable_cache(cache))
+    measured = None
+    if cache[:2] == default_cache()[:2]:
+        study = search.study
+        loop = PlainLoop(study.reader, study.num_measured, study.facts.batch_samples)
+        try:
+            measured = loop.rate(search.budget.slice_s)
+        finally:
+            loop.close()
+    return plain_row(search, cache, reads, predicted, measured)
+
+
+def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
+    """Rates from the disk of today's setting and of the chosen one."""
+    found: dict[Setting, float | None] = {}
+    for setting in dict.fromkeys((search.today, chosen.setting)):
+        fits = setting in search.rates and search.predictor.memory(setting) <= search.limits.memory_bytes
+        if fits and search.study.converted and search.budget.has(COLD_SHARE):
+            seconds = 1.5 * search.budget.slice_s
+            found[setting] = measure_cold(search.study, setting, search.device, search.budget, seconds)
+    return found
+
+
+def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow], cache: Triple) -> Recommendation:
+    study, limits, predictor = search.study, search.limits, search.predictor
+    commands = commands_for(search, setting)
+    remedies = Remedies(repack_command(study, _good_chunk(search)), repack_command(study, shuffle=True))
+    if setting.repack:  # then that is done anyway
+        remedies = Remedies(commands[0], commands[0] if setting.shuffle else remedies.shuffle)
+    effective = predictor.effective(_today(study))
+    return Recommendation(
+        setting=setting,
+        cache=cache_triple(setting, search, 1),
+        window_in_place=kept.window_chunks,
+        cache_in_place=cache_triple(kept, search, 1),
+        path=study.source or str(study.reader.path),
+        converted=study.converted,
+        batch_size=study.facts.batch_size,
+        device=search.device,
+        num_samples=study.facts.num_samples,
+        num_measured=study.num_measured,
+        sample_bytes=study.facts.sample_bytes,
+        rows=rows,
+        advice=find_advice(study, effective, predictor.machine, cache, remedies),
+        stages={name: 1 / seconds for name, seconds in predictor.stages(setting).items() if seconds > 0},
+        commands=commands,
+        min_effective_batch=limits.effective_batch,
+        memory_bytes=limits.memory_bytes,
+        notes=study.notes,
+        seconds=search.budget.taken_s,
+        budget_s=search.budget.seconds,
+        versions=library_versions(),
+        candidates=[_described(search, each) for each in search.settings],
+        machine=asdict(predictor.machine),
+    )
+
+
+def _good_chunk(search: Search) -> int:
+    """Samples per chunk of a new file, for advice where none is recommended."""
+    anew = [each for each in search.settings if each.repack and not each.shuffle]
+    if not anew:
+        return search.study.facts.chunk_samples
+    return max((search.candidate(each) for each in anew), key=lambda each: each.rate).setting.chunk_samples
+
+
+def _described(search: Search, setting: Setting) -> dict[str, object]:
+    candidate = search.candidate(setting)
+    return asdict(setting) | {
+        "predicted_rate": search.predictor.rate(setting, alone=True),
+        "measured_rate": search.measured(setting),
+        "num_measured": len(search.rates.get(setting, ())),
+        "memory_bytes": candidate.memory_bytes,
+        "effective_batch": candidate.effective_batch,
+        "allowed": search.limits.allow(candidate),
+    }
+
+
+def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:
+    """Read the order of the best setting without a new file through HDF5, and count."""
+    setting = Setting(DATASET, study.facts.chunk_samples, found.window_in_place)
+    seconds = max(LEAST_VERIFY_S, budget.seconds - budget.taken_s)
+    order, cache = order_of(setting, study.facts), CacheSettings.of(found.cache_in_place)
+    return count_reads(study.reader, order, cache, seconds).to_dict()
 
 
 def _store(reader: H5Reader, found: Recommendation) -> Path:
@@ -150,156 +318,3 @@ def _store(reader: H5Reader, found: Recommendation) -> Path:
         num_samples=reader.num_samples,
         chunk_samples=reader.chunk_samples,
     )
-
-
-def _tune(study: Study, options: Options, budget: Budget, cache: Triple, min_share: float) -> Recommendation:
-    machine = probe(study, options.device, budget)
-    model = Model(study, machine)
-    settings = _settings(study, model, options, min_share)
-    model.replay_s = PREDICT_SHARE * budget.seconds / len(settings)
-    search = Search(study, model, options, budget, settings)
-    search.run()
-    chosen, kept, enough = _choose(search)
-    plain = _plain(search, cache)  # before the file leaves the page cache
-    rows = table(search, chosen, enough, _colds(search, chosen))
-    rows.insert(1, plain)
-    commands = commands_for(search, chosen.setting)
-    found = Remedies.of(study, _good_chunk(search))
-    if chosen.setting.repack:  # then that is done anyway
-        found = Remedies(commands[0], commands[0] if chosen.setting.shuffle else found.shuffle)
-    return _report(search, chosen.setting, kept, rows, commands, find_advice(study, model, machine, cache, found))
-
-
-def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
-    """What to recommend, what of that without a new file, and whether it mixes well enough and fits."""
-    chosen, enough = search.choose(), True
-    if chosen is None:
-        enough = False
-        chosen = search.nearest()
-    in_place = search.choose([each for each in search.settings if not each.repack])
-    kept = search.settings[0] if in_place is None else in_place.setting
-    if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
-        chosen = in_place
-    return chosen, kept, enough
-
-
-def _report(
-    search: Search,
-    setting: Setting,
-    kept: Setting,
-    rows: list[TuneRow],
-    commands: list[str],
-    advice: list[Advice],
-) -> Recommendation:
-    study, options, budget, stages = search.study, search.options, search.budget, search.model.stages(setting)
-    return Recommendation(
-        chunk_samples=setting.chunk_samples,
-        window_chunks=setting.window_chunks,
-        cache=triple(setting, search, 1),
-        compression=None,
-        way=setting.way,
-        num_workers=setting.num_workers,
-        repack=setting.repack,
-        shuffle=setting.shuffle,
-        window_in_place=kept.window_chunks,
-        cache_in_place=triple(kept, search, 1),
-        path=study.source or str(study.reader.path),
-        converted=study.converted,
-        batch_size=study.facts.batch_size,
-        device=options.device,
-        num_samples=study.facts.num_samples,
-        num_measured=study.num_measured,
-        sample_bytes=study.facts.sample_bytes,
-        rows=rows,
-        advice=advice,
-        stages={name: 1 / seconds for name, seconds in stages.items() if seconds > 0},
-        slowest=slowest(stages),
-        commands=commands,
-        min_effective_batch=options.min_effective,
-        memory_bytes=options.memory_bytes,
-        notes=study.notes,
-        seconds=budget.taken_s,
-        budget_s=budget.seconds,
-        versions=_versions(),
-        candidates=[_described(search, each) for each in search.settings],
-        machine=asdict(search.model.machine),
-    )
-
-
-def _verify(study: Study, found: Recommendation, budget: Budget) -> dict[str, Any]:
-    """The order of the best setting without a new file, through real HDF5."""
-    setting = Setting(DATASET, study.facts.chunk_samples, found.window_in_place)
-    seconds = max(LEAST_VERIFY_S, budget.seconds - budget.taken_s)
-    order, cache = order_of(setting, study.facts), CacheSettings.of(found.cache_in_place)
-    return verify_order(study.reader, order, cache, seconds).to_dict()
-
-
-def _settings(study: Study, model: Model, options: Options, min_share: float) -> list[Setting]:
-    """All that are looked at, today's first."""
-    facts = study.facts
-    today = Setting(LOADER, facts.chunk_samples, facts.window_chunks)
-    windows: list[int] = []
-    if study.groups is not None:
-        found = window_for(model.clustering(facts.chunk_samples), order_of(today, facts), min_share)
-        windows = [found if found is not None else order_of(today, facts).num_chunks]
-    settings = enumerate_settings(facts, workers=options.workers, windows=windows)
-    can_shuffle = study.converted and not study.anndata
-    if study.groups is not None and can_shuffle and model.clustering(facts.chunk_samples).chance < LEAST_CHANCE:
-        kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
-        settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
-    return settings
-
-
-def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
-    """Rates from the disk of today's setting and of the one chosen."""
-    found: dict[Setting, float | None] = {}
-    for setting in dict.fromkeys((search.settings[0], chosen.setting)):
-        if (
-            search.budget.has(COLD_SHARE)
-            and search.study.converted
-            and setting in search.rates
-            and search.candidate(setting).memory_bytes <= search.options.memory_bytes
-        ):
-            found[setting] = measure_cold(
-                search.study, setting, search.options.device, search.budget, 1.5 * search.budget.slice_s
-            )
-    return found
-
-
-def _plain(search: Search, cache: Triple) -> TuneRow:
-    reads, predicted = search.model.plain(usable(cache))
-    measured = None
-    if cache[:2] == default_cache()[:2]:
-        loop = PlainLoop(search.study)
-        try:
-            measured = loop.rate(search.budget.slice_s)
-        finally:
-            loop.close()
-    return plain_row(search, cache, reads, predicted, measured)
-
-
-def _good_chunk(search: Search) -> int:
-    """Samples a chunk of a new file, for advice where none is recommended."""
-    anew = [each for each in search.settings if each.repack and not each.shuffle]
-    if not anew:
-        return search.study.facts.chunk_samples
-    return max((search.candidate(each) for each in anew), key=lambda each: each.rate).setting.chunk_samples
-
-
-def _described(search: Search, setting: Setting) -> dict[str, object]:
-    each = search.candidate(setting)
-    return asdict(setting) | {
-        "predicted_rate": search.model.rate_by_others(setting),
-        "measured_rate": search.measured(setting),
-        "num_measured": len(search.rates.get(setting, ())),
-        "memory_bytes": each.memory_bytes,
-        "effective_batch": each.effective_batch,
-        "allowed": search.allows(setting),
-    }
-
-
-def _versions() -> dict[str, str]:
-    from h5chunk.tools.measure.batches import torch_version
-
-    versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
-    return versions | {"numpy": np.__version__, "torch": torch_version(), "python": platform.python_version()}

@@ -1,8 +1,7 @@
-"""Shuffle quality: pair counts against brute force, the effective batch against the real order."""
+"""Mixing: pair counts against brute force, the effective batch against the real order."""
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import tracemalloc
@@ -16,9 +15,8 @@ from hypothesis import strategies as st
 from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order, with_full_windows
 from h5chunk.tools.model import clustering as clustering_module
-from h5chunk.tools.model import mixing as shuffle_module
-from h5chunk.tools.model.clustering import correlation_of_parts, find_clustering
-from h5chunk.tools.model.mixing import design_effect, shuffle_quality, window_for
+from h5chunk.tools.model.clustering import find_clustering
+from h5chunk.tools.model.mixing import design_effect, effective_batch, window_for
 
 many = settings(max_examples=60, deadline=None)
 group_lists = st.lists(st.integers(0, 4), min_size=1, max_size=40)
@@ -50,8 +48,7 @@ def test_clustering_is_that_of_all_pairs(groups, piece):
     found = find_clustering(groups, piece)
     pairs = list(itertools.combinations(range(len(groups)), 2))
     inside = [(i, j) for i, j in pairs if i // piece == j // piece]
-    assert found.num_groups == len(set(groups.tolist()))
-    if not inside or found.num_groups == 1:
+    if not inside or len(set(groups.tolist())) == 1:
         assert found.correlation == 0
         return
     anywhere = alike_share(groups, pairs)
@@ -83,9 +80,7 @@ def test_any_kind_of_group(kind):
     }.get(kind)
     groups = numbers.astype(kind) if groups is None else groups
     assert find_clustering(groups, 7) == find_clustering(numbers, 7)
-    assert find_clustering(groups, 7).num_groups > 1
-    order = Order(1000, 7, 10, 4)
-    assert shuffle_quality(groups, order) == shuffle_quality(numbers, order)
+    assert find_clustering(groups, 7).alike < 1
 
 
 @pytest.mark.parametrize("num_groups", [2, 10, 300, 500])
@@ -120,16 +115,6 @@ def test_chance_bounds_how_often_a_shuffle_is_as_clustered(sizes, chunk):
 def test_chance_of_a_sorted_file_is_none():
     assert find_clustering(sorted_groups(10_000), 50).chance < 1e-100
     assert find_clustering(sorted_groups(64, 2), 8).chance < 1e-6
-
-
-def test_parts_of_a_chunk():
-    groups = np.tile(np.repeat([0, 1, 2, 3], 5), 50)  # each chunk of 20 has all, side by side
-    whole = find_clustering(groups, 20)
-    parts = [(0, 5, 1.0), (5, 10, 1.0)]
-    assert whole.correlation < 0
-    assert correlation_of_parts(groups, whole, parts) == pytest.approx(1)
-    assert correlation_of_parts(groups, whole, [(0, 20, 2.0)]) == pytest.approx(whole.correlation)
-    assert correlation_of_parts(groups, whole, [(0, 1, 0.0)]) == whole.correlation
 
 
 # the formula against what it stands for
@@ -187,86 +172,34 @@ def simulated_deff(groups: np.ndarray, order: Order, num_epochs: int) -> float:
 )
 def test_effective_batch_of_sorted_data_is_that_of_the_real_order(order, num_epochs):
     groups = sorted_groups(order.num_samples)
-    quality = shuffle_quality(groups, order)
-    assert quality.deff > 1.5
-    assert quality.effective_batch * simulated_deff(groups, order, num_epochs) / order.batch_size == pytest.approx(
-        1, abs=0.05
-    )
-    assert quality.gate == "poor"
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        Order(16_000, 50, 64, 2, interleave=24, drop_last=True),  # windows are little more than a chunk
-        Order(16_000, 1000, 128, 2, interleave=24, drop_last=True),  # and less than a chunk
-        Order(16_000, 16_000, 96, 1, interleave=8, drop_last=True),  # of the only chunk
-    ],
-)
-def test_parts_of_chunks_are_more_alike_than_chunks(order):
-    groups = runs_of(order.num_samples, 20)
-    clustering = find_clustering(groups, order.chunk_samples)
-    real = simulated_deff(groups, order, 60)
-    assert design_effect(clustering, order, groups=groups) == pytest.approx(real, rel=0.06)
-    assert design_effect(clustering, order) < 0.85 * real
-    assert shuffle_quality(groups, order).gate == "poor"
-
-
-def test_the_end_of_a_line_with_a_short_chunk():
-    """Small windows cut the chunk there, but its samples are shuffled, as some of them fill the short one's gap."""
-    order = Order(16_375, 2500, 64, 1, interleave=24, drop_last=True)
-    assert list(order.rounds())[-1].window_batches == 1
-    groups = runs_of(16_375, 20)
-    found = design_effect(find_clustering(groups, 2500), order, groups=groups)
-    assert found == pytest.approx(simulated_deff(groups, order, 150), rel=0.06)
-
-
-def test_windows_that_cut_chunks_of_one_group():
-    """The parts are as alike as the whole: nothing needs to be looked at."""
-    groups = sorted_groups(16_000)
-    order = Order(16_000, 50, 64, 2, interleave=24)
-    clustering = find_clustering(groups, 50)
-    assert design_effect(clustering, order) == pytest.approx(design_effect(clustering, order, groups=groups), rel=0.01)
+    found = effective_batch(find_clustering(groups, order.chunk_samples), order)
+    assert found < order.batch_size / 1.5
+    assert found * simulated_deff(groups, order, num_epochs) / order.batch_size == pytest.approx(1, abs=0.05)
 
 
 def test_alternating_windows_make_no_batch_better():
-    """A batch is of one window; what alternates is mixed over a round, which drift sees."""
+    """A batch is of one window, however many windows alternate."""
     groups = sorted_groups(16_384)
+    clustering = find_clustering(groups, 32)
     alone, many_windows = (Order(16_384, 32, 64, 16, interleave=n, seed=2) for n in (1, 8))
-    each = [shuffle_quality(groups, order) for order in (alone, many_windows)]
-    assert each[0].window_samples == each[1].window_samples == 512
-    assert each[0].deff == pytest.approx(each[1].deff)
-    assert each[0].drift == pytest.approx(32 * (512 - 16) / 511, rel=0.01)
-    assert each[1].drift == pytest.approx(32 * (512 - 128) / 511, rel=0.01)
+    assert design_effect(clustering, alone) == pytest.approx(design_effect(clustering, many_windows))
     for order in (alone, many_windows):
-        assert simulated_deff(groups, order, 60) == pytest.approx(each[0].deff, rel=0.05)
+        assert simulated_deff(groups, order, 60) == pytest.approx(design_effect(clustering, order), rel=0.05)
 
 
 def test_a_window_of_everything_is_a_full_shuffle():
-    quality = shuffle_quality(sorted_groups(6400), Order(6400, 64, 64, 100, interleave=1))
-    assert (quality.deff, quality.drift, quality.gate) == (pytest.approx(1), 0, "good")
-    assert quality.effective_batch == pytest.approx(64)
-    assert quality.entropy_ratio == pytest.approx(1, abs=0.01)
+    clustering, order = find_clustering(sorted_groups(6400), 64), Order(6400, 64, 64, 100, interleave=1)
+    assert design_effect(clustering, order) == pytest.approx(1)
+    assert effective_batch(clustering, order) == pytest.approx(64)
 
 
-def test_even_chunks_are_better_than_chance():
-    groups = np.tile(np.arange(8), 1000)
-    quality = shuffle_quality(groups, Order(8000, 8, 80, 10, interleave=1))
-    assert quality.deff == 0  # each batch is a window with ten of each group
-    assert quality.effective_batch == math.inf
-    assert quality.entropy_ratio > 1
+def test_even_chunks_are_worth_no_more_than_their_size():
+    clustering, order = find_clustering(np.tile(np.arange(8), 1000), 8), Order(8000, 8, 80, 10, interleave=1)
+    assert design_effect(clustering, order) == 0  # each batch is a window with ten of each group
+    assert effective_batch(clustering, order) == 80
 
 
-def test_entropy_ratio_of_real_batches():
-    order = Order(64_000, 64, 128, 4, interleave=24)
-    assert shuffle_quality(shuffled_groups(64_000, 10, 0), order).entropy_ratio == pytest.approx(1, abs=0.01)
-    assert shuffle_quality(sorted_groups(64_000, 1000), order).entropy_ratio == pytest.approx(
-        math.log(4) / math.log(125), abs=0.1
-    )
-    assert shuffle_quality(np.zeros(64_000, int), order).entropy_ratio == 1
-
-
-# the gates
+# what is said of shuffled and of sorted data
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 10, 1000, 3000])
@@ -282,8 +215,8 @@ def test_entropy_ratio_of_real_batches():
 )
 def test_shuffled_data_are_never_flagged(order, num_groups):
     for seed in range(6):
-        quality = shuffle_quality(shuffled_groups(6000, num_groups, seed), order)
-        assert quality.gate == "good", quality
+        clustering = find_clustering(shuffled_groups(6000, num_groups, seed), order.chunk_samples)
+        assert effective_batch(clustering, order) == order.batch_size
 
 
 @pytest.mark.parametrize("rare", [1, 2, 3, 10, 40])
@@ -291,8 +224,7 @@ def test_a_rare_group_that_is_shuffled_is_not_flagged(rare):
     order = Order(6400, 64, 64, 1, interleave=2)
     for seed in range(15):
         groups = np.random.default_rng(seed).permutation((np.arange(6400) < rare).astype(np.int64))
-        quality = shuffle_quality(groups, order)
-        assert quality.gate == "good", quality
+        assert effective_batch(find_clustering(groups, 64), order) == 64
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 10, 100, 640])
@@ -303,25 +235,12 @@ def test_a_rare_group_that_is_shuffled_is_not_flagged(rare):
         Order(6400, 64, 64, 25),
         Order(6390, 64, 32, 10, interleave=1),
         Order(6400, 500, 64, 3, interleave=1),
-        Order(6400, 6400, 60, 1),  # one chunk, which the windows cut
         Order(6400, 8, 256, 64, interleave=4),
     ],
 )
 def test_sorted_data_are_always_flagged(order, num_groups):
-    quality = shuffle_quality(sorted_groups(order.num_samples, num_groups), order)
-    assert quality.gate != "good", quality
-
-
-def test_gates_are_ordered():
-    groups = sorted_groups(160_000)
-    gates = [shuffle_quality(groups, Order(160_000, 64, 32, n, interleave=1)).gate for n in (10, 100, 2500)]
-    assert gates == ["poor", "fair", "good"]
-
-
-def test_windows_that_drift_are_fair_at_best():
-    quality = shuffle_quality(sorted_groups(16_000), Order(16_000, 50, 1, 10, interleave=1))
-    assert (quality.deff, quality.gate) == (1, "fair")  # batches of one sample
-    assert quality.drift == pytest.approx(50, rel=0.05)
+    clustering = find_clustering(sorted_groups(order.num_samples, num_groups), order.chunk_samples)
+    assert effective_batch(clustering, order) < 0.95 * order.batch_size
 
 
 # the window that is needed
@@ -362,7 +281,7 @@ def test_as_many_groups_as_samples_take_no_table():
     groups = np.random.default_rng(0).permutation(1_000_000) * 10_000
     tracemalloc.start()
     try:
-        assert find_clustering(groups, 64).num_groups == 1_000_000
+        assert find_clustering(groups, 64).alike == 0
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
@@ -374,12 +293,11 @@ def test_as_many_groups_as_samples_take_no_table():
         (np.zeros((2, 5), int), r"groups has shape \(2, 5\): give one number or string a sample"),
         (np.zeros(0, int), "and at least one"),
         (np.zeros(10), "groups is of type float64: give integers or fixed-length strings"),
-        (np.zeros(9, int), "groups has 9 entries but the order 10 samples: give one each"),
     ],
 )
 def test_groups_that_cannot_be(groups, message):
     with pytest.raises(OptionError, match=message):
-        shuffle_quality(groups, Order(10, 2, 2, 1))
+        find_clustering(groups, 2)
 
 
 def test_other_things_that_cannot_be():
@@ -388,22 +306,15 @@ def test_other_things_that_cannot_be():
     with pytest.raises(OptionError, match="piece_samples is 0"):
         find_clustering(groups, 0)
     with pytest.raises(OptionError, match="shuffle is False"):
-        shuffle_quality(groups, Order(10, 2, 2, 1, shuffle=False))
+        design_effect(clustering, Order(10, 2, 2, 1, shuffle=False))
     with pytest.raises(OptionError, match="10 samples make no batch of 11"):
-        shuffle_quality(groups, Order(10, 2, 11, 1, drop_last=True))
+        design_effect(clustering, Order(10, 2, 11, 1, drop_last=True))
     with pytest.raises(OptionError, match="clustering is of 10 samples by 2, the order 10 by 5"):
-        shuffle_quality(groups, Order(10, 5, 2, 1), clustering=clustering)
+        design_effect(clustering, Order(10, 5, 2, 1))
     for share in (0, 1, 1.5, -1):
         with pytest.raises(OptionError, match=f"min_share is {share}: give a share of the batch above 0 and below 1"):
             window_for(clustering, Order(10, 2, 2, 1), share)
 
 
 def test_one_sample():
-    assert shuffle_quality(np.array([5]), Order(1, 4, 2, 1)).gate == "good"
-
-
-def test_doctests():
-    for module in (clustering_module, shuffle_module):
-        result = doctest.testmod(module)
-        assert result.attempted
-        assert not result.failed
+    assert effective_batch(find_clustering(np.array([5]), 4), Order(1, 4, 2, 1)) == 1

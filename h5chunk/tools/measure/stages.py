@@ -1,0 +1,279 @@
+"""Measure the stages between a file and its batches: each one alone, then in turns, or why it cannot be measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from h5chunk.plan.layout import human_bytes
+from h5chunk.store.read.files import Paths
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.measure.disk import DISK_THREADS, DiskRead, FileReads, Stored
+from h5chunk.tools.measure.machine import DeviceCopy, MemoryCopy, NotMeasured, thread_counts
+from h5chunk.tools.progress import TimeBudget
+
+MEMORY, FRESH, CACHED, DISK, TO_DEVICE = (
+    "memory copy",
+    "copy to fresh memory",
+    "page-cache read",
+    "disk read",
+    "copy to the GPU",
+)
+LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
+RESIDENT = "resident=True"
+
+ROUNDS = 3  # counted, after one that is not
+COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # of the time: disk, filling the page cache, numbers of threads
+LEAST_TURNS_SHARE = 0.3  # of the time: for the turns, whatever was taken before
+LOADING_SHARE = 0.1  # of the time, in which data that shall stay on the device has to be loaded
+LEAD_SHARE = 0.15  # of a slice, to use up batches that were read ahead during a pause
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A stage that was measured, or why it was not.
+
+    Attributes
+    ----------
+    group, name : str
+    samples_per_s, bytes_per_s : float or None
+        Medians; bytes of decoded samples, but as stored for reads of the file. None: not measured.
+    limit : str or None
+        Name of the limit that bounds it: of several, the lowest in samples/s.
+    ratio : float or None
+        Samples/s over those of the limit.
+    rates : list of float
+        Bytes/s of each round.
+    note : str
+        How it was measured, or why not.
+    """
+
+    group: str
+    name: str
+    samples_per_s: float | None = None
+    bytes_per_s: float | None = None
+    limit: str | None = None
+    ratio: float | None = None
+    rates: tuple[float, ...] = ()
+    note: str = ""
+
+
+@dataclass
+class Stage:
+    """A stage to measure, or why it is not; ``rate`` measures for so many seconds and returns bytes/s."""
+
+    group: str
+    name: str
+    bytes_per_sample: float
+    rate: Callable[[float], float] | None = None
+    note: str = ""
+    limits: tuple[str, ...] = ()
+    rates: list[float] = field(default_factory=list)
+    first_rate: float = 0.0  # of the first look, in bytes/s
+
+    def figure(self) -> Figure:
+        if not self.rates:
+            return Figure(self.group, self.name, note=self.note)
+        rates = self.rates[1:] or self.rates
+        median = statistics.median(rates)
+        return Figure(self.group, self.name, median / self.bytes_per_sample, median, rates=tuple(rates), note=self.note)
+
+
+@dataclass
+class Subject:
+    """What is measured; ``num_samples``: how many samples of it figures from the page cache are of."""
+
+    path: Paths
+    fields: Mapping[str, str] | Sequence[str] | None
+    reader: H5Reader
+    batch_size: int
+    device: str
+    num_cores: int
+    memory_bytes: int
+    num_samples: int
+
+    @property
+    def sample_bytes(self) -> int:
+        return sum(each.grid.sample_bytes for each in self.reader.fields.values())
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.reader.main.grid.filtered
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Limits of what gives batches on the CPU; reading is a copy already, but what is decoded is also written."""
+        return (CACHED, MEMORY) if self.is_compressed else (CACHED,)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+def disk_stage(stored: Stored, reads: FileReads, cold: bool, budget: TimeBudget) -> Stage:
+    """Reads of chunks that are first dropped from the page cache."""
+    per_sample = stored.num_bytes / stored.num_samples
+    stage = Stage(LIMITS, DISK, per_sample, note=f"{DISK_THREADS} threads, the file's chunks in shuffled order")
+    if not cold:
+        return replace(stage, note="not asked for")
+    disk = DiskRead(reads, stored.chunks())
+    try:
+        for _ in range(ROUNDS):
+            stage.rates.append(disk.rate(COLD_SHARE * budget.seconds / ROUNDS))
+            budget.report()
+    except NotMeasured as reason:
+        return replace(stage, rates=[], note=str(reason))
+    if not reads.can_be_checked:
+        stage.note += "; whether they were cached could not be checked, as the file belongs to somebody else"
+    return stage
+
+
+def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> list[str]:
+    """Read as much as fits in memory and time: the figures are of these samples. Returns what is to be said of that."""
+    samples, all_that_fit = reads.fill_page_cache(
+        stored, subject.num_cores, WARM_SHARE * budget.seconds, subject.memory_bytes // 2
+    )
+    budget.report()
+    subject.num_samples = min(max(samples, subject.batch_size), stored.num_samples)
+    if subject.num_samples == stored.num_samples:
+        return []
+    why = "fit in memory" if all_that_fit else "could be read in the time given: give more time for more"
+    part = human_bytes(stored.num_bytes / stored.num_samples * subject.num_samples)
+    total = human_bytes(stored.num_bytes)
+    return [f"figures but the disk's are of the first {subject.num_samples:,} samples, {part} of {total}, that {why}"]
+
+
+def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> Stage:
+    """Reads of what the page cache holds."""
+    runs = stored.head(subject.num_samples).runs()
+    limits = () if subject.is_compressed else (MEMORY,)
+    stage = Stage(LIMITS, CACHED, stored.num_bytes / stored.num_samples, limits=limits)
+    return _with_best_threads(stage, partial(reads.rate, runs, again=True), subject, budget)
+
+
+def memory_stages(subject: Subject, budget: TimeBudget) -> list[Stage]:
+    """Copies of pieces as large as a batch."""
+    memory = MemoryCopy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
+    again = Stage(LIMITS, MEMORY, subject.sample_bytes)
+    fresh = Stage(LIMITS, FRESH, subject.sample_bytes, limits=(MEMORY,))
+    return [
+        _with_best_threads(again, memory.rate, subject, budget),
+        _with_best_threads(fresh, memory.fresh_rate, subject, budget),
+    ]
+
+
+def _with_best_threads(
+    stage: Stage, rate: Callable[[int, float], float], subject: Subject, budget: TimeBudget
+) -> Stage:
+    """Choose the number of threads that gives most; each is tried twice."""
+    counts = thread_counts(subject.num_cores)
+    seconds = CHOICE_SHARE * budget.seconds / 3 / 2 / len(counts)
+    found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
+    best = max(found, key=lambda count: found[count])
+    budget.report()
+    note = f"{best} thread{'s' if best > 1 else ''}"
+    return replace(stage, rate=partial(rate, best), note=note, first_rate=found[best])
+
+
+def device_stage(subject: Subject, closing: ExitStack) -> Stage:
+    """Copies to the GPU, if there is one in use."""
+    stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
+    if not subject.on_gpu:
+        return replace(stage, note="the device is the CPU")
+    copy = DeviceCopy(subject.device)
+    closing.callback(copy.close)
+    return replace(stage, rate=copy.rate, note="pinned memory")
+
+
+def batch_stages(
+    subject: Subject, workers: Sequence[int], not_direct: str, fresh_rate: float, budget: TimeBudget, closing: ExitStack
+) -> list[Stage]:
+    """All ways to batches; DataLoaders are opened first, so that workers are forked without threads."""
+    opener = _Opener(subject, budget, closing)
+    loaders = [opener.dataset(count) for count in workers]
+    text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
+    why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
+    cached = subject.limits
+    bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
+    direct = opener.loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
+    h5py = opener.loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
+    plain = opener.loader(LOADER, "reuse=False", bound, why)
+    if subject.on_gpu:
+        reuse = Stage(LOADER, "reuse=True", 1, note="the same on a GPU")
+    elif direct.rate is not None:
+        reuse = replace(direct, group=LOADER, name="reuse=True", rate=None, note="the direct reader above")
+    else:
+        reuse = opener.loader(LOADER, "reuse=True", bound, why, reuse=True)
+    not_resident = why or _why_not_resident(subject, fresh_rate, budget)
+    resident = opener.loader(LOADER, RESIDENT, () if subject.on_gpu else (MEMORY,), not_resident, resident=True)
+    return [direct, h5py, *loaders, plain, reuse, resident]
+
+
+class _Opener:
+    """Opens what gives batches, up to its first batch; ``closing`` closes it."""
+
+    def __init__(self, subject: Subject, budget: TimeBudget, closing: ExitStack) -> None:
+        self._subject, self._budget, self._closing = subject, budget, closing
+
+    def loader(self, group: str, name: str, limits: tuple[str, ...], why_not: str, **options: Any) -> Stage:
+        from h5chunk.tools.measure.batches import open_loader
+
+        stage = Stage(group, name, self._subject.sample_bytes, note=why_not, limits=limits)
+        return stage if why_not else self._open(stage, open_loader, {"device": self._subject.device, **options})
+
+    def dataset(self, num_workers: int) -> Stage:
+        from h5chunk.tools.measure.batches import open_dataset
+
+        name = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+        stage = Stage(DATALOADER, name, self._subject.sample_bytes, limits=self._subject.limits)
+        return self._open(stage, open_dataset, {"num_workers": num_workers})
+
+    def _open(self, stage: Stage, open_epochs: Callable[..., Any], options: dict[str, Any]) -> Stage:
+        from h5chunk.tools.measure.batches import BatchRate, first_samples, make_dataset, settle
+
+        subject = self._subject
+        dataset = make_dataset(subject.path, subject.fields, subject.reader.trusted)
+        order = first_samples(dataset, subject.batch_size, subject.num_samples)
+        batches = BatchRate(open_epochs(dataset, order, **options))
+        self._closing.callback(batches.close)
+        settle()
+        self._budget.report()
+
+        def rate(seconds: float) -> float:
+            found = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
+            settle()
+            return found
+
+        return replace(stage, rate=rate)
+
+
+def _why_not_resident(subject: Subject, fresh_rate: float, budget: TimeBudget) -> str:
+    """Why data is not loaded to stay on the device; empty if it is."""
+    from h5chunk.tools.measure.batches import resident_bytes
+
+    data_bytes = subject.sample_bytes * subject.reader.num_samples
+    on_device = resident_bytes(subject.device)
+    room = subject.memory_bytes // 4 if on_device is None else on_device
+    if data_bytes > room:
+        return f"{human_bytes(data_bytes)} do not fit in a quarter of the free memory"
+    seconds = data_bytes / max(1.0, fresh_rate) / LOADING_SHARE
+    if subject.num_samples < subject.reader.num_samples or seconds > budget.seconds:
+        needed = max(seconds, 2 * budget.seconds)
+        return f"loading {human_bytes(data_bytes)} takes long: give a budget of {needed:.0f} s"
+    return ""
+
+
+def measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
+    """Measure stages in rounds; the first round is short, and counted only if time is up."""
+    left_s = max(LEAST_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
+    until = budget.taken_s + left_s
+    slice_s = left_s / max(1, len(stages)) / (ROUNDS + 0.5) / (1 + LEAD_SHARE)
+    for number in range(ROUNDS + 1):
+        for stage in stages:
+            if stage.rate is not None and (budget.taken_s < until or number < 1):
+                stage.rates.append(stage.rate(slice_s if number else slice_s / 2))
+                budget.report()

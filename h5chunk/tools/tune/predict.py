@@ -1,0 +1,179 @@
+"""Predict what settings give for the data under study, and correct the predictions by what was measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.order import Order
+from h5chunk.tools.model.accesses import sample_accesses
+from h5chunk.tools.model.clustering import Clustering, find_clustering
+from h5chunk.tools.model.cost import Correction, Machine, Reads, stage_times
+from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
+from h5chunk.tools.model.mixing import effective_batch
+from h5chunk.tools.model.row_reads import replay_batches
+from h5chunk.tools.model.settings import DATASET, Candidate, Setting, cache_of, grid_of, memory_of, order_of
+from h5chunk.tools.tune.study import Study
+
+ACCESSES = 20_000  # replayed to predict a setting
+MOST_SAMPLES = 4096  # replayed of single samples that plain h5py reads
+LEAST_REPLAY_S = 2e-3  # for a setting: some batches of it
+
+
+@dataclass
+class Predictor:
+    """Predicts the rate, memory and quality of settings.
+
+    Attributes
+    ----------
+    study : Study
+    machine : Machine
+    correction : Correction
+    replay_s : float
+        The most that predicting the reads of one setting may take: a loop over batches, long where these are small.
+    """
+
+    study: Study
+    machine: Machine
+    correction: Correction = field(default_factory=Correction)
+    replay_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.reads = lru_cache(None)(lambda setting: self._reads(setting, self.replay_s))
+        self.effective = lru_cache(None)(self._effective)
+        self.clustering = lru_cache(None)(self._clustering)
+
+    def uses_hdf5(self, setting: Setting) -> bool:
+        """Whether reading goes through HDF5."""
+        return setting.way == DATASET or not (self.study.facts.direct or setting.repack)
+
+    def all_reads(self, setting: Setting) -> Reads:
+        """Reads of a setting, per sample, however long that takes to predict."""
+        return self._reads(setting, math.inf)
+
+    def _reads(self, setting: Setting, seconds: float) -> Reads:
+        grid, order = grid_of(setting, self.study.facts), order_of(setting, self.study.facts)
+        if grid.chunks is None or self.study.matrix or not self.uses_hdf5(setting):
+            return self._direct_reads(setting, grid, order)
+        return self._cached_reads(setting, grid, order, seconds)
+
+    def _direct_reads(self, setting: Setting, grid: ChunkGrid, order: Order) -> Reads:
+        """Reads by byte ranges, of chunks or, where these hold whole samples, of rows."""
+        in_pieces = not self.study.matrix and grid.chunks_per_sample > 1
+        amplification = _window_amplification(order) if grid.filtered and not self.study.matrix else 1.0
+        decoded = grid.sample_bytes * amplification if grid.filtered or in_pieces else 0.0
+        calls = (grid.chunks_per_sample if in_pieces else 1) / setting.chunk_samples
+        return Reads(self._bytes_read(setting, grid, amplification), decoded, calls, amplification, None)
+
+    def _cached_reads(self, setting: Setting, grid: ChunkGrid, order: Order, seconds: float) -> Reads:
+        """Reads through HDF5's chunk cache, of the first of all workers."""
+        workers, cache = max(1, setting.num_workers), cache_of(setting, self.study.facts)
+        batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
+        replay = replay_batches(grid, cache, _take_for(batches, seconds), most_accesses=ACCESSES)
+        amplification = replay.chunk_bytes / max(1, replay.num_samples * grid.sample_bytes)
+        if cache.nbytes >= grid.chunk_bytes and order.window_batches > 1:
+            amplification = min(amplification, _whole_epoch(order, grid.band_bytes / max(1, grid.sample_bytes)))
+        decoded = amplification * grid.sample_bytes if grid.filtered else 0.0
+        read, calls = self._bytes_read(setting, grid, amplification), replay.num_calls / max(1, replay.num_samples)
+        return Reads(read, decoded, calls, amplification, replay.hit_rate)
+
+    def _bytes_read(self, setting: Setting | None, grid: ChunkGrid, amplification: float) -> float:
+        """Stored bytes of the largest field, with what is read beside them, and of the other fields."""
+        stored = 1.0 if setting is not None and setting.repack else self.study.stored_share
+        return grid.sample_bytes * amplification * stored + self.study.facts.sample_bytes - grid.sample_bytes
+
+    def _effective(self, setting: Setting) -> float | None:
+        """Effective batch, of the whole data; None where no field says which samples are alike."""
+        if self.study.groups is None:
+            return None
+        if setting.shuffle:
+            return float(self.study.facts.batch_samples)
+        return effective_batch(self.clustering(setting.chunk_samples), order_of(setting, self.study.facts))
+
+    def _clustering(self, chunk_samples: int) -> Clustering:
+        assert self.study.groups is not None
+        return find_clustering(self.study.groups, chunk_samples)
+
+    def memory(self, setting: Setting) -> int:
+        """Bytes that feeding takes."""
+        return memory_of(setting, self.study.facts)
+
+    def window_bytes(self, setting: Setting) -> float:
+        """Bytes of a window."""
+        order = order_of(setting, self.study.facts)
+        return float(order.window_batches * order.batch_size * self.study.facts.sample_bytes)
+
+    def stages(self, setting: Setting) -> dict[str, float]:
+        """Seconds of each stage, per sample."""
+        order, facts = order_of(setting, self.study.facts), self.study.facts
+        window = min(order.window_batches * order.batch_size, facts.num_samples)
+        return stage_times(setting, facts, window, self.reads(setting), self.machine, hdf5=self.uses_hdf5(setting))
+
+    def modelled_rate(self, setting: Setting) -> float:
+        """Samples/s, uncorrected."""
+        return 1 / max(1e-12, sum(self.stages(setting).values()))
+
+    def rate(self, setting: Setting, *, alone: bool = False) -> float:
+        """Samples/s, corrected by what was measured; ``alone``: of other settings."""
+        hdf5 = self.uses_hdf5(setting)
+        factor = self.correction.factor(setting, self.window_bytes(setting), alone=alone, hdf5=hdf5)
+        return self.modelled_rate(setting) * factor
+
+    def learn(self, setting: Setting, measured: float) -> None:
+        """Take in the measured rate of a setting."""
+        modelled, hdf5 = self.modelled_rate(setting), self.uses_hdf5(setting)
+        self.correction.learn(setting, self.window_bytes(setting), modelled=modelled, measured=measured, hdf5=hdf5)
+
+    def candidate(self, setting: Setting, rate: float) -> Candidate:
+        """A setting of this rate, with its memory and quality."""
+        return Candidate(setting, rate, self.memory(setting), self.effective(setting))
+
+    def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
+        """Reads of single random samples by plain h5py, per sample, and their rate."""
+        facts = self.study.facts
+        setting = Setting(DATASET, facts.chunk_samples, 1)
+        if facts.grid.chunks is None or self.study.matrix:
+            reads = Reads(facts.sample_bytes, 0.0, 1.0, 1.0, None)
+        else:
+            reads = self._plain_reads(facts.grid, cache)
+        stages = stage_times(setting, facts, 1, reads, self.machine, hdf5=True)
+        return reads, 1 / max(1e-12, sum(stages.values()))
+
+    def _plain_reads(self, grid: ChunkGrid, cache: CacheSettings) -> Reads:
+        """The second half of some random samples is counted, the first one fills the cache."""
+        count = max(16, min(MOST_SAMPLES, ACCESSES // grid.chunks_per_sample))
+        accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.study.facts.num_samples, 2 * count))
+        half = len(accesses) // 2
+        read = ChunkCache(grid, cache).access(accesses).outcomes[half:] != HIT
+        straight = not grid.filtered and grid.chunk_bytes > cache.nbytes
+        num_bytes = accesses.bytes_each[half:] if straight else np.full(len(read), grid.chunk_bytes)
+        amplification = float(num_bytes[read].sum()) / (count * grid.sample_bytes)
+        decoded = amplification * grid.sample_bytes if grid.filtered else 0.0
+        bytes_read = self._bytes_read(None, grid, amplification)
+        return Reads(bytes_read, decoded, 1.0, amplification, 1 - float(read.mean()))
+
+
+def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndarray]:
+    """Batches for so many seconds; at least one."""
+    until = time.perf_counter() + max(LEAST_REPLAY_S, seconds)
+    for batch in batches:
+        yield batch
+        if time.perf_counter() >= until:
+            return
+
+
+def _window_amplification(order: Order) -> float:
+    """Chunks read over chunks there are, where windows that cut chunks read them again."""
+    window = order.window_batches * order.batch_size
+    return _whole_epoch(order, 1.0) if window % order.chunk_samples == 0 else 1 + order.chunk_samples / window
+
+
+def _whole_epoch(order: Order, band: float) -> float:
+    """Decoded bytes over those used, if each chunk is read once: the last one may be short."""
+    return band * order.num_chunks / max(1, order.num_samples) if band > 1 else 1.0
