@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -66,6 +67,14 @@ def test_verify_and_info(tmp_path: Path, name: str) -> None:
         if value and value != UNDEFINED:
             found = file["images"][-1, 0]
             assert repr(found.decode() if isinstance(found, bytes) else found.item()) == value
+
+
+def test_one_value_and_none(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("one", (), "u1")
+        file["none"], file["empty"], file["zero"] = h5py.Empty("u1"), np.zeros((0, 3)), 0
+    fields = {each["field"]: each["num_unwritten"] for each in report(tmp_path / "a.h5")["fields"]}
+    assert fields == {"one": 1, "none": 0, "empty": 0, "zero": 0}
 
 
 HUGE = {

@@ -22,10 +22,10 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.store.guard.claims import SLACK_CHUNKS
 from h5chunk.store.guard.crc import crc32
-from h5chunk.store.guard.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.read.chunktable import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.read.codecs import ChunkDecoder, DecodeError, NoDecoder
 from h5chunk.store.read.ranges import PART_BYTES, read_bytes
+from h5chunk.store.read.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.rewrite.rawchunks import RawChunks, scratch
 
 MEMORY_BYTES = 256 << 20  # of all threads together, about; a single chunk may need more

@@ -27,6 +27,7 @@ from h5chunk.store.read.csrhdf5 import CsrHandle
 from h5chunk.store.read.csrrows import CsrRoom
 from h5chunk.store.read.fields import Field, look_at, usual_fields
 from h5chunk.store.read.matrixfield import MatrixField, read_indptr
+from h5chunk.store.read.unwritten import leaves_memory
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
 

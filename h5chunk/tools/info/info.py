@@ -16,8 +16,8 @@ from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.claims import KNOWN_FILTERS
 from h5chunk.store.guard.guard import Guard, Refusal, Trusted
-from h5chunk.store.guard.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.write.csr import MATRIX
 from h5chunk.tools.info.folder import FolderInfo, info_folder
 from h5chunk.tools.info.matrix import ForeignMatrix, MatrixInfo, foreign_matrices, info_matrix

@@ -20,9 +20,9 @@ from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.checks import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.store.guard.claims import same_file
 from h5chunk.store.guard.guard import DAMAGES, Guard, Refusal, Trusted
-from h5chunk.store.guard.unwritten import count_unwritten
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.ranges import open_descriptor
+from h5chunk.store.read.unwritten import count_unwritten
 from h5chunk.store.write.csr import MATRIX
 from h5chunk.store.write.fill import available_cores
 from h5chunk.tools.progress import Progress
