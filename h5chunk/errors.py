@@ -95,3 +95,16 @@ def _escape(match: re.Match[str]) -> str:
     """A lone surrogate; those that stand for bytes, as these."""
     code = ord(match[0])
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Format a number of bytes for people.
+
+    >>> human_bytes(1204224)
+    '1.1 MiB'
+    """
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

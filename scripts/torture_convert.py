@@ -8,7 +8,8 @@
 process or one worker, and run again, until they are complete. ``--boundaries``: the place in the output at which each
 chunk and table begins is the limit of what can be written, once from the start and once after the space was taken; then
 the same command is run without a limit. Each time the output must be byte for byte that of an uninterrupted run, what
-stood there before untouched until then, nothing left beside it, and no message a traceback. Exits with 1 if not.
+stood there before untouched until then, nothing left beside it, and no message a traceback; the same command must end
+well even if it was killed when its output was complete. Exits with 1 if not.
 Everything follows from the seed, but for where exactly a kill comes.
 """
 
@@ -168,8 +169,10 @@ class Trial:
         self._name, self._counts, self._bad = name, counts, bad
         self.path = folder / "out" / ("set" if case.is_folder else "x.h5")
         self._old = folder / "old" / self.path.name
-        self.arguments = ["convert", str(folder / case.source), str(self.path), *case.options, "--quiet", "--overwrite"]
+        self.arguments = self._command = ["convert", str(folder / case.source), str(self.path), *case.options, "--json"]
         self.path.parent.mkdir(exist_ok=True)
+        if self.path.exists():  # of another trial
+            self._remove(self.path)
         started = time.monotonic()
         code, text = Run(self.arguments).end()
         self.seconds = time.monotonic() - started
@@ -191,6 +194,7 @@ class Trial:
         if over_old:
             (shutil.copytree if self._old.is_dir() else shutil.copy)(self._old, self.path)
         self._before = digest(self.path)
+        self.arguments = [*self._command, *(["--overwrite"] if over_old else [])]
 
     @staticmethod
     def _remove(path: Path) -> None:
@@ -215,6 +219,7 @@ class Trial:
         code, text = Run(self.arguments).end()
         self._counts["runs"] += 1
         self._counts["continued"] += "continuing:" in text
+        self._counts["complete before"] += '"already_complete": true' in text
         if code or any(word in text for word in NEVER):
             self._say(when, f"cannot be repeated, exit code {code}: {text[-1500:]}")
         elif not self.is_complete():

@@ -138,13 +138,66 @@ def test_again_and_again(tmp_path: Path) -> None:
     assert [each["first_index"] for each in records] == np.cumsum([5, *(n % 4 + 1 for n in range(8))]).tolist()
 
 
+def stop_after(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """End a run right behind a call, as if it were killed there."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(call, stop)
+
+
+@linux
+@pytest.mark.parametrize("broken", [[], [23, 27]])
+def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: list[int]) -> None:
+    """The same command does not append twice, and reports what was appended."""
+    path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30))
+    for i in broken:
+        (source / f"class{i % 3}" / f"{i:04d}.png").write_bytes(b"broken")
+    options: dict[str, Any] = {"on_error": "skip", "workers": 0}
+    shutil.copy(path, tmp_path / "whole.h5")
+    whole = append(tmp_path / "whole.h5", source, **options)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, "h5chunk.store.write.newfile.sync_folder")
+        append(path, source, **options)
+    data, number = path.read_bytes(), path.stat().st_ino
+    assert plan_append(path, source, **options).notes[0].startswith("this very command appended the same images last")
+    for _ in range(2):
+        report = append(path, source, **options)
+        assert report.already_complete and report.notes[0].startswith("this very command appended the same images last")
+        assert "already complete" in str(report) and report.counts == {}
+        for name in ("num_added", "num_samples", "num_bytes", "class_names", "skipped"):
+            assert getattr(report, name) == getattr(whole, name), name
+        assert path.read_bytes() == data == (tmp_path / "whole.h5").read_bytes() and path.stat().st_ino == number
+        check_left(path, data)
+    for file in tmp_path.glob("*.csv"):
+        rows = csv.reader(file.read_text().splitlines())
+        assert [row[0] for row in rows] == ["path", *(name for name, _ in whole.skipped)]
+    assert append(path, source, **options, seed=1).num_samples == whole.num_samples + whole.num_added
+
+
+def test_what_is_not_what_was_appended_last(tmp_path: Path) -> None:
+    """Other samples since, a changed image, other options, or a file that somebody wrote to: appended then."""
+    path, source = make_file(tmp_path, 9), make_source(tmp_path / "new", range(9, 12))
+    other = make_source(tmp_path / "other", range(12, 15))
+    reports = [append(path, each, workers=0) for each in (source, other, source)]
+    Image.fromarray(pixels(77)).save(source / "class0" / "0009.png")
+    reports += [append(path, source, workers=0), append(path, source, workers=0, shuffle=False)]
+    with h5py.File(path, "r+") as file:
+        file["labels"][0] = file["labels"][0]
+    os.utime(path)
+    reports += [append(path, source, workers=0, shuffle=False)]
+    assert not any(report.already_complete for report in reports)
+    assert [report.num_samples for report in reports] == [12, 15, 18, 21, 24, 27]
+
+
 def test_what_was_appended_before_is_said(tmp_path: Path) -> None:
     """As who runs a command again, not knowing that it was through, would have samples twice."""
     path, more = make_file(tmp_path, 6), make_source(tmp_path / "new", range(5, 9))
-    for number, name in ((1, "class2/0005.png"), (4, "class0/0006.png")):
+    for seed, number, name in ((0, 1, "class2/0005.png"), (1, 4, "class0/0006.png")):
         note = f"{number} of 4 new names, such as {name}, were in the file before: if they are the same images, these"
-        assert plan_append(path, more).notes[0].startswith(note)
-        assert append(path, more, workers=0).notes[0].startswith(note)
+        assert plan_append(path, more, seed=seed).notes[0].startswith(note)
+        assert append(path, more, workers=0, seed=seed).notes[0].startswith(note)
     later = append(path, make_source(tmp_path / "later", range(9, 12)), workers=0)
     assert not any("new names" in line for line in later.notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,13 +21,14 @@ import pytest
 from click.testing import CliRunner
 from conftest import pixels
 from PIL import Image
-from test_convert import skipping
+from test_convert import linux, skipping
+from test_newfile import failing
 
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.convert.convert import convert
+from h5chunk.tools.convert.convert import convert, plan_convert
 
 Make = Callable[..., Path]
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -312,6 +314,174 @@ def test_ctrl_c_says_what_can_be_done(class_folder: Make, tmp_path: Path, monkey
     assert result.exit_code == 130 and second == "interrupted"
     assert first.startswith("note: what was done is kept, and the same command continues it; to give its space back, ")
     assert str(tmp_path / ".x.h5.h5chunk-part") in first
+
+
+# ---- a conversion that was complete, but could not say so
+
+
+def killed_when_complete(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> None:
+    """Convert, and stop right behind the moment at which the output has its name."""
+
+    def stop(folder: Path) -> None:
+        if folder == path.parent:
+            raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        for module in ("newfile", "newfolder"):
+            patch.setattr(f"h5chunk.store.write.{module}.sync_folder", stop)
+        convert(path=path, **options)
+
+
+@linux
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar", "manifest"])
+@pytest.mark.parametrize("broken", [[], [3, 40]])
+def test_the_same_command_finds_its_output_complete(
+    class_folder: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    shards: int | None,
+    broken: list[int],
+) -> None:
+    root, path = class_folder(COUNT), tmp_path / "x.h5"
+    skipping(root, broken)
+    options = {**packed(kind, root), "shards": shards, "chunk_samples": 5, "on_error": "skip"}
+    whole = convert(path=tmp_path / "whole.h5", **options)
+    killed_when_complete(monkeypatch, path=path, workers=0, **options)
+    data = contents(path)
+    assert plan_convert(path=path, **options).already_complete
+    for workers in (0, 2):
+        report = convert(path=path, workers=workers, **options)
+        assert report.already_complete and (report.modes, report.applied) == ({}, {})
+        assert same_report(replace(report, modes=whole.modes, already_complete=False), whole)
+        assert contents(path) == data and beside(path) == []
+        lists = [Path(f"{file}.skipped.csv") for file in (path, tmp_path / "whole.h5")]
+        assert [file.exists() for file in lists] == [bool(broken)] * 2
+        assert not broken or lists[0].read_text() == lists[1].read_text()
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize(
+    "change",
+    ["seed", "chunk", "size", "skip", "shards", "image", "new image", "source", "manifest", "output", "no attributes"],
+)
+def test_an_output_of_anything_else_exists(
+    class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, shards: int | None
+) -> None:
+    root, path = class_folder(COUNT), tmp_path / "x.h5"
+    options: dict[str, Any] = {**packed("manifest", root), "shards": shards}
+    killed_when_complete(monkeypatch, path=path, workers=0, **options)
+    changed: dict[str, dict[str, Any]] = {
+        "seed": {"seed": 1},
+        "chunk": {"chunk_samples": 7},
+        "size": {"size": (10, 12)},
+        "skip": {"on_error": "skip"},
+        "shards": {"shards": 2} if shards else {"manifest": None},
+        "source": {"source": shutil.copytree(root, tmp_path / "copy")},  # equal, but who could tell without decoding?
+    }
+    file = root / "class1" / "0001.png"
+    if change == "image":
+        file.write_bytes(file.read_bytes())
+    elif change == "manifest":
+        text = root.with_suffix(".csv").read_text()
+        root.with_suffix(".csv").write_text(text.replace(",1\n", ",2\n"))
+    elif change == "new image":
+        shutil.copy(file, root / "class1" / "new.png")
+        changed[change] = {"manifest": None}
+    elif change == "output":
+        os.utime(next(path.iterdir()) if shards else path, ns=(1, 1))
+    elif change == "no attributes":
+        monkeypatch.setattr(os, "getxattr", failing(errno.ENOTSUP))
+    options |= changed.get(change, {})
+    data = contents(path)
+    for run in (convert, plan_convert):
+        with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"):
+            run(path=path, **options)
+    assert contents(path) == data and beside(path) == []
+    assert not convert(path=path, overwrite=True, **options).already_complete
+
+
+@linux
+@pytest.mark.parametrize("options", [{}, {"dense": True}, {"binarize": 4}])
+def test_a_matrix_that_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    source, path = tmp_path / "r.csv", tmp_path / "x.h5"
+    source.write_text("user,item,rating\n" + "".join(f"{i % 40},{i * 7 % 31},{i % 5 + 1}\n" for i in range(900)))
+    options |= {"source": source, "duplicates": "max"}
+    whole = convert(path=tmp_path / "whole.h5", **options)
+    killed_when_complete(monkeypatch, path=path, **options)
+    data = path.read_bytes()
+    assert plan_convert(path=path, **options).already_complete
+    report = convert(path=path, memory_bytes=1 << 21, **options)
+    assert report.already_complete and "already complete" in str(report)
+    names = ("counts", "num_entries", "path", "seconds", "already_complete")  # not known, or others
+    assert replace(report, **{name: getattr(whole, name) for name in names}) == whole
+    assert report.num_entries in (None, whole.num_entries)
+    os.utime(source)
+    for changed in ({}, {"seed": 1}, {"min_row_count": 1}):
+        for run in (convert, plan_convert):
+            with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"):
+                run(path=path, **{**options, **changed})
+    assert path.read_bytes() == data and beside(path) == []
+
+
+@linux
+def test_a_folder_of_10x_is_all_of_its_files(tmp_path: Path) -> None:
+    folder, path = tmp_path / "cells", tmp_path / "x.h5"
+    folder.mkdir()
+    (folder / "matrix.mtx").write_text("%%MatrixMarket matrix coordinate integer general\n2 2 2\n1 1 3\n2 2 4\n")
+    (folder / "barcodes.tsv").write_text("A\nB\n")
+    (folder / "features.tsv").write_text("g1\tG1\tGene\ng2\tG2\tGene\n")
+    convert(folder, path)
+    assert convert(folder, path).already_complete
+    (folder / "features.tsv").write_text("g3\tG1\tGene\ng2\tG2\tGene\n")
+    with pytest.raises(OutputError, match="exists: use --overwrite"):
+        convert(folder, path)
+
+
+@linux
+def test_complete_on_the_command_line(class_folder: Make, tmp_path: Path) -> None:
+    arguments = ["convert", str(class_folder(COUNT)), str(tmp_path / "x.h5")]
+    runner = CliRunner()
+    assert runner.invoke(main, arguments).exit_code == 0
+    result = runner.invoke(main, arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{tmp_path / 'x.h5'}: 75 images of 3 x 10 x 12, ")
+    assert result.stdout.splitlines()[0].endswith(", already complete")
+    plan = runner.invoke(main, [*arguments, "--dry-run"])
+    assert plan.exit_code == 0 and "the output is already complete: this command would do nothing" in plan.stdout
+    other = runner.invoke(main, [*arguments, "--seed", "1"])
+    assert other.exit_code == 1 and "x.h5: exists: use --overwrite" in other.stderr
+
+
+# ---- two at the same time
+
+
+@linux
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("stage", ["list", "convert"])
+def test_the_later_of_two_leaves_nothing(class_folder: Make, tmp_path: Path, stage: str, shards: int | None) -> None:
+    """It finds the output of the other when it begins, or when it is through."""
+    root, path, other = class_folder(COUNT), tmp_path / "x.h5", tmp_path / "other" / "x.h5"
+    other.parent.mkdir()
+
+    def meanwhile(same: bool) -> Callable[..., None]:
+        def progress(current: str, done: int, total: int | None) -> None:
+            if current == stage and done >= 30 and not path.exists():
+                if same and stage == "list":
+                    convert(root, path, shards=shards, workers=0)
+                else:
+                    convert(root, other, shards=shards, workers=0, overwrite=True, seed=0 if same else 1)
+                    other.rename(path)
+
+        return progress
+
+    report = convert(root, path, shards=shards, workers=0, progress=meanwhile(same=True))
+    assert report.already_complete and beside(path) == []
+    shutil.rmtree(path) if shards else path.unlink()
+    with pytest.raises(OutputError, match=r"exists: use --overwrite|appeared meanwhile"):
+        convert(root, path, shards=shards, workers=0, progress=meanwhile(same=False))
+    assert beside(path) == []
 
 
 # ---- a source that changes while it is read

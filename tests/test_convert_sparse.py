@@ -27,7 +27,7 @@ from h5chunk.cli import main
 from h5chunk.errors import H5ChunkError, OptionError, OutputError, SourceError
 from h5chunk.plan.codes import MAX_CODE, SCALES, Coding
 from h5chunk.plan.permute import permutation
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.sparse import convert_sparse, field_name, plan_sparse
 from h5chunk.tools.convert.sparse_entries import Entries
@@ -38,7 +38,7 @@ sp = pytest.importorskip("scipy.sparse")
 
 
 @dataclass
-class Source:
+class Source(SparseSource):
     """A matrix in memory, given in blocks."""
 
     rows: np.ndarray
@@ -55,12 +55,15 @@ class Source:
     row_names: np.ndarray | None = None
     column_names: np.ndarray | None = None
     num_bytes: int = 100
+    times: np.ndarray | None = None
+    time_name: str | None = None
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         for start in range(0, len(self.rows), self.block):
             part = slice(start, start + self.block)
             values = None if self.values is None else self.values[part]
-            yield Block(self.rows[part], self.columns[part], values), start * self.num_bytes // len(self.rows)
+            times = None if self.times is None else self.times[part]
+            yield Block(self.rows[part], self.columns[part], values, times), start * self.num_bytes // len(self.rows)
 
 
 def make(
@@ -81,7 +84,7 @@ def with_ids(source: Source) -> Source:
 
 
 def run(source: Source, path: Path, **options: Any) -> Any:
-    return convert_sparse(source, path, SparseOptions(**options))
+    return convert_sparse(source, path, SparseOptions(**{"duplicates": "sum", **options}))
 
 
 def read_back(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -110,12 +113,11 @@ def test_every_row_is_that_of_the_source(tmp_path: Path, ids: bool, shuffle: boo
     assert (report.num_ranges > 1) == (memory_bytes == 1 << 20)
     assert (report.num_rows, report.num_columns, report.num_entries) == (900, 150, np.count_nonzero(dense))
     assert report.scale == 2 and not report.pattern
-    zeros = int((source.values == 0).sum())  # type: ignore[union-attr]
-    places = len(np.unique((source.rows * 150 + source.columns)[source.values != 0]))
+    num_places = len(np.unique(source.rows * 150 + source.columns))
     assert report.counts == {
         "entries read": 60_000,
-        "explicit zeros dropped": zeros,
-        "duplicates summed": 60_000 - zeros - places,
+        "duplicates summed": 60_000 - num_places,
+        "explicit zeros dropped": num_places - np.count_nonzero(dense),
     }
     with h5py.File(tmp_path / "x.h5") as file:
         if ids:
@@ -473,7 +475,7 @@ def test_entries_come_sorted_and_summed(tmp_path: Path, data: st.DataObject) -> 
         entries.finish()
         for _ in range(2):
             found = [
-                each for part in entries.sorted() for each in zip(*(values.tolist() for values in part), strict=True)
+                each for part in entries.sorted() for each in zip(*(array.tolist() for array in part[:3]), strict=True)
             ]
             assert [(row, column) for row, column, _ in found] == sorted(expected)
             assert all(expected[row, column] == value for row, column, value in found)
@@ -492,7 +494,7 @@ def test_a_range_is_never_much_larger_than_its_memory(tmp_path: Path, monkeypatc
             sizes: list[int] = []
             real = entries._range
             monkeypatch.setattr(entries, "_range", lambda a, b: [sizes.append(len(r := real(a, b))), r][1])  # noqa: B023
-            assert sum(len(rows) for rows, _, _ in entries.sorted()) > 95_000
+            assert sum(len(places.rows) for places in entries.sorted()) > 95_000
             assert len(sizes) > 20 and max(sizes) <= 2 * (64 << 10) // 2 // 8
 
 
@@ -562,7 +564,7 @@ def cli(*arguments: object) -> Any:
 
 
 def test_convert_knows_a_sparse_source(ratings: Path, tmp_path: Path) -> None:
-    report = h5chunk.convert(ratings, tmp_path / "x.h5")
+    report = h5chunk.convert(ratings, tmp_path / "x.h5", duplicates="sum")
     assert (report.num_rows, report.num_columns, report.num_entries, report.scale) == (20, 7, 80, 2)
     values, index = read_back(tmp_path / "x.h5")
     expected = np.zeros((20, 7))
@@ -608,7 +610,9 @@ def test_image_options_are_refused_for_a_matrix(ratings: Path, tmp_path: Path, o
     assert result.exit_code == 1 and "is a sparse matrix (csv): that option is for images" in result.stderr
 
 
-@pytest.mark.parametrize("option", [["--clip"], ["--binarize", 3], ["--memory", "2G"], ["--dense"], ["--layer", "X"]])
+@pytest.mark.parametrize(
+    "option", [["--clip"], ["--memory", "2G"], ["--dense"], ["--layer", "X"], ["--duplicates", "sum"], ["--transpose"]]
+)
 def test_sparse_options_are_refused_for_images(tmp_path: Path, option: list[object]) -> None:
     (tmp_path / "photos").mkdir()
     result = cli("convert", tmp_path / "photos", tmp_path / "x.h5", *option)
@@ -628,7 +632,8 @@ def test_the_source_is_not_overwritten(ratings: Path) -> None:
 def test_progress_is_told(tmp_path: Path) -> None:
     source, _ = make()
     told: list[tuple[str, int, int | None]] = []
-    convert_sparse(source, tmp_path / "x.h5", SparseOptions(), progress=lambda *what: told.append(what))
+    options = SparseOptions(duplicates="sum")
+    convert_sparse(source, tmp_path / "x.h5", options, progress=lambda *what: told.append(what))
     assert {stage for stage, _, _ in told} == {"read", "write"}
     assert told[-1][1] == told[-1][2]
 
@@ -641,7 +646,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert_sparse(source, tmp_path / "x.h5", SparseOptions(memory_bytes=1 << 20), progress=interrupt)
+        options = SparseOptions(memory_bytes=1 << 20, duplicates="sum")
+        convert_sparse(source, tmp_path / "x.h5", options, progress=interrupt)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -650,7 +656,7 @@ def test_after_a_kill_the_same_command_starts_over(ratings: Path, tmp_path: Path
     folder = tmp_path / "out"
     folder.mkdir()
     ratings.write_text("user,item\n" + "".join(f"{i % 97},{i % 1009}\n" for i in range(200_000)))
-    options = {"memory_bytes": 12 << 20, "dense": dense, "chunk_samples": 10}
+    options = {"memory_bytes": 12 << 20, "dense": dense, "chunk_samples": 10, "duplicates": "sum"}
     code = (
         "import json, os, signal, sys, h5chunk\n"
         "def kill(stage, done, total):\n"

@@ -120,6 +120,23 @@ def test_scattered_chunks(tmp_path):
         check_direct(tmp_path / "a.h5", data, rows)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 3, 5)}, {"chunks": (4, 2, 5)}, {"compression": "gzip"}])
+def test_places_may_leave_others_out(tmp_path, monkeypatch, options, mapped):
+    monkeypatch.setattr("h5chunk.store.read.direct.PART_BYTES", 40)  # parts of two rows
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    field = direct_field(path)
+    rows, places = np.array([5, 6, 9]), np.array([4, 0, 2])
+    out = np.full((6, 15), 77, np.uint8)
+    with path.open("rb") as file:
+        if mapped and field.is_one_run:
+            field.map(file.fileno())
+        for part in field.parts(rows, places, out):
+            part(file.fileno())
+    assert out[places].tobytes() == data[rows].tobytes() and (out[[1, 3, 5]] == 77).all()
+
+
 def test_more_rows_than_one_call_takes(tmp_path):
     num_rows = 2 * MAX_VECTORS + 7
     data = values((num_rows, 3), np.uint8)

@@ -211,6 +211,19 @@ def test_codecs_that_are_not_installed(tmp_path, no_imagecodecs):
         assert as_lists(loader) == expected
 
 
+def test_fewer_threads_decode_large_chunks(tmp_path, monkeypatch):
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), "compression": "gzip"}))
+    monkeypatch.setattr("h5chunk.feed.supply.available_cores", lambda: 8)
+    monkeypatch.setattr("h5chunk.feed.supply.DECODING_BYTES", 2 * 3 * 360)
+    assert " 2 threads" in repr(ChunkLoader(path, 16))
+    assert " 5 threads" in repr(ChunkLoader(path, 16, num_threads=5))
+    assert " 8 threads" in repr(ChunkLoader(path, 16, reader="h5py"))
+    monkeypatch.setattr("h5chunk.feed.supply.DECODING_BYTES", 1)
+    with ChunkLoader(path, 16) as loader:
+        assert " 1 threads" in repr(loader)
+        assert sum(len(images) for (images,) in loader) == N
+
+
 @pytest.mark.parametrize("kind", ["images", "labels"])
 @pytest.mark.parametrize("kept_whole", [True, False])
 def test_a_damaged_chunk_is_an_error_in_the_loop(tmp_path, monkeypatch, kind, kept_whole):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from repack_files import check_same, make_everything
+from test_convert import linux
 
 import h5chunk.store.rewrite.child as child_module
 from h5chunk.cli import main
@@ -169,6 +171,34 @@ def test_the_source_itself(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match="is the source itself: write to another file"):
             repack(source, tmp_path / out, overwrite=True)
     assert source.read_bytes() == before
+
+
+@linux
+def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command finds its work done; another one, or one of a file that changed, finds that something exists."""
+    source, path, tuned = make_file(tmp_path / "a.h5"), tmp_path / "b.h5", tmp_path / "t.json"
+    tuned.write_text('{"window_chunks": 3}')
+    options: dict[str, Any] = {"shuffle": True, "compression": "gzip"}
+    whole = repack(source, tmp_path / "whole.h5", **options)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("h5chunk.store.write.newfile.sync_folder", interrupt)
+        repack(source, path, **options)
+    data = path.read_bytes()
+    report = repack(source, path, memory_bytes=1 << 28, **options)
+    assert report.already_complete and "already complete" in str(report)
+    same = {"path": whole.path, "seconds": whole.seconds, "already_complete": False}
+    assert replace(report, **same) == whole
+    for other in ({"seed": 1}, {"cache": (1, 2, 0.5)}, {"tuned": tuned}, {"window": 2}, {}):
+        if not other:
+            os.utime(source)
+        with pytest.raises(OutputError, match="exists: use --overwrite"):
+            repack(source, path, **{**options, **other})
+    assert path.read_bytes() == data == (tmp_path / "whole.h5").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["a.h5", "b.h5", "t.json", "whole.h5"]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_output_that_exists(tmp_path: Path) -> None:

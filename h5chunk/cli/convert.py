@@ -84,7 +84,7 @@ from h5chunk.cli.output import note, progress_bar, show
 @click.option(
     "--columns",
     type=Names(),
-    help="Sparse: columns of a delimited file that are row, column and value (names, or 0, 1, ...).",
+    help="Sparse: columns of a delimited file that are row, column, value and time (names, or 0, 1, ...).",
 )
 @click.option("--scale", type=float, metavar="S", help="Sparse: store value * S. [default: the smallest that is exact]")
 @click.option("--clip", is_flag=True, help="Sparse: what is outside of 0..255 becomes 0 or 255.")
@@ -99,6 +99,15 @@ from h5chunk.cli.output import note, progress_bar, show
     metavar="N",
     help="Sparse: leave out columns of fewer entries, before rows are.",
 )
+@click.option(
+    "--duplicates",
+    type=click.Choice(["auto", "error", "sum", "last", "first", "max", "mean"]),
+    default="auto",
+    show_default=True,
+    help="Sparse: what counts where entries share a row and a column; last and first go by the column of times, if "
+    "there is one; auto: error for ratings and libsvm, sum for other sources.",
+)
+@click.option("--transpose", is_flag=True, help="Sparse: make the columns of SOURCE the samples.")
 @click.option("--dense", is_flag=True, help="Sparse: pack dense rows instead.")
 @click.option(
     "--filter",
@@ -141,9 +150,10 @@ def convert(
     """Pack the images, or the sparse matrix, of SOURCE into the HDF5 file OUTPUT, or images into a folder of several.
 
     SOURCE is a folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix:
-    ratings.csv and other (row, column[, value]) lines, .npz, .mtx, libsvm, .h5ad, 10x .h5, .npy.
+    ratings.csv and other (row, column[, value]) lines, .npz, .mtx, libsvm, .h5ad, 10x .h5 or folder, .npy.
 
-    If it is stopped, by Ctrl-C, a full disk, a bad image or a signal, the same command continues.
+    If it is stopped, by Ctrl-C, a full disk, a bad image or a signal, the same command continues. If OUTPUT is already
+    complete, the same command says so and does nothing.
     """
     from h5chunk.tools.convert.convert import convert as run
     from h5chunk.tools.convert.convert import plan_convert

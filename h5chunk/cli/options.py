@@ -69,7 +69,7 @@ class Triple(click.ParamType):
 
 
 class Names(click.ParamType):
-    name = "A,B[,C]"
+    name = "A,B[,C[,D]]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)

@@ -51,7 +51,13 @@ from h5chunk.cli.output import progress_bar, show
     metavar="NSLOTS,NBYTES,W0",
     help="Cache that you give h5py.File today. [default: the library's]",
 )
-@click.option("--size", type=int, nargs=2, metavar="H W", help="Size of images that are not converted yet. [default: that of the first one]")
+@click.option(
+    "--size",
+    type=int,
+    nargs=2,
+    metavar="H W",
+    help="Size of images that are not converted yet. [default: that of the first one]",
+)
 @click.option("--plot", type=click.Path(), metavar="PNG", help="Draw rate against effective batch; needs matplotlib.")
 @click.option("--apply", is_flag=True, help="Write window and cache to SRC.h5chunk.json, where readers find them.")
 @click.option("--verify", is_flag=True, help="Compare the reads that HDF5 makes with the predicted ones.")

@@ -64,7 +64,8 @@ class ChunkLoader(Resumable):
         resident data; chunk caches; memory to decode in. Not of the batches that it gave. Without ``window_chunks``,
         windows are made smaller than the file recommends if they have to be.
     num_threads : int, optional
-        That read; default: one a core, at most 10.
+        Number of reading threads. Default: one per core, at most 10, and no more than decode compressed chunks in
+        1 GiB together: each holds three chunks.
     normalize : (mean, std) or "l2", optional
         Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it. Where a file
         does not say which axis holds the channels, it is the one of 1, 3 or 4. ``"l2"`` for a matrix: each row is

@@ -31,6 +31,7 @@ from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.store.write.fill import available_cores
 
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
+DECODING_BYTES = 1 << 30  # that threads decode in, unless their number is given
 
 
 class Supply:
@@ -42,7 +43,7 @@ class Supply:
     how : {"auto", "direct", "mapped", "h5py"}
     device : torch.device
     num_threads : int, optional
-        Default: one a core, but at most 10.
+        Default: one per core, at most 10, and no more than decode chunks in 1 GiB together.
     counts : (num_samples,) int64, optional
         How often each sample may come in an epoch; None: all of them once.
     lanes : int
@@ -75,9 +76,9 @@ class Supply:
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self.spaces = {name: _space(reader, name, counts, lanes) for name in reader.fields}
-        self.num_threads = num_threads or min(MAX_THREADS, available_cores())
         self._reader, self._device = reader, device
         self._direct, self.why = _direct_fields(reader, how)
+        self.num_threads = num_threads or _default_threads(self._direct)
         self._mapped, self._timeout_s = how == "mapped", timeout_s
 
     @property
@@ -204,6 +205,12 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], Mappi
     for name, reason in why.items():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     return direct, why
+
+
+def _default_threads(fields: Mapping[str, Direct]) -> int:
+    """One per core, but no more than what they decode in together allows."""
+    thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in fields.values())
+    return max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
 
 
 def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from h5chunk.errors import OptionError
+from h5chunk.errors import human_bytes as human_bytes
 from h5chunk.plan.cache import DIRECT_BYTES, CacheSettings, cache_for
 from h5chunk.plan.order import INTERLEAVE
 
@@ -143,16 +144,3 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
 
 def _power_of_two_below(value: float) -> int:
     return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1
-
-
-def human_bytes(num_bytes: float) -> str:
-    """Bytes for people.
-
-    >>> human_bytes(1204224)
-    '1.1 MiB'
-    """
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

@@ -224,6 +224,31 @@ class Region:
     num_bytes: int
 
 
+def new_file(
+    path: str | os.PathLike[str], creation: h5py.h5p.PropFCID, libver: tuple[str, str], alignment: int
+) -> h5py.h5f.FileID:
+    """Create an empty file, without the time stamp that h5py before 3.16 gives to the root group."""
+    creation.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    versions = {"v110": h5py.h5f.LIBVER_V110, "latest": h5py.h5f.LIBVER_LATEST}
+    access.set_libver_bounds(*(versions[each] for each in libver))
+    access.set_alignment(ALIGNMENT_THRESHOLD, alignment)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_file_locking(False, True)
+    return h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+
+
+def make_group(parent: h5py.Group, path: str) -> h5py.Group:
+    """Open the group at a path; what is missing is created, without the time stamps that h5py before 3.16 gives."""
+    creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    creation.set_obj_track_times(False)
+    for name in path.split("/"):
+        if name not in parent:
+            h5py.h5g.create(parent.id, name.encode(), gcpl=creation)
+        parent = parent[name]
+    return parent
+
+
 def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
     """Write a file with everything but its data, and say where the data go.
 
@@ -232,9 +257,8 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
     dict of str to Region
         By path in the file without the leading slash; datasets without elements are left out.
     """
-    with h5py.File(
-        path, "w", libver=LIBVER, locking=False, alignment_threshold=ALIGNMENT_THRESHOLD, alignment_interval=ALIGNMENT
-    ) as file:
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    with h5py.File(new_file(path, creation, LIBVER, ALIGNMENT)) as file:
         datasets = {}
         for each in spec.fields:
             shape = (spec.num_samples, *each.sample_shape)
@@ -245,10 +269,10 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
         for path_of, attributes in spec.field_attributes.items():
             for name, value in attributes.items():
                 file[path_of].attrs[name] = _fixed(value)
-        group = file.create_group(GROUP)
+        group = make_group(file, GROUP)
         for name, value in spec.attributes.items():
             group.attrs[name] = _fixed(value)
-        group.create_group("checksums")
+        make_group(group, "checksums")
         for name, (shape, dtype) in spec.tables.items():
             datasets[f"{GROUP}/{name}"] = _create_array(group, name, ArraySpec(shape, dtype))
         return {name: region_of(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
@@ -256,7 +280,7 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
 
 def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
     parent, _, name = path.rpartition("/")
-    group = group.require_group(parent) if parent else group
+    group = make_group(group, parent) if parent else group
     return create_dataset(group, name, array)
 
 
@@ -402,7 +426,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     Raises
     ------
     FileError
-        It is missing, not HDF5, or cut short.
+        It is missing, not HDF5, cut short, or open for writing.
     """
     shown = printable(path)
     if not os.path.exists(path):  # False as well of names that are too long
@@ -412,7 +436,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
     try:
-        return h5py.File(path, "r", **options)
+        file = h5py.File(path, "r", **options)
     except OSError as error:
         reason = str(error)
         if "truncated" in reason:
@@ -424,3 +448,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         if "unable to lock file" in reason:
             raise FileError(f"{shown}: is locked: another process is writing to it: wait for that") from None
         raise FileError(f"{shown}: cannot be opened: {reason}") from None
+    if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares what this process has open already
+        file.close()
+        raise FileError(f"{shown}: is open for writing (or beside a writer, SWMR) in this process: close it first")
+    return file

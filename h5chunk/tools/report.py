@@ -12,6 +12,8 @@ from typing import Any
 
 from h5chunk.errors import as_text, printable
 
+COMPLETE = "the output is already complete: this command would do nothing"  # for plans
+
 
 class Report:
     """Base of the dataclasses that commands print.

@@ -1,4 +1,4 @@
-"""What a source of a sparse matrix gives, and how one is opened.
+"""Open a sparse matrix, whatever its format, and the interface of all its readers.
 
 A source knows its file and nothing of what is made of it. It checks what the file claims before it believes it, names
 what is wrong with row, column or line, and lets through any finite value of any type: which values fit the output, and
@@ -13,20 +13,22 @@ import posixpath
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
 
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.sparse.tenx_files import find_tenx_files
 
-READERS = {  # modules are imported when a file needs them
-    "csv": ("delimited", "DelimitedSource", "columns"),
-    "npz": ("npz", "NpzSource", ""),
-    "mtx": ("mtx", "MtxSource", ""),
-    "libsvm": ("libsvm", "LibsvmSource", ""),
-    "h5ad": ("h5ad", "H5adSource", "layer"),
-    "10x": ("tenx", "TenxSource", "layer"),
-    "npy": ("npy", "NpySource", ""),
+READERS: dict[str, tuple[str, str, tuple[str, ...]]] = {  # modules are imported when a file needs them
+    "csv": ("delimited", "DelimitedSource", ("columns", "times")),
+    "npz": ("npz", "NpzSource", ()),
+    "mtx": ("mtx", "MtxSource", ()),
+    "libsvm": ("libsvm", "LibsvmSource", ("memory_bytes",)),
+    "h5ad": ("h5ad", "H5adSource", ("layer", "memory_bytes")),
+    "10x": ("tenx", "open_tenx", ("layer", "memory_bytes")),
+    "npy": ("npy", "NpySource", ()),
 }
 BY_NAME = {
     ".mtx": "mtx",
@@ -54,26 +56,34 @@ class Block:
     values : (n,) array of any numeric type, or None
         Finite; zeros that a sparse file holds are kept. None for a pure pattern, where every entry is a one; it is
         None in all blocks of a source or in none. Arrays may be read-only.
+    times : (n,) int64, or None
+        When each entry was made, in any unit, of a source that was asked for times and has them.
+    first_line : int or None
+        Line of the first entry, from 1, where each entry is one line and the lines have no gaps.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
+    times: np.ndarray | None = None
+    first_line: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
-class SparseSource(Protocol):
-    """A sparse matrix in a file.
+class SparseSource:
+    """Base class of the readers of sparse matrices.
 
     Attributes
     ----------
     path : str
     kind : str
-        One of ``csv``, ``npz``, ``mtx``, ``libsvm``, ``h5ad``, ``10x``, ``npy``.
+        One of `READERS`.
     shape : (rows, columns)
         None where only reading tells (delimited files; the columns of libsvm).
+    axes : (str, str)
+        What rows and columns are, for reports.
     has_ids : bool
         Rows and columns of blocks are raw ids, to be numbered in ascending order: integers by value, strings by
         their bytes. An axis is the one or the other in all blocks.
@@ -85,6 +95,8 @@ class SparseSource(Protocol):
         What the codes of a categorical row field mean; code -1 is missing.
     row_names, column_names : (rows,) and (columns,) fixed-length bytes, or None
         UTF-8: obs_names and var_names, barcodes and ids of features.
+    time_name : str or None
+        The column that ``times`` of blocks are from, if the source was asked for times and has them.
     num_bytes : int
         Size of what is read, for progress.
     """
@@ -92,13 +104,15 @@ class SparseSource(Protocol):
     path: str
     kind: str
     shape: tuple[int | None, int | None]
-    has_ids: bool
-    is_sorted_by_row: bool
-    row_fields: Mapping[str, np.ndarray]
-    categories: Mapping[str, list[str]]
-    row_names: np.ndarray | None
-    column_names: np.ndarray | None
     num_bytes: int
+    axes: tuple[str, str] = ("rows of the source", "columns of the source")
+    has_ids: bool = False
+    is_sorted_by_row: bool = False
+    row_fields: Mapping[str, np.ndarray] = MappingProxyType({})
+    categories: Mapping[str, list[str]] = MappingProxyType({})
+    row_names: np.ndarray | None = None
+    column_names: np.ndarray | None = None
+    time_name: str | None = None
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         """The entries, in bounded memory, each with the bytes of the source consumed so far.
@@ -115,6 +129,7 @@ class SparseSource(Protocol):
         SourceError
             The file is damaged, holds what cannot be, or changed while it was read; names line, or row and column.
         """
+        raise NotImplementedError
 
 
 def open_sparse(
@@ -123,6 +138,8 @@ def open_sparse(
     *,
     layer: str | None = None,
     columns: tuple[str, ...] | None = None,
+    times: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
 ) -> SparseSource:
     """Open a sparse matrix; reads no more than its description.
 
@@ -135,15 +152,19 @@ def open_sparse(
         The matrix in an .h5ad: ``X`` (default), ``raw`` (that is ``raw/X``) or the name of a layer; the genome of a
         10x file of version 2 that has several.
     columns : tuple of str, optional
-        Columns of a delimited file that are row, column and, if there is a third, value: names of the header, or
-        numbers from 0.
+        Columns of a delimited file that are row, column and, if there are more, value and time: names of the header,
+        or numbers from 0.
+    times : bool
+        Whether to read the time of each entry, from sources that have one.
+    memory_bytes : int
+        Limit on what the description takes in memory: names, labels and fields of rows.
 
     Raises
     ------
     SourceError
-        There is no such file, it is none of ours, or it is broken.
+        There is no such file, its format is unknown, it is broken, or claims more than fits in memory.
     OptionError
-        An option that cannot be.
+        An invalid option.
     """
     path = os.fspath(path)
     kind = format or looks_sparse(path)
@@ -157,25 +178,26 @@ def open_sparse(
     if kind not in READERS:
         raise OptionError(f"format is {kind!r} but must be one of {', '.join(READERS)}")
     module, name, takes = READERS[kind]
-    options: dict[str, Any] = {}
-    for option, given in (("layer", layer), ("columns", columns)):
-        if option == takes:
-            options[option] = given
-        elif given is not None:
-            raise OptionError(f"{option} is {given!r} but {printable(path)} is read as {kind}, which has none")
+    for option, value in (("layer", layer), ("columns", columns)):
+        if value is not None and option not in takes:
+            raise OptionError(f"{option} is {value!r} but {printable(path)} is read as {kind}, which has none")
+    options = {"layer": layer, "columns": columns, "times": times, "memory_bytes": memory_bytes}
     try:
         reader = getattr(importlib.import_module(f"h5chunk.sources.sparse.{module}"), name)
+        source: SparseSource = reader(path, **{option: options[option] for option in takes})
     except ModuleNotFoundError as error:
         if error.name != "pyarrow":
             raise
         raise SourceError(f'{printable(path)}: {kind} is read with pyarrow: pip install "h5chunk[sparse]"') from None
-    return reader(path, **options)
+    return source
 
 
 def looks_sparse(path: str | os.PathLike[str]) -> str | None:
-    """The kind of a file by its name and first bytes, None if it is none of ours (a folder or archive of images)."""
+    """The kind of a source by its name and first bytes; None if it is unknown (a folder or archive of images)."""
     path = os.fspath(path)
     name = os.fsencode(path).decode("utf-8", "backslashreplace").lower()
+    if find_tenx_files(path) is not None:
+        return "10x"
     if not os.path.isfile(path):
         return None
     try:

@@ -5,10 +5,12 @@
 | delimiter | what parts the first lines: ``::``, tab, semicolon, comma, or runs of blanks |
 | header | the first line, if it names columns: words where the second line has numbers, or well-known names |
 | columns | by their names (userId, movieId, rating, timestamp and the like), else the first, second and third; others \
-are left out, times too |
+are left out |
 | ids | int64 if those that are looked at (the start of the file and places all over it) are whole numbers as int64 \
 writes them, but for one in 200 that is taken for broken; else bytes as they stand; ``007`` is a string |
 | values | float64, finite |
+| times | only if asked for: the column with such a name, or the fourth of four without a header if it looks like Unix \
+times; whole numbers, real numbers or ISO 8601 dates |
 
 Lines above that start with ``#`` or ``%`` are comments; blank lines are passed over. Source: pyarrow.csv reads the
 numbers.
@@ -16,6 +18,7 @@ numbers.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import re
@@ -28,8 +31,8 @@ import pyarrow
 import pyarrow.csv
 
 from h5chunk.errors import OptionError, printable
-from h5chunk.sources.sparse.block import Block
-from h5chunk.sources.sparse.text import Piece, TextFile, first_bad_line, shown
+from h5chunk.sources.sparse.block import Block, SparseSource
+from h5chunk.sources.sparse.text import MAX_ID_BYTES, Piece, TextFile, first_bad_line, shown
 
 # names of columns, in small letters and without anything between them
 ROWS = re.compile(
@@ -42,8 +45,8 @@ COLUMNS = re.compile(
 )
 VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
+UNIX_TIMES = 10**8, 10**14  # from 1973 in seconds to 5138 in milliseconds
 
-MAX_ID_BYTES = 256
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
 PIECES_IN_MEMORY = 6  # text, its translation, pyarrow's columns, the block, masks
 ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
@@ -51,6 +54,7 @@ MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole number
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
 BLANKS = re.compile(rb"[ \t]+")
+PARTS = ("row", "column", "value", "time")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
@@ -94,15 +98,17 @@ COLONS = _Dialect(b"::", b"\x1f")
 DIALECTS = (COLONS, TAB, SEMICOLON, COMMA, BLANK)
 
 
-class DelimitedSource:
+class DelimitedSource(SparseSource):
     """A delimited file; see `SparseSource`. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
 
     Parameters
     ----------
     path : path
     columns : tuple of str, optional
-        Columns that are row, column and, if there is a third, value: names of the header, or numbers from 0. A name
-        that ends with ``:str`` says that its ids are strings.
+        Columns that are row, column and, if there are more, value and time: names of the header, or numbers from 0. A
+        name that ends with ``:str`` says that its ids are strings.
+    times : bool
+        Whether blocks shall have the time of each entry, if there is a column of times.
 
     Raises
     ------
@@ -115,15 +121,12 @@ class DelimitedSource:
     kind = "csv"
     shape = (None, None)
     has_ids = True
-    is_sorted_by_row = False
-    row_names = None
-    column_names = None
 
-    def __init__(self, path: str | os.PathLike[str], columns: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], columns: tuple[str, ...] | None = None, times: bool = False
+    ) -> None:
         self._text = TextFile(path)
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
-        self.row_fields: dict[str, np.ndarray] = {}
-        self.categories: dict[str, list[str]] = {}
         lines = self._text.head_lines()
         self._num_skipped = _num_comments(lines)
         lines = [line for line in lines[self._num_skipped :] if line.strip()]
@@ -141,9 +144,19 @@ class DelimitedSource:
         self.header = self._find_header(table, columns)
         if self.header is None and columns is None and self._width > 4:
             self._text.fail(f"{self._width} columns and no header: say which are row, column and value (columns)")
-        self._columns, self._told = self._choose(columns)
+        chosen, told = self._choose(columns)
         self._num_skipped += self.header is not None
-        self._types = self._find_types(table[self.header is not None :])
+        table = table[self.header is not None :]
+        sample = self._sample(table)
+        self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by their part
+        self._types = {part: pyarrow.float64() for part in self._columns}
+        for part, is_text in zip(PARTS[:2], told, strict=False):
+            self._types[part] = self._id_type(sample, self._columns[part], is_text)
+        if times:
+            self._find_time([row for row in table if len(row) == self._width])
+        else:
+            self._columns.pop("time", None)
+        self.axes = self._name(chosen[0]), self._name(chosen[1])
 
     def _find_header(self, table: list[list[bytes]], columns: tuple[str, ...] | None) -> list[str] | None:
         first = table[0]
@@ -167,8 +180,10 @@ class DelimitedSource:
     def _choose(self, columns: tuple[str, ...] | None) -> tuple[list[int], list[bool]]:
         """Numbers of the columns that are row, column[, value], and which were said to be strings."""
         if columns is not None:
-            if len(columns) not in (2, 3):
-                raise OptionError(f"columns names {len(columns)} columns: name row, column and, if there is one, value")
+            if not 2 <= len(columns) <= len(PARTS):
+                raise OptionError(
+                    f"columns names {len(columns)} columns: name row, column and, if there are, value and time"
+                )
             chosen = [self._number(name) for name in columns]
             if len(set(chosen)) < len(chosen):
                 raise OptionError(f"columns {columns!r} names one column twice")
@@ -202,18 +217,44 @@ class DelimitedSource:
         there = ", ".join(self.header) if self.header else f"no header, but columns 0 to {self._width - 1}"
         raise OptionError(f"column {name!r} is not in {printable(self.path)}: it has {there}")
 
-    def _find_types(self, table: list[list[bytes]]) -> list[pyarrow.DataType]:
-        """int64 or bytes for ids, float64 for values."""
+    def _sample(self, table: list[list[bytes]]) -> list[list[bytes]]:
+        """The cells of lines from the start of the file and from places all over it."""
         sample = list(table)
         for lines in self._text.probes(NUM_PROBES, PROBE_BYTES):
             sample += [self._dialect.cells(line) for line in lines.split(b"\n") if line.strip()]
-        types = []
-        for told, number in zip(self._told, self._columns[:2], strict=False):
-            cells = [row[number] for row in sample if len(row) == self._width and row[number].strip()]
-            num_words = sum(not _is_whole(cell) for cell in cells)
-            words = num_words > MAX_BROKEN_PART * len(cells)
-            types.append(pyarrow.binary() if told or words else pyarrow.int64())
-        return types + [pyarrow.float64()] * (len(self._columns) - 2)
+        return [row for row in sample if len(row) == self._width]
+
+    def _id_type(self, sample: list[list[bytes]], number: int, is_text: bool) -> pyarrow.DataType:
+        cells = [row[number] for row in sample if row[number].strip()]
+        num_words = sum(not _is_whole(cell) for cell in cells)
+        words = num_words > MAX_BROKEN_PART * len(cells)
+        return pyarrow.binary() if is_text or words else pyarrow.int64()
+
+    def _find_time(self, table: list[list[bytes]]) -> None:
+        """Choose the column of times, if there is one, and its type, from the first lines."""
+        if "time" in self._columns:
+            candidates = [self._columns["time"]]
+        elif self.header is not None:
+            taken = self._columns.values()
+            candidates = [i for i, name in enumerate(self.header) if i not in taken and TIMES.fullmatch(_plain(name))]
+        else:
+            candidates = [3] if len(self._columns) == 3 == self._width - 1 and _are_unix_times(table) else []
+        for number in candidates:
+            kind = _time_type([row[number] for row in table])
+            if kind is not None:
+                self._columns["time"], self._types["time"] = number, kind
+                self.time_name = self._name(number)
+                return
+        if candidates:
+            cells = [row[candidates[0]] for row in table]
+            strange = next((cell for cell in cells if _time_type([cell]) is None), cells[-1])
+            self._text.fail(
+                f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
+                f"{shown(strange)}: write them so, or sort the lines by time and leave that column out"
+            )
+
+    def _name(self, number: int) -> str:
+        return f"column {number}" if self.header is None else self.header[number]
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
@@ -222,12 +263,16 @@ class DelimitedSource:
             piece = self._without_start(piece)
             columns = self._parse(piece)
             step = self._rows_at_once(columns, max_bytes)
-            count = len(columns[0])
+            count = len(columns["row"])
             num_rows += count
+            has_gaps = piece.data.count(b"\n") != count
             for start in range(0, count, step):
-                arrays = [_to_numpy(column.slice(start, step)) for column in columns]
-                values = arrays[2] if len(arrays) == 3 else None
-                yield Block(arrays[0], arrays[1], values), piece.consumed_bytes
+                arrays = {part: _to_numpy(column.slice(start, step)) for part, column in columns.items()}
+                if "time" in arrays:
+                    arrays["time"] = _ordered(arrays["time"])
+                line = None if has_gaps else piece.line + start
+                block = Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"), line)
+                yield block, piece.consumed_bytes
         if not num_rows:
             self._text.fail("holds no line of data below its header")
 
@@ -238,7 +283,7 @@ class DelimitedSource:
         lines = piece.data.split(b"\n", self._num_skipped - piece.line + 1)
         return Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
 
-    def _parse(self, piece: Piece) -> list[pyarrow.Array]:
+    def _parse(self, piece: Piece) -> dict[str, pyarrow.Array]:
         try:
             return self._checked(piece.data)
         except pyarrow.ArrowInvalid:
@@ -251,26 +296,26 @@ class DelimitedSource:
             return False
         return True
 
-    def _checked(self, data: bytes) -> list[pyarrow.Array]:
+    def _checked(self, data: bytes) -> dict[str, pyarrow.Array]:
         """Columns of whole lines, in which nothing is wrong; else ArrowInvalid."""
         data = self._dialect.translate(data)
         columns = self._read(data)
-        if len(columns[0]) != _num_filled(data):
+        if len(columns["row"]) != _num_filled(data):
             raise pyarrow.ArrowInvalid("a line end where none should be")
-        for column in columns[:2]:
+        for column in columns.values():
             if column.type == pyarrow.binary() and len(column):
                 lengths = _lengths(column)
                 if not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
                     raise pyarrow.ArrowInvalid("an id is empty or too long")
-        if len(columns) == 3 and not np.isfinite(columns[2].to_numpy()).all():
-            raise pyarrow.ArrowInvalid("a value is not finite")
+            if column.type == pyarrow.float64() and not np.isfinite(column.to_numpy()).all():
+                raise pyarrow.ArrowInvalid("a value or time is not finite")
         return columns
 
-    def _read(self, data: bytes) -> list[pyarrow.Array]:
+    def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
         names = [str(i) for i in range(self._width)]
-        chosen = [names[i] for i in self._columns]
+        chosen = {part: names[number] for part, number in self._columns.items()}
         if not data.strip(b"\r\n"):
-            return [pyarrow.array([], kind) for kind in self._types]
+            return {part: pyarrow.array([], self._types[part]) for part in chosen}
         table = pyarrow.csv.read_csv(
             pyarrow.BufferReader(data),
             pyarrow.csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
@@ -279,17 +324,17 @@ class DelimitedSource:
             ),
             pyarrow.csv.ConvertOptions(
                 check_utf8=False,
-                include_columns=chosen,
-                column_types=dict(zip(chosen, self._types, strict=True)),
+                include_columns=list(chosen.values()),
+                column_types={name: self._types[part] for part, name in chosen.items()},
                 null_values=[],
             ),
         )
-        return [table[name].combine_chunks() for name in chosen]
+        return {part: table[name].combine_chunks() for part, name in chosen.items()}
 
-    def _rows_at_once(self, columns: list[pyarrow.Array], max_bytes: int) -> int:
+    def _rows_at_once(self, columns: dict[str, pyarrow.Array], max_bytes: int) -> int:
         """Rows of a block: strings are as wide as the longest."""
-        wide = [int(_lengths(c).max()) for c in columns if c.type == pyarrow.binary() and len(c)]
-        return max(1, len(columns[0]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
+        wide = [int(_lengths(c).max()) for c in columns.values() if c.type == pyarrow.binary() and len(c)]
+        return max(1, len(columns["row"]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
         """Say what is wrong with a line."""
@@ -300,12 +345,15 @@ class DelimitedSource:
             self._text.fail(f"a quote is not closed in {shown(text)}", line)
         if len(cells) != self._width:
             self._text.fail(f"{len(cells)} columns where the lines above have {self._width}: {shown(text)}", line)
-        for part, kind, number in zip(("row", "column", "value"), self._types, self._columns, strict=False):
+        for part, number in self._columns.items():
+            kind = self._types[part]
             name = f"{part} {self.header[number]!r}" if self.header else part
             cell = cells[number]
             what = f"{name} is {shown(cell)}"
             if not cell.strip():
                 self._text.fail(f"{name} is empty: {shown(text)}", line)
+            if part == "time" and _time_type([cell]) != kind:
+                self._text.fail(f"{what}, no time as those above: {shown(text)}", line)
             if kind == pyarrow.binary() and len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
             if kind == pyarrow.int64() and not _is_whole(cell):
@@ -318,7 +366,7 @@ class DelimitedSource:
             if kind == pyarrow.float64() and not _is_number(cell):
                 self._text.fail(f"{what}, no number: {shown(text)}", line)
             if kind == pyarrow.float64() and not np.isfinite(float(cell)):
-                row, column = (shown(cells[i]) for i in self._columns[:2])
+                row, column = (shown(cells[self._columns[axis]]) for axis in PARTS[:2])
                 self._text.fail(f"{name} at row {row}, column {column} is {shown(cell)}: values must be finite", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
 
@@ -372,6 +420,32 @@ def _is_number(cell: bytes) -> bool:
     return b"_" not in cell
 
 
+def _are_unix_times(table: list[list[bytes]]) -> bool:
+    """Whether the last cells of all rows look like numbers of seconds or milliseconds since 1970."""
+    return all(_is_whole(row[-1]) and UNIX_TIMES[0] <= int(row[-1]) < UNIX_TIMES[1] for row in table)
+
+
+def _time_type(cells: list[bytes]) -> pyarrow.DataType | None:
+    """The type as which times are read; None if they are neither numbers nor ISO 8601 dates."""
+    if all(map(_is_whole, cells)):
+        return pyarrow.int64()
+    if all(map(_is_number, cells)):
+        return pyarrow.float64()
+    for kind in (pyarrow.timestamp("us"), pyarrow.timestamp("us", "UTC")):
+        with contextlib.suppress(pyarrow.ArrowInvalid):
+            pyarrow.array(cells, pyarrow.binary()).cast(pyarrow.string()).cast(kind)
+            return kind
+    return None
+
+
+def _ordered(times: np.ndarray) -> np.ndarray:
+    """Whole numbers in the order of these numbers, int64."""
+    if times.dtype.kind != "f":
+        return times
+    bits = (times + 0.0).view(np.int64)  # -0.0 becomes 0.0
+    return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))
+
+
 def _num_filled(data: bytes) -> int:
     """Number of lines that are not empty."""
     count = data.count(b"\n")
@@ -386,7 +460,9 @@ def _lengths(column: pyarrow.Array) -> np.ndarray:
 
 
 def _to_numpy(column: pyarrow.Array) -> np.ndarray:
-    """Numbers as they lie; strings as bytes of fixed length."""
+    """Numbers as they lie; strings as bytes of fixed length; dates as whole numbers."""
+    if pyarrow.types.is_timestamp(column.type):
+        return column.cast(pyarrow.int64()).to_numpy()
     if column.type != pyarrow.binary():
         return column.to_numpy()
     if not len(column):

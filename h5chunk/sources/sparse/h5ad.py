@@ -14,15 +14,16 @@ import numpy as np
 
 from h5chunk.errors import SourceError
 from h5chunk.sources.sparse import vector
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.sources.sparse.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
+from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES
 
 FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 CELL_BYTES = 64  # of memory for a cell of a dense matrix, as int64 numbers, value and masks
 MAX_CATEGORIES = 1 << 20
 
 
-class H5adSource:
+class H5adSource(SparseSource):
     """An .h5ad; see `SparseSource`.
 
     Parameters
@@ -30,6 +31,8 @@ class H5adSource:
     path : path
     layer : str, optional
         ``X`` (default), ``raw`` (that is ``raw/X``), or the name of a layer.
+    memory_bytes : int
+        Limit on the names and fields, which are kept in memory.
 
     Attributes
     ----------
@@ -43,10 +46,13 @@ class H5adSource:
     """
 
     kind = "h5ad"
-    has_ids = False
+    shape: tuple[int, int]
+    axes = ("obs", "var")
 
-    def __init__(self, path: str | os.PathLike[str], layer: str | None = None) -> None:
-        self._file = GuardedFile(path)
+    def __init__(
+        self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
+    ) -> None:
+        self._file = GuardedFile(path, memory_bytes)
         self.path = self._file.path
         self._where = _place(layer)
         self.row_fields: dict[str, np.ndarray] = {}
@@ -110,7 +116,14 @@ class H5adSource:
         stored = group.dataset(name)
         if stored.length != length:
             raise group.error(f"has {stored.length} names but the matrix {length}", name)
-        return read_strings(stored) if stored.is_text or stored.dtype.kind == "S" else None
+        if not stored.is_text and stored.dtype.kind != "S":
+            return None
+        return self._keep(read_strings(stored), f"names of {table}")
+
+    def _keep(self, values: np.ndarray, what: str) -> np.ndarray:
+        """Count an array that is kept until all is converted, when it is also permuted."""
+        self._file.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
+        return values
 
     def _read_fields(self, obs: GuardedGroup) -> None:
         index = obs.word("_index") or "_index"
@@ -150,10 +163,10 @@ class H5adSource:
         if stored.length != self.shape[0]:
             raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
         if stored.is_text or stored.dtype.kind == "S":
-            return _strings(stored)
+            return self._keep(_strings(stored), f"values of {stored.where}")
         if stored.dtype.kind not in "biuf":
             raise _Unfit(f"has the type {stored.dtype}")
-        return vector.native(stored.read(0, stored.length))
+        return self._keep(vector.native(stored.all()), f"values of {stored.where}")
 
     def _add_categorical(self, name: str, codes: np.ndarray, stored: Stored) -> None:
         if stored.length > MAX_CATEGORIES:
@@ -164,9 +177,10 @@ class H5adSource:
         if len(bad):
             raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range: there are {stored.length}")
         if stored.is_text or stored.dtype.kind == "S":
-            words = [word.decode("utf-8", "backslashreplace") for word in _strings(stored).tolist()]
+            strings = self._keep(_strings(stored), f"categories of {name}")
+            words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]
         else:
-            words = [str(value) for value in stored.read(0, stored.length).tolist()]
+            words = [str(value) for value in stored.all().tolist()]
         self.row_fields[name], self.categories[name] = codes, words
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
@@ -223,10 +237,11 @@ def _dense_blocks(dense: Stored, max_bytes: int) -> Iterator[Block]:
     """The cells that are not zero."""
     at_once = max(1, max_bytes // CELL_BYTES)
     for row, column, part in dense.parts(at_once * dense.dtype.itemsize):
-        step = max(1, at_once // max(1, part.shape[1]))
-        for start in range(0, len(part), step):
-            rows, columns = np.nonzero(part[start : start + step])
-            values = vector.native(part[start : start + step][rows, columns])
-            rows, columns = rows + (row + start), columns + column
+        cells = part.reshape(-1)
+        for start in range(0, len(cells), at_once):
+            places = np.flatnonzero(cells[start : start + at_once]) + start
+            values = vector.native(cells[places])
+            rows, columns = np.divmod(places, part.shape[1])
+            rows, columns = rows + row, columns + column
             vector.check_finite(dense.name, values, rows, columns)
             yield Block(rows, columns, values)

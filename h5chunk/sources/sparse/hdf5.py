@@ -6,6 +6,7 @@
 | external storage, virtual datasets | refused |
 | shapes larger than what is stored | refused: all chunks must be there, and their bytes in proportion |
 | chunks that inflate to more or less | gzip, shuffle and Fletcher-32 are undone here, to the exact length |
+| chunks, tables and strings that take more memory than is allowed | refused before it is taken |
 | unknown filters, plugins | refused, but for LZF and those of hdf5plugin, which are left to HDF5 |
 | strings of variable length, in datasets and attributes | their heap is read here, in bounds, and gives strings of \
 fixed length |
@@ -27,15 +28,18 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import SourceError, human_bytes, printable
 from h5chunk.sources.sparse.hdf5calls import ALL_FILTERS, partial_chunks_are_plain
 from h5chunk.sources.sparse.heap import MAX_STRING_BYTES, POINTER, Bytes, attribute_bytes, resolve
+from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
 from h5chunk.sources.sparse.text import check_regular, stamp_of
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 GZIP, SHUFFLE, FLETCHER32, LZF = 1, 2, 3, 32000
 PLUGINS = (32001, 32004, 32008, 32015, 32026)  # Blosc, LZ4, Bitshuffle, Zstandard, Blosc2
 MAX_CHUNK_BYTES = 256 << 20
+CHUNK_COPIES = 2  # of a chunk in memory while it is decoded
+CHUNK_ENTRY_BYTES = 64  # of memory for a chunk in the table of chunks, while that is sorted
 MAX_RATIO = 1032  # deflate cannot give more bytes for one
 SLACK_BYTES = 1 << 16  # and is worth nothing on tiny chunks
 DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, struct.error)
@@ -44,14 +48,21 @@ DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, struct.error)
 class GuardedFile:
     """An HDF5 file that is opened when needed.
 
+    Parameters
+    ----------
+    path : path
+    memory_bytes : int
+        Limit on what is kept of it in memory, and on a chunk while it is decoded.
+
     Raises
     ------
     SourceError
         It is missing, no HDF5 file, or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self.path = os.fspath(path)
+        self.memory = MemoryLimit(self.path, memory_bytes)
         self._stamp = check_regular(self.path)
         self.file_bytes = self._stamp[2]
 
@@ -154,7 +165,7 @@ class GuardedGroup:
         if member.shape is None or len(member.shape) != num_dimensions:
             raise self.error(f"has the shape {member.shape} but must have {num_dimensions} dimensions", name)
         where = f"{self.path}/{name}".strip("/")
-        return Stored(member, self._descriptor, f"{printable(self.owner.path)}: {where}", self.owner.file_bytes)
+        return Stored(member, self._descriptor, self.owner, where)
 
 
 class Stored:
@@ -166,9 +177,10 @@ class Stored:
         Its type, storage or size cannot be.
     """
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, name: str, file_bytes: int) -> None:
-        self.name = name
-        self._dataset, self.bytes = dataset, Bytes(descriptor, file_bytes, self.error)
+    def __init__(self, dataset: h5py.Dataset, descriptor: int, owner: GuardedFile, where: str) -> None:
+        self.name = f"{printable(owner.path)}: {where}"
+        self.memory, self.where = owner.memory, where
+        self._dataset, self.bytes = dataset, Bytes(descriptor, owner.file_bytes, self.error)
         self.shape: tuple[int, ...] = dataset.shape
         self.length = self.shape[0]
         kind = dataset.id.get_type()
@@ -223,6 +235,8 @@ class Stored:
         there = self._dataset.id.get_num_chunks()
         if there != wanted:
             raise self.error(f"its shape {self.shape} needs {wanted} chunks but {there} are stored")
+        self.memory.check(f"{wanted:,} chunks of {self.where}", wanted * CHUNK_ENTRY_BYTES)
+        self.memory.check(f"chunks of {human_bytes(chunk_bytes)} of {self.where}", chunk_bytes * CHUNK_COPIES)
         self._table = self._read_table(chunks, wanted)
         claimed = wanted * chunk_bytes
         undone = (GZIP, SHUFFLE, FLETCHER32, *([LZF] if self.is_text else []))  # in Python, LZF is slow
@@ -289,20 +303,29 @@ class Stored:
             values[low - start : high - start] = self._chunk((first,))[low - first : high - first]
         return values
 
+    def all(self) -> np.ndarray:
+        """All values of a dataset of one dimension, if they fit in memory."""
+        self.memory.check(f"{self.length:,} values of {self.where}", self.num_bytes)
+        return self.read(0, self.length)
+
     def parts(self, max_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """(row, column, values) of the blocks that cover a dataset of two dimensions."""
         num_rows, num_columns = self.shape
         if not self.num_bytes:
             return
         if self._chunks is None:
-            step = max(1, max_bytes // self.dtype.itemsize // num_columns)
-            for row in range(0, num_rows, step):
-                self._at = min(num_rows, row + step)
-                if self._offset is not None:
-                    flat = self._pread(row * num_columns, (self._at - row) * num_columns)
-                else:
-                    flat = self._library((slice(row, self._at),))
-                yield row, 0, flat.reshape(-1, num_columns)
+            cells = max(1, max_bytes // self.dtype.itemsize)
+            rows, columns = max(1, cells // num_columns), min(cells, num_columns)  # one of them is the whole axis
+            for row in range(0, num_rows, rows):
+                self._at = min(num_rows, row + rows)
+                for column in range(0, num_columns, columns):
+                    stop = min(num_columns, column + columns)
+                    if self._offset is not None:
+                        count = (self._at - row) * (stop - column)
+                        part = self._pread(row * num_columns + column, count)
+                    else:
+                        part = self._library((slice(row, self._at), slice(column, stop)))
+                    yield row, column, part.reshape(-1, stop - column)
             return
         rows, columns = self._chunks
         for row in range(0, num_rows, rows):
@@ -428,8 +451,11 @@ def read_strings(stored: Stored) -> np.ndarray:
             raise stored.error(f"has the type {stored.dtype} but must be strings")
         if stored.dtype.itemsize > 16 * MAX_STRING_BYTES:
             raise stored.error(f"has strings of {stored.dtype.itemsize} bytes but the limit is {MAX_STRING_BYTES}")
-        return _narrow(stored, stored.read(0, stored.length))
-    return resolve(stored.bytes, stored.read(0, stored.length))
+        return _narrow(stored, stored.all())
+    pointers = stored.all()
+    width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
+    stored.memory.check(f"{stored.length:,} strings of up to {width} bytes in {stored.where}", stored.length * width)
+    return resolve(stored.bytes, pointers)
 
 
 def _narrow(stored: Stored, strings: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from h5chunk.errors import H5ChunkError
 
 MAX_STRING_BYTES = 256
-MAX_HEAP_BYTES = 1 << 30
+MAX_HEAP_BYTES = 64 << 20
 MAX_HEADER_BYTES = 1 << 20
 MAX_HEADER_BLOCKS = 64
 HEAP_HEADER = struct.Struct("<4sB3xQ")

@@ -16,10 +16,12 @@ import numpy as np
 import pyarrow
 import pyarrow.compute as pc
 
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
+from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
 from h5chunk.sources.sparse.text import Piece, TextFile, first_bad_line, shown
 
 PIECES_IN_MEMORY = 24  # words, pairs and numbers of a piece, in pyarrow's columns
+LABEL_BYTES = 32  # of memory for a label: as read, in one array, as int64, permuted
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 16 << 20
 COMMENT = re.compile(rb"#[^\n]*")
 FIRST_WORD = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)")
@@ -28,8 +30,14 @@ PAIR = re.compile(rb"(0|[1-9][0-9]{0,17}):(\S+)")
 NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-class LibsvmSource:
+class LibsvmSource(SparseSource):
     """A file of libsvm or svmlight; see `SparseSource`.
+
+    Parameters
+    ----------
+    path : path
+    memory_bytes : int
+        Limit on the labels, which are kept in memory.
 
     Raises
     ------
@@ -38,15 +46,12 @@ class LibsvmSource:
     """
 
     kind = "libsvm"
-    has_ids = False
     is_sorted_by_row = True
-    row_names = None
-    column_names = None
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self._text = TextFile(path)
+        self._memory = MemoryLimit(path, memory_bytes)
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
-        self.categories: dict[str, list[str]] = {}
         labels = self._read_labels()
         self.row_fields = {"labels": labels}
         self.shape = (len(labels), None)
@@ -54,8 +59,8 @@ class LibsvmSource:
     def _read_labels(self) -> np.ndarray:
         """All labels, int64 if all are whole, else float64; finds out where indices start."""
         parts: list[np.ndarray] = []
-        self._base = 1
-        for piece in self._text.pieces(MAX_PIECE_BYTES):
+        self._base, count = 1, 0
+        for piece in self._text.pieces(_piece_bytes(self._memory.memory_bytes // 8)):
             data = _without_comments(piece.data)
             if ZERO.search(data):
                 self._base = 0
@@ -64,6 +69,8 @@ class LibsvmSource:
                 parts.append(_finite(words))
             except ValueError:
                 self._refuse_line(*first_bad_line(piece.data, piece.line, _has_labels))
+            count += len(words)
+            self._memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
         labels = np.concatenate(parts)
         if not len(labels):
             self._text.fail("holds no row")
@@ -71,9 +78,8 @@ class LibsvmSource:
         return labels.astype(np.int64) if whole else labels
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
         num_rows = 0
-        for piece in self._text.pieces(size):
+        for piece in self._text.pieces(_piece_bytes(max_bytes)):
             counts, columns, values = self._parse(piece)
             rows = np.repeat(np.arange(num_rows, num_rows + len(counts), dtype=np.int64), counts)
             num_rows += len(counts)
@@ -139,6 +145,10 @@ class LibsvmSource:
             elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
                 self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}, no finite number", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
+
+
+def _piece_bytes(max_bytes: int) -> int:
+    return max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
 
 
 def looks_libsvm(lines: list[bytes]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.csv
 
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.sources.sparse.delimited import BLANK
 from h5chunk.sources.sparse.text import Piece, TextFile, first_bad_line, shown
 
@@ -24,10 +24,11 @@ SYMMETRIES = ("general", "symmetric", "skew-symmetric")
 PIECES_IN_MEMORY = 10  # text, pyarrow's columns, the block, its mirror image
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
 ARROW_BLOCKS = 8
+MAX_RATIO = 1032  # deflate cannot give more bytes for one
 MIN_ENTRY_BYTES = 4  # "1 1" and the end of the line
 
 
-class MtxSource:
+class MtxSource(SparseSource):
     """A Matrix Market file; see `SparseSource`.
 
     Raises
@@ -37,16 +38,11 @@ class MtxSource:
     """
 
     kind = "mtx"
-    has_ids = False
-    is_sorted_by_row = False
-    row_names = None
-    column_names = None
+    shape: tuple[int, int]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._text = TextFile(path)
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
-        self.row_fields: dict[str, np.ndarray] = {}
-        self.categories: dict[str, list[str]] = {}
         lines = self._text.head_lines()
         self._read_banner(lines[0])
         self._size_line = 1 + next(
@@ -77,7 +73,7 @@ class MtxSource:
         rows, columns, entries = (int(word) for word in words)
         if self._symmetry != "general" and rows != columns:
             self._text.fail(f"{self._symmetry} but of {rows} rows and {columns} columns", self._size_line)
-        if not self._text.is_packed and entries * MIN_ENTRY_BYTES > self.num_bytes:
+        if entries * MIN_ENTRY_BYTES > self.num_bytes * (MAX_RATIO if self._text.is_packed else 1):
             self._text.fail(
                 f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short", self._size_line
             )

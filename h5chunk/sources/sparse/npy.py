@@ -5,6 +5,7 @@ Source: numpy.lib.format.
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ from typing import IO
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.sources.sparse.text import check_regular, stamp_of
 from h5chunk.sources.sparse.vector import check_finite, check_values_type, native
 
 CELL_BYTES = 48  # of memory for one cell that is not zero, as int64 numbers and masks
 MIN_CELLS = 1024
+MAX_HEADER_BYTES = 1 << 16
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -33,12 +35,14 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # headers of Python 2 and the like
             version = np.lib.format.read_magic(file)
-            if version == (1, 0):
-                shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-            elif version == (2, 0):
-                shape, by_column, dtype = np.lib.format.read_array_header_2_0(file)
-            else:
+            if version not in ((1, 0), (2, 0)):
                 raise SourceError(f"{name}: version {version} of the .npy format is not read: save it again")
+            size = file.read(2 * version[0])
+            length = int.from_bytes(size, "little")
+            if length > MAX_HEADER_BYTES:
+                raise SourceError(f"{name}: claims a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, by_column, dtype = read(io.BytesIO(size + file.read(length)))
     except SourceError:
         raise
     except Exception as error:  # a header is Python's notation, and its parser has errors of many types
@@ -48,7 +52,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
     return shape, by_column, dtype
 
 
-class NpySource:
+class NpySource(SparseSource):
     """A dense .npy of two dimensions; see `SparseSource`.
 
     Raises
@@ -58,16 +62,12 @@ class NpySource:
     """
 
     kind = "npy"
-    has_ids = False
-    row_names = None
-    column_names = None
+    shape: tuple[int, int]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._stamp = check_regular(self.path)
         self.num_bytes = self._stamp[2]
-        self.row_fields: dict[str, np.ndarray] = {}
-        self.categories: dict[str, list[str]] = {}
         shown = printable(self.path)
         with open(self.path, "rb") as file:  # noqa: PTH123
             shape, self._by_column, self._dtype = read_header(file, shown)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -17,19 +18,21 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.sources.sparse import vector
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.sources.sparse.npy import read_header
 from h5chunk.sources.sparse.text import check_regular, stamp_of
 
 MAX_RATIO = 1032  # deflate cannot give more bytes for one
 FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # indices that are larger do not pack that well unless they are made up
 MAX_SMALL_BYTES = 1 << 16
+MAX_END_BYTES = 22 + (1 << 16)  # of the record at the end of a zip, with its comment
+MAX_DIRECTORY_BYTES = 1 << 20
 PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 MEMBERS = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("row", "col")}
 DAMAGES = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, NotImplementedError, RuntimeError)
 
 
-class NpzSource:
+class NpzSource(SparseSource):
     """A scipy .npz; see `SparseSource`.
 
     Raises
@@ -39,16 +42,12 @@ class NpzSource:
     """
 
     kind = "npz"
-    has_ids = False
-    row_names = None
-    column_names = None
+    shape: tuple[int, int]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._stamp = check_regular(self.path)
         self.num_bytes = self._stamp[2]
-        self.row_fields: dict[str, np.ndarray] = {}
-        self.categories: dict[str, list[str]] = {}
         with self._open() as archive:
             self._check_members(archive)
             self._format = self._read_format(archive)
@@ -63,10 +62,12 @@ class NpzSource:
     @contextlib.contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
         try:
-            with open(self.path, "rb") as file, zipfile.ZipFile(file) as archive:  # noqa: PTH123
+            with open(self.path, "rb") as file:  # noqa: PTH123
                 if stamp_of(os.fstat(file.fileno())) != self._stamp:
                     raise self._fail("changed while it was read")
-                yield archive
+                self._check_directory(file)
+                with zipfile.ZipFile(file) as archive:
+                    yield archive
                 if stamp_of(os.fstat(file.fileno())) != self._stamp:
                     raise self._fail("changed while it was read")
         except SourceError:
@@ -74,11 +75,24 @@ class NpzSource:
         except DAMAGES as error:
             raise self._fail(f"damaged, or no .npz: {error}") from None
 
+    def _check_directory(self, file: IO[bytes]) -> None:
+        """Refuse a directory of members that takes much memory; zipfile reads it as a whole."""
+        file.seek(max(0, self.num_bytes - MAX_END_BYTES))
+        start, magic, end = file.read().rpartition(b"PK\x05\x06")
+        num_bytes = int.from_bytes(end[8:12], "little") if magic else 0
+        if start[-20:].startswith(b"PK\x06\x07"):  # the same for archives of more than 4 GiB
+            num_bytes = max(num_bytes, int.from_bytes(start[-36:-28], "little"))
+        if num_bytes > MAX_DIRECTORY_BYTES:
+            raise self._fail(
+                f"its directory claims {num_bytes} bytes, over the limit of {MAX_DIRECTORY_BYTES}: a matrix of "
+                "scipy.sparse.save_npz has 5 members"
+            )
+
     def _check_members(self, archive: zipfile.ZipFile) -> None:
-        names = archive.namelist()
-        for name in names:
-            if names.count(name) > 1:
-                raise self._fail(f"two members are called {name!r}")
+        names = Counter(archive.namelist())
+        repeated = next((name for name, count in names.items() if count > 1), None)
+        if repeated is not None:
+            raise self._fail(f"two members are called {repeated!r}")
         if sum(member.compress_size for member in archive.infolist()) > self.num_bytes:
             raise self._fail(f"its members claim more than its {self.num_bytes} bytes: they overlap")
         for member in archive.infolist():

@@ -1,7 +1,7 @@
 """Counts of 10x Genomics' Cell Ranger, version 2 and 3: rows are barcodes (cells), columns are features (genes).
 
-They are kept as compressed columns of features x barcodes, which are the compressed rows of what is wanted. Source:
-10x Genomics, "Feature-Barcode Matrices (HDF5)".
+In HDF5 they are kept as compressed columns of features x barcodes, which are the compressed rows of what is wanted.
+Source: 10x Genomics, "Feature-Barcode Matrices (HDF5)".
 """
 
 from __future__ import annotations
@@ -12,11 +12,31 @@ from collections.abc import Iterator
 import numpy as np
 
 from h5chunk.sources.sparse import vector
-from h5chunk.sources.sparse.block import Block
+from h5chunk.sources.sparse.block import Block, SparseSource
 from h5chunk.sources.sparse.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
+from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.sparse.tenx_files import find_tenx_files
 
 
-class TenxSource:
+def open_tenx(
+    path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
+) -> SparseSource:
+    """Open counts of 10x: an HDF5 file, a folder, or the Matrix Market file of a folder.
+
+    Raises
+    ------
+    SourceError
+        It is none of these, or broken.
+    """
+    files = find_tenx_files(path)
+    if files is None:
+        return TenxSource(path, layer, memory_bytes)
+    from h5chunk.sources.sparse.tenx_folder import TenxFolderSource  # needs pyarrow
+
+    return TenxFolderSource(files, layer, memory_bytes)
+
+
+class TenxSource(SparseSource):
     """A 10x .h5; see `SparseSource`.
 
     Parameters
@@ -24,6 +44,7 @@ class TenxSource:
     path : path
     layer : str, optional
         The genome, in files of version 2 that have several.
+    memory_bytes : int
 
     Raises
     ------
@@ -32,15 +53,15 @@ class TenxSource:
     """
 
     kind = "10x"
-    has_ids = False
+    axes = ("barcodes", "features")
     is_sorted_by_row = True
 
-    def __init__(self, path: str | os.PathLike[str], layer: str | None = None) -> None:
-        self._file = GuardedFile(path)
+    def __init__(
+        self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
+    ) -> None:
+        self._file = GuardedFile(path, memory_bytes)
         self.path = self._file.path
         self._layer = layer
-        self.row_fields: dict[str, np.ndarray] = {}
-        self.categories: dict[str, list[str]] = {}
         with self._file.open() as root:
             group = self._find(root)
             self.shape, parts = self._matrix(group)
@@ -77,7 +98,9 @@ class TenxSource:
     def _names(self, stored: Stored, length: int, what: str) -> np.ndarray:
         if stored.length != length:
             raise stored.error(f"has {stored.length} names but the matrix has {length} {what}")
-        return read_strings(stored)
+        names = read_strings(stored)
+        self._file.memory.keep(f"{length:,} {what}", 2 * names.nbytes)
+        return names
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with self._file.open() as root:

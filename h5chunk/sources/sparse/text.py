@@ -21,7 +21,9 @@ GZIP_MAGIC = b"\x1f\x8b"
 OTHER_PACKERS = {b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
 WIDE_TEXT = (b"\xff\xfe", b"\xfe\xff")
 UTF8_MARK = b"\xef\xbb\xbf"
+MAX_ID_BYTES = 256
 MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
+MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # of the limit on a line where pieces are small
 MAX_SHOWN = 120  # characters of a line in a message
 HEAD_BYTES = 1 << 18
 
@@ -122,9 +124,10 @@ class TextFile:
         Raises
         ------
         SourceError
-            The file changed, is damaged or cut short, holds a zero byte or a line of more than `MAX_LINE_BYTES`.
+            The file changed, is damaged or cut short, holds a zero byte or a line of more than `PIECES_OF_LINE` pieces.
         """
         line = 1
+        limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of a line that goes on
         with self._open() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
@@ -135,8 +138,9 @@ class TextFile:
                 cut = data.rfind(b"\n") + 1
                 if not cut:
                     rest.append(data)
-                    if sum(map(len, rest)) > MAX_LINE_BYTES:
-                        self.fail(f"longer than the limit of {MAX_LINE_BYTES} bytes for one line", line)
+                    if sum(map(len, rest)) > limit:
+                        more = ": allow more memory (--memory)" if limit < MAX_LINE_BYTES else ""
+                        self.fail(f"longer than the limit of {limit} bytes for one line{more}", line)
                     continue
                 data, rest = b"".join([*rest, data[:cut]]), [data[cut:]]
                 yield Piece(data, line, raw.tell())

@@ -101,7 +101,7 @@ class PlainField:
         Parameters
         ----------
         rows, places : (n,) int64, at least one
-            Neighbours in a chunk side by side, ascending within it.
+            Rows of a chunk side by side, ascending within it; no place twice, others of ``out`` stay as they are.
         out : (m, row_bytes) uint8, C-contiguous
             Must stay in place until the last part is done.
 
@@ -110,7 +110,7 @@ class PlainField:
         FileError
             From a part: the file ends before its rows do, or cannot be read; a chunk is not as it was written.
         """
-        checks = self.check_parts(rows)
+        checks: Iterator[Part] = iter(()) if self._checks is None else self._checks.parts(rows)
         if self._mapped is not None:
             return chain(checks, _mapped_parts(self._mapped, rows, places, out))
         borders = self._borders(rows)
@@ -120,10 +120,6 @@ class PlainField:
         vectors[:, 1] = self.row_bytes
         starts = self._offsets[chunks] + offsets * self.row_bytes
         return chain(checks, vector_parts(borders, vectors, starts, out, self._where))
-
-    def check_parts(self, rows: np.ndarray) -> Iterator[Part]:
-        """What checks the chunks of these rows, which come as for `parts`, where they are to be checked."""
-        return iter(()) if self._checks is None else self._checks.parts(rows)
 
     def scratch_bytes(self, num_threads: int) -> int:
         """Memory beside ``out`` that so many threads take."""
@@ -195,16 +191,25 @@ class EncodedField:
 
 
 def _mapped_parts(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
-    wanted = np.empty_like(rows)
-    wanted[places] = rows
+    """Copy rows out of mapped memory; straight to their places where they fill all of ``out``."""
     per_part = max(1, PART_BYTES // mapped.shape[1])
+    wanted = np.empty_like(rows)
+    if len(rows) == len(out):
+        wanted[places] = rows
     for first in range(0, len(rows), per_part):
         some = slice(first, first + per_part)
-        yield partial(_copy_rows, mapped, wanted[some], out[some])
+        if len(rows) == len(out):
+            yield partial(_take_rows, mapped, wanted[some], out[some])
+        else:
+            yield partial(_scatter_rows, mapped, rows[some], places[some], out)
 
 
-def _copy_rows(mapped: np.ndarray, rows: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
+def _take_rows(mapped: np.ndarray, rows: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
     np.take(mapped, rows, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
+
+
+def _scatter_rows(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
+    out[places] = mapped[rows]
 
 
 class _EncodedPart:

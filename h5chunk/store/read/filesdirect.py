@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import h5py
@@ -143,12 +141,7 @@ class FilesField:
         for number, some in self._reader.by_file(rows):
             field, its_rows = self._fields[number], rows[some] - self._reader.starts[number]
             assert field is not None
-            if isinstance(field, PlainField) and field._mapped is not None:
-                mapped = _mapped_parts(field._mapped, its_rows, places[some], out)
-                parts: Iterator[Part] = chain(field.check_parts(its_rows), mapped)
-            else:
-                parts = field.parts(its_rows, places[some], out)
-            for part in parts:
+            for part in field.parts(its_rows, places[some], out):
                 is_decoded = isinstance(field, EncodedField | TiledField)
                 yield part, number, PART_BYTES if is_decoded else len(some) * self.row_bytes
 
@@ -214,18 +207,6 @@ class FilesMatrix(CsrField):
         for field in self._there:
             field.forget()
         self._encoded.share()
-
-
-def _mapped_parts(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
-    """As those of a `PlainField`, but what is filled is a part of ``out``, with gaps."""
-    per_part = max(1, PART_BYTES // mapped.shape[1])
-    for first in range(0, len(rows), per_part):
-        some = slice(first, first + per_part)
-        yield partial(_copy_rows, mapped, rows[some], places[some], out)
-
-
-def _copy_rows(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
-    out[places] = mapped[rows]
 
 
 class _FileParts:

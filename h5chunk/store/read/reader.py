@@ -285,6 +285,7 @@ class _Handle:
         self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
         dataset = h5py.Dataset(self._id)
         check_chunks(dataset)
+        self._clears = leaves_memory(dataset)
         self._checks: ChunkChecks | None = None
         if field.name in sums and dataset.size:
             table = list_chunks(dataset)
@@ -324,6 +325,8 @@ class _Handle:
 
     def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
         count = memory.shape[0]
+        if self._clears:
+            out[...] = np.zeros((), out.dtype)
         self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
         self._id.read(memory, self._space, out, self._kind)
 

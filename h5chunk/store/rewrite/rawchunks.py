@@ -115,7 +115,7 @@ class RawChunks:
 
     def _read(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
         """Elements as HDF5 gives them, unconverted."""
-        values = np.empty(count, f"V{self._item_bytes}")
+        values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves it so where there is no fill value
         space = self._dataset.id.get_space()
         space.select_hyperslab(start, count)
         self._dataset.id.read(h5py.h5s.create_simple(count), space, values, self._kind)

@@ -14,7 +14,7 @@ import h5py
 from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 
 from h5chunk.errors import printable
-from h5chunk.store.format import ALIGNMENT, ALIGNMENT_THRESHOLD, Region, region_of
+from h5chunk.store.format import ALIGNMENT, Region, new_file, region_of
 from h5chunk.store.rewrite.references import Copier, attribute_names, refers
 from h5chunk.store.rewrite.survey import Survey, damages
 
@@ -135,15 +135,8 @@ def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
     new.set_userblock(source.userblock_size)
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
-    new.set_obj_track_times(False)
-    access = h5p.create(h5p.FILE_ACCESS)
-    versions = {"v110": h5f.LIBVER_V110, "latest": h5f.LIBVER_LATEST}
-    access.set_libver_bounds(*(versions[each] for each in LIBVER))
     block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
-    access.set_alignment(ALIGNMENT_THRESHOLD, min(ALIGNMENT, block) if block else ALIGNMENT)
-    access.set_fclose_degree(h5f.CLOSE_STRONG)
-    access.set_file_locking(False, True)
-    return h5f.create(bytes(path), h5f.ACC_TRUNC, fcpl=new, fapl=access)
+    return new_file(path, new, LIBVER, min(ALIGNMENT, block) if block else ALIGNMENT)
 
 
 class _Maker:
@@ -190,7 +183,7 @@ class _Maker:
         properties.set_link_creation_order(said.get_link_creation_order())
         properties.set_attr_creation_order(said.get_attr_creation_order())
         properties.set_attr_phase_change(*said.get_attr_phase_change())
-        properties.set_obj_track_times(said.get_obj_track_times())
+        properties.set_obj_track_times(False)
         h5g.create(new, name, lcpl=self._links(name), gcpl=properties)
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes, path: bytes) -> None:
@@ -261,5 +254,6 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
         new.set_filter(each.code, h5z.FLAG_OPTIONAL, each.values)
     plain = layout.written and not layout.filters
     new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
-    new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
+    if layout.written:  # else values stay what they are: the fill value, or nothing
+        new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
     return new

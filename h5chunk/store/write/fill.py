@@ -46,11 +46,14 @@ class Filled:
         What the source noted of its samples.
     failures : list of Failure
         In row order; their rows hold zeros.
+    stamp : int
+        Of all samples, as they were when they were read: see `h5chunk.store.write.filltask.SourceStamp`.
     """
 
     checksums: np.ndarray
     notes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    stamp: int = 0
 
 
 def fill(
@@ -94,6 +97,7 @@ def fill(
             filled.checksums[done.chunks.start : done.chunks.stop] = done.checksums
             filled.notes.update(done.notes)
             filled.failures.extend(done.failures)
+            filled.stamp ^= done.stamp
             is_end = bool(done.failures) and stop_at_failure
             if done.is_new and not is_end:
                 finished(done)

@@ -98,8 +98,8 @@ class Done(NamedTuple):
     notes : Counter
         What the source noted of its samples.
     failures : list of Failure
-    stamp : str
-        Changes when a sample of the source may have changed.
+    stamp : int
+        Changes when a sample of the source may have changed; see `SourceStamp`.
     is_new : bool
         False if all of it had been written before.
     """
@@ -108,7 +108,7 @@ class Done(NamedTuple):
     checksums: list[int]
     notes: Counter[str]
     failures: list[Failure]
-    stamp: str
+    stamp: int
     is_new: bool = True
 
     def record(self) -> list[Any]:
@@ -122,7 +122,7 @@ def done_of(record: Any) -> Done | None:
         first, checksums, notes, failures, stamp = record
         chunks = range(first, first + len(checksums))
         failed = [Failure(int(row), str(reason), str(kind)) for row, reason, kind in failures]
-        return Done(chunks, [int(each) for each in checksums], Counter(notes), failed, str(stamp), is_new=False)
+        return Done(chunks, [int(each) for each in checksums], Counter(notes), failed, int(stamp), is_new=False)
     except (TypeError, ValueError):
         return None
 
@@ -165,8 +165,8 @@ class Tasks:
         if claim is not None and self._holds(chunks, claim):
             return claim
         job, buffer = self._job, self._buffer
-        stamp = _Stamp(job.source)
-        done = Done(chunks, [], Counter(), [], "")
+        stamp = SourceStamp(job.source)
+        done = Done(chunks, [], Counter(), [], 0)
         for chunk in chunks:
             rows = job.rows(range(chunk, chunk + 1))
             buffer[len(rows) :] = 0
@@ -187,17 +187,16 @@ class Tasks:
                 write_at(self._descriptor, buffer.data, job.offset + chunk * buffer.nbytes)
             except OSError as error:
                 raise OutputError(f"{printable(job.part)}: cannot be written: {error.strerror}") from None
-        return done._replace(stamp=stamp.digest())
+        return done._replace(stamp=stamp.value)
 
     def _holds(self, chunks: range, claim: Done) -> bool:
         """Whether the source is as it was, failures included, and the chunks have the checksums claimed."""
         job = self._job
         if claim.chunks != chunks:
             return False
-        stamp = _Stamp(job.source)
-        for row in job.rows(chunks):
-            stamp.add(int(job.order[row]))
-        return stamp.digest() == claim.stamp and self._still_fail(claim.failures) and self._are_there(claim)
+        rows = job.rows(chunks)
+        now = stamp_of_samples(job.source, job.order[rows.start : rows.stop])
+        return now == claim.stamp and self._still_fail(claim.failures) and self._are_there(claim)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
         """Whether samples that failed do so again: what kept them from being read need not have changed their file."""
@@ -224,16 +223,32 @@ class Tasks:
         return True
 
 
-class _Stamp:
-    """One stamp of many samples."""
+class SourceStamp:
+    """One number of 64 bits for many samples, which changes when one of them may have changed.
+
+    It depends neither on the order in which samples are added, nor on which are added together: the stamp of several
+    tasks is that of each, combined by exclusive or.
+
+    Attributes
+    ----------
+    value : int
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._digest = hashlib.blake2b(digest_size=8)
+        self.value = 0
 
     def add(self, index: int) -> None:
+        """Add a sample; one without a stamp of its own never changes."""
         stamp = self._source.stamp(index)
-        self._digest.update(struct.pack(f"<{len(stamp)}q", *stamp))
+        if stamp:
+            packed = struct.pack(f"<{len(stamp) + 1}q", index, *stamp)
+            self.value ^= int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
-    def digest(self) -> str:
-        return self._digest.hexdigest()
+
+def stamp_of_samples(source: Source, indices: np.ndarray) -> int:
+    """The `SourceStamp` of some samples, as they are now."""
+    stamp = SourceStamp(source)
+    for index in indices.tolist():
+        stamp.add(index)
+    return stamp.value

@@ -21,6 +21,7 @@ import numpy as np
 from h5chunk.errors import H5ChunkError, OutputError, printable
 from h5chunk.store.format import LIBVER, FileSpec, Region, create_file
 from h5chunk.store.write.chunkwriter import ChunkWriter
+from h5chunk.store.write.command_id import save_command_id
 from h5chunk.store.write.flusher import Flusher
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.ownfile import open_own
@@ -57,6 +58,8 @@ class NewFile:
         The file until then.
     journal : Journal
         Of what was done, for those who open it; it goes when the file is complete.
+    command_id : str or None
+        Identity of the command that makes the file, for those who know it; it is kept with the complete file.
     kept : bool
         Whether part and journal were kept, as an error or Ctrl-C came after work that need not be done again.
 
@@ -75,11 +78,19 @@ class NewFile:
         self._header = self.part.with_name(self.part.name + "-header")
         self._has_own_journal = journal is None
         self.journal = journal or Journal(journal_path(self._path))
+        self.command_id: str | None = None
         self.kept = False
 
     def __enter__(self) -> NewFile:
         check_output(self._path, self._overwrite)
         self._descriptor = self._lock()
+        try:
+            check_output(self._path, self._overwrite)  # who had the lock may have made it
+        except OutputError:
+            if not os.fstat(self._descriptor).st_size:
+                self.part.unlink()
+            os.close(self._descriptor)
+            raise
         self._header.unlink(missing_ok=True)  # of a writer that was killed
         return self
 
@@ -212,8 +223,11 @@ class NewFile:
     def commit(self) -> None:
         """Put the file on disk and under its name."""
         if not self._overwrite and self._path.exists():
+            self._remove()  # the same command would not continue it
             raise OutputError(f"{printable(self._path)}: appeared meanwhile: it was left as it is")
         try:
+            if self.command_id is not None:
+                save_command_id(self.part, self.command_id)
             os.fsync(self._descriptor)
             if self._has_own_journal:
                 self.journal.remove()  # while the name of the part file, and with it the lock, is ours
@@ -229,9 +243,15 @@ class NewFile:
             self._header.unlink(missing_ok=True)
             if is_open(self._descriptor, self.part):
                 self.kept = is_kept(self.journal, error)
-                if self._has_own_journal:
-                    self.journal.close() if self.kept else self.journal.remove()
                 if not self.kept:
-                    self.part.unlink()
+                    self._remove()
+                elif self._has_own_journal:
+                    self.journal.close()
         finally:
             os.close(self._descriptor)
+
+    def _remove(self) -> None:
+        """Remove the part file, and the journal if it is of this file alone."""
+        if self._has_own_journal:
+            self.journal.remove()
+        self.part.unlink()

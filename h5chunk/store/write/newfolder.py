@@ -13,10 +13,12 @@ import fcntl
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from h5chunk.errors import OutputError, printable
+from h5chunk.store.write.command_id import save_command_id
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.partfile import (
     check_name,
@@ -59,6 +61,8 @@ class NewFolder:
         Where files are to be written until then.
     journal : Journal
         Of what was done in all of them; it goes when the folder is complete.
+    command_id : str or None
+        Identity of the command that makes the folder, for those who know it; it is kept with the complete folder.
     kept : bool
         Whether part and journal were kept, as an error or Ctrl-C came after work that need not be done again.
 
@@ -73,11 +77,19 @@ class NewFolder:
         self._overwrite = overwrite
         self.part = part_path(self._path)
         self.journal = Journal(journal_path(self._path))
+        self.command_id: str | None = None
         self.kept = False
 
     def __enter__(self) -> NewFolder:
         check_folder(self._path, self._overwrite)
         self._descriptor = self._lock()
+        try:
+            check_folder(self._path, self._overwrite)  # who had the lock may have made it
+        except OutputError:
+            with suppress(OSError):  # it holds what a killed writer left
+                self.part.rmdir()
+            os.close(self._descriptor)
+            raise
         return self
 
     def open_journal(self, key: str) -> None:
@@ -126,8 +138,14 @@ class NewFolder:
 
     def commit(self) -> None:
         """Put the folder under its name; its files are on disk already."""
-        check_folder(self._path, self._overwrite)  # what may have appeared meanwhile
         try:
+            check_folder(self._path, self._overwrite)  # what may have appeared meanwhile
+        except OutputError:
+            self._remove()  # the same command would not continue it
+            raise
+        try:
+            if self.command_id is not None:
+                save_command_id(self.part, self.command_id)
             os.fsync(self._descriptor)
             self.journal.remove()  # while the name of the part folder, and with it the lock, is ours
             if not self._path.exists() or not any(self._path.iterdir()):
@@ -158,11 +176,13 @@ class NewFolder:
         try:
             if is_open(self._descriptor, self.part):
                 self.kept = is_kept(self.journal, error)
-                self.journal.close() if self.kept else self.journal.remove()
-                if not self.kept:
-                    shutil.rmtree(self.part)
+                self.journal.close() if self.kept else self._remove()
         finally:
             os.close(self._descriptor)
+
+    def _remove(self) -> None:
+        self.journal.remove()
+        shutil.rmtree(self.part)
 
 
 def check_folder(path: Path, overwrite: bool) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FileError, OptionError, OutputError, printable
+from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.sources.decode import MAX_PIXELS
 from h5chunk.store.rewrite.survey import damages
 from h5chunk.store.write.appended import OldFile, open_old
@@ -22,8 +22,11 @@ from h5chunk.tools.append.longer import plan_longer, write_longer
 from h5chunk.tools.append.report import AppendPlan, AppendReport, small_chunks, unmixed
 from h5chunk.tools.convert.images import count_written, estimate_s, prepare
 from h5chunk.tools.convert.resume import Notify, say_nothing, telling
+from h5chunk.tools.convert.skipped import save_skipped
 from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.verify.tables import look_at_tables
+
+AGAIN = "this very command appended the same images last: they are not appended twice (with another seed they would be)"
 
 
 def append(
@@ -150,6 +153,7 @@ def _addition(old: OldFile, given: dict[str, Any]) -> Addition:
         **{name: given[name] for name in shared},
         **options,
     )
+    job = replace(job, options=job.options | {"append": {"new_classes": given["new_classes"]}})
     return plan_addition(before, job, options["fit"], given["new_classes"], printable(given["source"]))
 
 
@@ -157,10 +161,13 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
     addition = _addition(old, given)
     job, progress = addition.job, given["progress"]
     notify = given["notify"] or say_nothing
+    if job.is_complete(1):
+        return _already_appended(old, addition, started)
     carried = count_up("copy", addition.carried_bytes, progress)
     again = addition.come_again()
     with _taking_place(old, notify) as new:
         longer, filled = write_longer(new, addition, carried, count_written(len(job.order), progress), notify)
+        new.command_id = job.command_id(1, filled.stamp)
     skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in filled.failures]
     return AppendReport(
         path=str(old.path),
@@ -172,9 +179,31 @@ def _append_images(old: OldFile, given: dict[str, Any], started: float) -> Appen
         new_classes=addition.classes.added,
         class_names=addition.classes.names,
         skipped=skipped,
-        skipped_list=_add_skipped(old.path, skipped),
+        skipped_list=save_skipped(old.path, skipped, behind=True),
         ignored=job.listing.ignored,
         notes=[*again, unmixed(old.shown), *small_chunks(longer.layout)],
+    )
+
+
+def _already_appended(old: OldFile, addition: Addition, started: float) -> AppendReport:
+    """Report what the same command did before."""
+    job, index, last = addition.job, old.table("source_index"), old.options["appended"][-1]
+    assert index is not None
+    failures = job.left_out(index[len(index) - last["samples"] :] - last["first_index"])
+    skipped = [(job.source.name(int(job.order[failure.row])), failure.reason) for failure in failures]
+    return AppendReport(
+        path=str(old.path),
+        num_added=last["samples"],
+        num_samples=len(index),
+        num_bytes=old.path.stat().st_size,
+        seconds=time.perf_counter() - started,
+        counts={},
+        class_names=addition.classes.names,
+        skipped=skipped,
+        skipped_list=save_skipped(old.path, skipped, behind=True),
+        ignored=job.listing.ignored,
+        notes=[AGAIN, unmixed(old.shown)],
+        already_complete=True,
     )
 
 
@@ -190,7 +219,7 @@ def _plan_images(old: OldFile, given: dict[str, Any]) -> AppendPlan:
         free_bytes=shutil.disk_usage(old.path.absolute().parent).free,
         estimated_s=estimate_s(addition.job),
         new_classes=addition.classes.added,
-        notes=[*addition.come_again(), unmixed(old.shown)],
+        notes=[*([AGAIN] if addition.job.is_complete(1) else addition.come_again()), unmixed(old.shown)],
     )
 
 
@@ -204,23 +233,3 @@ def _taking_place(old: OldFile, notify: Notify) -> Iterator[NewFile]:
         new.part.chmod(old.mode)
         old.check_unchanged()
         new.commit()
-
-
-def _add_skipped(path: Path, skipped: list[tuple[str, str]]) -> str | None:
-    """Put what was left out behind what was before; gives the list's path."""
-    target = path.with_name(path.name + ".skipped.csv")
-    if not skipped:
-        return None
-    try:
-        is_new = not target.exists()
-        with target.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            if is_new:
-                writer.writerow(("path", "reason"))
-            writer.writerows(skipped)
-    except OSError as error:
-        raise OutputError(
-            f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
-            f"{printable(path)} itself is complete"
-        ) from None
-    return str(target)

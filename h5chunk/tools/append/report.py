@@ -69,6 +69,8 @@ class AppendReport(Report):
     ignored : list of str
         What lies in the source and is not packed.
     notes : list of str
+    already_complete : bool
+        The same command had appended the images before, and nothing was done; ``counts`` are not known then.
     """
 
     path: str
@@ -83,11 +85,13 @@ class AppendReport(Report):
     skipped_list: str | None = None
     ignored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    already_complete: bool = False
 
     def lines(self) -> list[str]:
+        rate = f"{self.num_added / self.seconds:,.0f} images/s"
         lines = [
             f"{self.path}: {self.num_added:,} images added, {self.num_samples:,} now, {human_bytes(self.num_bytes)}, "
-            f"{self.num_added / self.seconds:,.0f} images/s",
+            f"{'already complete' if self.already_complete else rate}",
             ", ".join(f"{count:,} {what}" for what, count in self.counts.items()),
             *(f"new class {name}" for name in self.new_classes),
             *(f"ignored {what}" for what in self.ignored),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import os
 import shutil
@@ -13,8 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import OutputError, printable
+import numpy as np
+
+from h5chunk.errors import OutputError
 from h5chunk.sources.decode import MAX_PIXELS
+from h5chunk.store.format import GROUP, opened
+from h5chunk.store.write.command_id import has_command_id
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.store.write.newfolder import check_folder
@@ -24,6 +27,7 @@ from h5chunk.tools.convert.report import ConvertPlan, ConvertReport
 from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
 from h5chunk.tools.convert.resume import Notify, TaskLog, say_nothing, telling
 from h5chunk.tools.convert.shards import check_shards, describe, folder_bytes, split_conversion, write_shards
+from h5chunk.tools.convert.skipped import save_skipped, skipped_path
 from h5chunk.tools.convert.sparse import MEMORY_BYTES, convert_sparse, plan_sparse
 from h5chunk.tools.convert.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
 from h5chunk.tools.progress import Progress
@@ -53,6 +57,8 @@ def convert(
     binarize: float | None = None,
     min_row_count: int = 0,
     min_column_count: int = 0,
+    duplicates: str = "auto",
+    transpose: bool = False,
     dense: bool = False,
     filter: str = "gzip",
     memory_bytes: int = MEMORY_BYTES,
@@ -73,7 +79,7 @@ def convert(
     source : path
         A folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix: a file of
         (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
-        10x .h5, or a dense .npy.
+        10x .h5, a 10x folder (its cells become the samples), or a dense .npy.
     path : path
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     manifest : path, optional
@@ -106,10 +112,11 @@ def convert(
     layer : str, optional
         Which matrix of an .h5ad: ``X``, ``raw`` or the name of a layer; which genome of an old 10x file.
     columns : sequence of str, optional
-        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if any, value.
+        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if there are more, value
+        and time.
     scale : float, optional
         Values are stored as value * scale, which must be whole numbers from 0 to 255; without, the smallest of 1, 2,
-        4, 5, 8, 10, 16, 20, 100 that makes them so. The values of duplicate entries are summed before anything else.
+        4, 5, 8, 10, 16, 20, 100 that makes them so. Duplicate entries are combined before anything else.
     clip : bool
         Whether what lies outside of 0..255 becomes 0 or 255.
     binarize : float, optional
@@ -117,13 +124,19 @@ def convert(
     min_row_count, min_column_count : int
         Leave out first columns, then rows, of fewer entries than this; once. Rows without entries are kept if the
         source has them by number, and if this is 0.
+    duplicates : {"auto", "error", "sum", "last", "first", "max", "mean"}
+        What counts where several entries of the source share a row and a column. ``last`` and ``first`` go by the
+        column of times of a delimited file, if it has one, and else by the order in the source; a ``mean`` without an
+        exact code is an error. ``auto`` is ``error`` for ratings (delimited files) and libsvm, else ``sum``.
+    transpose : bool
+        Make the columns of the source the samples. Fields of rows (``obs``, labels) are left out then.
     dense : bool
         Pack dense rows instead.
     filter : {"gzip", "none"}
         Of their chunks.
     memory_bytes : int
         About the most memory to take; what does not fit waits on disk, beside ``path``. The output does not depend on
-        it.
+        it. A source whose rows and columns alone take more is refused before that memory is taken.
     shards : int, optional
         Of images: make so many files ``PATH/NAME-00000-of-00012.h5``, each complete by itself, with samples that were
         shuffled over all of them. `h5chunk.ChunkDataset` reads the folder as one.
@@ -145,7 +158,7 @@ def convert(
     SourceError, SampleError
         The source cannot be used, with the image and the reason.
     OutputError
-        The file cannot be made; what stood at ``path`` is as it was.
+        The file cannot be made, or something else than what the same call made stands at ``path``, which is as it was.
     OptionError
         An argument cannot be.
     """
@@ -162,12 +175,21 @@ def _of_images(given: Mapping[str, Any]) -> dict[str, Any]:
 def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notify, **options: Any) -> ConvertReport:
     started = time.perf_counter()
     job, shards = _prepare(overwrite=overwrite, progress=progress, **options)
-    if shards:
-        files, filled = write_shards(job, shards, overwrite, progress, notify)
-    else:
-        left, filled = _write_file(job, overwrite, progress, notify)
-        files = [left]
+    complete = False
+    try:
+        if shards:
+            files, filled = write_shards(job, shards, overwrite, progress, notify)
+        else:
+            left, filled = _write_file(job, overwrite, progress, notify)
+            files = [left]
+    except OutputError:
+        complete = not overwrite and job.is_complete(len(shards) or 1)
+        if not complete:
+            raise
+        files, filled = _read_back(shards or [job], job)
     skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
+    if overwrite and not skipped:
+        skipped_path(job.path).unlink(missing_ok=True)  # of the file that was replaced
     return ConvertReport(
         path=str(job.path),
         num_samples=sum(len(each.order) for each in files),
@@ -178,9 +200,10 @@ def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notif
         modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
         applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
         skipped=skipped,
-        skipped_list=_write_skipped(job.path, skipped, overwrite),
+        skipped_list=save_skipped(job.path, skipped),
         ignored=job.listing.ignored,
         class_names=job.listing.class_names,
+        already_complete=complete,
     )
 
 
@@ -193,8 +216,21 @@ def _write_file(
         log = TaskLog(new.journal, [(len(job.order), job.layout.chunk_samples)], notify)
         result = write_images(new, job, count_written(len(job.order), progress), log)
         log.finish()
+        new.command_id = job.command_id(1, result[1].stamp)
         new.commit()
     return result
+
+
+def _read_back(files: list[Conversion], job: Conversion) -> tuple[list[Conversion], Filled]:
+    """What was written of files that are complete, without what only decoding all of their images could tell."""
+    left = []
+    for each in files:
+        with opened(each.path) as file:
+            order = file[f"{GROUP}/source_index"][()]
+        size = min(each.layout.chunk_samples, len(order))
+        left.append(replace(each, order=order, layout=replace(each.layout, num_samples=len(order), chunk_samples=size)))
+    kept = np.concatenate([each.order for each in left])
+    return left, Filled(np.empty(0, np.uint32), failures=job.left_out(kept))
 
 
 _APPLIED = ("rotated", "resized", "first frame")
@@ -212,7 +248,7 @@ def _prepare(
     check_shards(shards, shard_bytes)
     is_sharded = shards is not None or shard_bytes is not None
     path = parse_output(path, folder=is_sharded)
-    check = partial(check_folder if is_sharded else check_output, overwrite=overwrite)
+    check = partial(check_folder if is_sharded else check_output, overwrite=overwrite or has_command_id(path))
     job = prepare(path=path, check=check, **options)
     if not is_sharded:
         return job, []
@@ -244,6 +280,9 @@ def foresee_convert(
     if is_sparse(source, given, convert):
         return plan_sparse(source, path, **sparse_arguments(given))
     job, shards = _prepare(**_of_images(given))
+    complete = not given["overwrite"] and job.is_complete(len(shards) or 1)
+    if not complete:
+        (check_folder if shards else check_output)(job.path, given["overwrite"])
     specs = [each.spec() for each in shards or [job]]
     num_bytes = sum(spec.num_bytes for spec in specs)
     layout = job.layout
@@ -261,24 +300,5 @@ def foresee_convert(
         num_workers=job.num_workers,
         class_names=job.listing.class_names,
         ignored=job.listing.ignored,
+        already_complete=complete,
     )
-
-
-def _write_skipped(path: Path, skipped: list[tuple[str, str]], overwrite: bool) -> str | None:
-    """Write the list of what was left out beside the file; the list of a file that was replaced goes with it."""
-    target = path.with_name(path.name + ".skipped.csv")
-    try:
-        if not skipped:
-            if overwrite:
-                target.unlink(missing_ok=True)
-            return None
-        with target.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("path", "reason"))
-            writer.writerows(skipped)
-    except OSError as error:
-        raise OutputError(
-            f"{printable(target)}: the list of {len(skipped)} skipped images cannot be written: {error.strerror}; "
-            f"{printable(path)} itself is complete"
-        ) from None
-    return str(target)

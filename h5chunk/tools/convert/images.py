@@ -22,9 +22,10 @@ from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
+from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.csr import field_checksums
 from h5chunk.store.write.fill import Filled, available_cores, fill
-from h5chunk.store.write.filltask import FillJob
+from h5chunk.store.write.filltask import Failure, FillJob, stamp_of_samples
 from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.store.write.partfile import check_not_source
@@ -96,6 +97,39 @@ class Conversion:
         mine = {"shape": self.sample_shape, "chunk_samples": self.layout.chunk_samples, "files": num_files}
         mine |= {name: self.options[name] for name in ("seed", "shuffle")}
         return key_of({**facts_of_all(), **facts, **mine}, blobs)
+
+    def command_id(self, num_files: int, stamp: int) -> str:
+        """Identify the command: equal ones make equal files.
+
+        Parameters
+        ----------
+        num_files : int
+        stamp : int
+            Of all samples: see `h5chunk.store.write.filltask.SourceStamp`.
+        """
+        columns = self.listing.columns
+        facts = {"key": self.key(num_files), "options": self.options, "skip": self.skip, "stamp": stamp}
+        facts |= {"classes": self.listing.class_names, "columns": {name: str(columns[name].dtype) for name in columns}}
+        return key_of(facts, (values.tobytes() for values in columns.values()))
+
+    def is_complete(self, num_files: int) -> bool:
+        """Whether the output is there, and this command made it of the samples as they are now."""
+        if not has_command_id(self.path):
+            return False
+        return is_made_by(self.path, self.command_id(num_files, stamp_of_samples(self.source, self.order)))
+
+    def left_out(self, kept: np.ndarray) -> list[Failure]:
+        """The samples that are not among those that were kept, and why, as reading them again shows."""
+        failures, out = [], np.empty(self.sample_shape, np.uint8)
+        with self.source.session():
+            for row in np.flatnonzero(~np.isin(self.order, kept)).tolist():
+                reason = "could not be used then, though it can be now"
+                try:
+                    self.source.read_into(int(self.order[row]), out)
+                except SampleError as error:
+                    reason = str(error)
+                failures.append(Failure(row, reason, SampleError.__name__))
+        return failures
 
 
 def write_images(

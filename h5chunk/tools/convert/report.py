@@ -7,7 +7,7 @@ from typing import Any
 
 from h5chunk.plan.layout import Layout, human_bytes
 from h5chunk.sources.images import shape_text
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import COMPLETE, Report
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class ConvertPlan(Report):
         From decoding a few images now.
     num_workers : int
     class_names, ignored : list of str
+    already_complete : bool
+        The same command has made the output already, and would do nothing.
     """
 
     num_samples: int
@@ -41,6 +43,7 @@ class ConvertPlan(Report):
     num_workers: int
     class_names: list[str]
     ignored: list[str]
+    already_complete: bool = False
 
     def facts(self) -> dict[str, Any]:
         """The plan for programs, with what follows from the layout."""
@@ -64,6 +67,7 @@ class ConvertPlan(Report):
             f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
             *(f"ignored    {what}" for what in self.ignored),
+            *([f"note       {COMPLETE}"] * self.already_complete),
         ]
 
 
@@ -89,6 +93,8 @@ class ConvertReport(Report):
         The file that holds that list.
     ignored : list of str
     class_names : list of str
+    already_complete : bool
+        The same command had made the file before, and nothing was done; ``modes`` and ``applied`` are not known then.
     """
 
     path: str
@@ -103,14 +109,16 @@ class ConvertReport(Report):
     skipped_list: str | None = None
     ignored: list[str] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
+    already_complete: bool = False
 
     def lines(self) -> list[str]:
         counts = ", ".join(f"{count:,} {name}" for name, count in self.modes.items())
         applied = "".join(f", {count:,} {name}" for name, count in self.applied.items())
+        rate = f"{self.num_samples / self.seconds:,.0f} images/s"
         lines = [
             f"{self.path}: {self.num_samples:,} images of {shape_text(self.sample_shape)}, "
-            f"{human_bytes(self.num_bytes)}, {self.num_samples / self.seconds:,.0f} images/s",
-            f"came as {counts}{applied}",
+            f"{human_bytes(self.num_bytes)}, {'already complete' if self.already_complete else rate}",
+            *([] if self.already_complete else [f"came as {counts}{applied}"]),
             *(f"ignored {what}" for what in self.ignored),
         ]
         if self.skipped:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.report import Report
+from h5chunk.sources.sparse.block import SparseSource
+from h5chunk.store.format import GROUP, opened
+from h5chunk.store.write.csr import MATRIX, read_matrix
+from h5chunk.tools.report import COMPLETE, Report
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,12 @@ class SparsePlan(Report):
     memory_bytes : int
         What was allowed.
     estimated_s : float
+    axes : (str, str)
+        What the rows, which are the samples, and the columns are in the source.
+    duplicates : str
+        What is done about entries that share a place.
+    already_complete : bool
+        The same command has made the output already, and would do nothing.
     """
 
     source_kind: str
@@ -45,6 +55,9 @@ class SparsePlan(Report):
     free_bytes: int
     memory_bytes: int
     estimated_s: float
+    axes: tuple[str, str]
+    duplicates: str
+    already_complete: bool = False
 
     def lines(self) -> list[str]:
         rows = "rows" if self.num_rows is None else f"{self.num_rows:,} rows"
@@ -53,10 +66,13 @@ class SparsePlan(Report):
         temporary = f", {human_bytes(self.temporary_bytes)} of temporary data" if self.temporary_bytes else ""
         return [
             f"matrix     {rows} x {columns}, {about}{self.num_entries:,} entries ({self.source_kind})",
+            _axes_line(self.num_rows, self.num_columns, self.axes),
+            f"duplicates {self.duplicates}",
             *(f"field      {name} ({dtype})" for name, dtype in self.fields.items()),
             f"memory     at most {human_bytes(self.memory_bytes)}",
             f"disk       about {human_bytes(self.num_bytes)} needed{temporary}, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s",
+            *([f"note       {COMPLETE}"] * self.already_complete),
         ]
 
 
@@ -69,8 +85,10 @@ class SparseReport(Report):
     path : str
     source_kind : str
     kind : {"csr", "dense"}
-    num_rows, num_columns, num_entries, num_bytes : int
+    num_rows, num_columns, num_bytes : int
         In the file; bytes of the whole file.
+    num_entries : int or None
+        None where the file does not say: of dense rows that were complete before.
     scale : float
         A value is its code over this.
     pattern : bool
@@ -84,6 +102,10 @@ class SparseReport(Report):
     num_ranges : int
         Parts that were sorted one after the other, as memory did not suffice for all; 1 where it did.
     fields : list of str
+    axes : (str, str)
+        What the rows, which are the samples, and the columns are in the source.
+    already_complete : bool
+        The same command had made the file before, and nothing was done; ``counts`` are not known then.
     """
 
     path: str
@@ -91,7 +113,7 @@ class SparseReport(Report):
     kind: str
     num_rows: int
     num_columns: int
-    num_entries: int
+    num_entries: int | None
     num_bytes: int
     scale: float
     pattern: bool
@@ -100,13 +122,18 @@ class SparseReport(Report):
     counts: dict[str, int]
     num_ranges: int = 1
     fields: list[str] = field(default_factory=list)
+    axes: tuple[str, str] = ("rows", "columns")
+    already_complete: bool = False
 
     def lines(self) -> list[str]:
         values = "a pattern of ones" if self.pattern else f"values codes / {self.scale:g}"
         dense = ", as dense rows" if self.kind == "dense" else ""
+        entries = "" if self.num_entries is None else f"{self.num_entries:,} entries, "
+        rate = f"{self.counts.get('entries read', 0) / self.seconds:,.0f} entries/s"
         lines = [
-            f"{self.path}: {self.num_rows:,} x {self.num_columns:,}, {self.num_entries:,} entries, {values}{dense}, "
-            f"{human_bytes(self.num_bytes)}, {self.counts.get('entries read', 0) / self.seconds:,.0f} entries/s",
+            f"{self.path}: {self.num_rows:,} x {self.num_columns:,}, {entries}{values}{dense}, "
+            f"{human_bytes(self.num_bytes)}, {'already complete' if self.already_complete else rate}",
+            _axes_line(self.num_rows, self.num_columns, self.axes),
             ", ".join(f"{count:,} {what}" for what, count in self.counts.items()),
         ]
         if self.fields:
@@ -114,3 +141,40 @@ class SparseReport(Report):
         if self.num_ranges > 1:
             lines.append(f"sorted in {self.num_ranges} parts, through temporary data on disk")
         return [line for line in lines if line]
+
+
+def read_report(path: Path, source: SparseSource) -> SparseReport:
+    """Report a conversion that was complete before, as far as the file tells."""
+    with opened(path) as file:
+        matrix, checksums = read_matrix(file), file[f"{GROUP}/checksums"]
+        assert matrix is not None
+        return SparseReport(
+            path=str(path),
+            source_kind=source.kind,
+            kind=matrix.kind,
+            num_rows=matrix.num_rows,
+            num_columns=matrix.num_columns,
+            num_entries=matrix.num_entries,
+            num_bytes=path.stat().st_size,
+            scale=matrix.scale,
+            pattern=matrix.pattern,
+            chunk_samples=int(file[GROUP].attrs["chunk_samples"]),
+            seconds=0.0,
+            counts={},
+            fields=[name for name in checksums if name != MATRIX],
+            axes=source.axes,
+            already_complete=True,
+        )
+
+
+def _axes_line(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
+    """Say which axis of the source became the samples.
+
+    >>> _axes_line(138493, 26744, ("userId", "movieId"))
+    'samples: 138,493 rows (userId); columns: 26,744 (movieId)'
+    >>> _axes_line(None, None, ("userId", "movieId"))
+    'samples: rows (userId); columns (movieId)'
+    """
+    rows = "rows" if num_rows is None else f"{num_rows:,} rows"
+    columns = "columns" if num_columns is None else f"columns: {num_columns:,}"
+    return f"samples: {rows} ({axes[0]}); {columns} ({axes[1]})"

@@ -126,8 +126,10 @@ def write_shards(
                 new.commit()
             left.append(kept)
             filled.notes.update(of_each.notes)
+            filled.stamp ^= of_each.stamp
             filled.failures += [Failure(first_row + f.row, f.reason, f.kind) for f in of_each.failures]
         log.finish()
+        folder.command_id = job.command_id(len(made), filled.stamp)
         folder.commit()
     return left, filled
 

@@ -12,23 +12,31 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import OptionError, SourceError, human_bytes, printable
+from h5chunk.plan.duplicates import IN_ORDER, describe
 from h5chunk.plan.sparse import index_dtype, plan_csr
+from h5chunk.sources.container import stamp_of
 from h5chunk.sources.sparse import block as sparse
 from h5chunk.sources.sparse.block import SparseSource
+from h5chunk.sources.sparse.tenx_files import find_tenx_files
+from h5chunk.sources.sparse.transposed import Transposed
 from h5chunk.store.format import GROUP, FileSpec
+from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.csr import CsrWriter, csr_spec, write_fields
+from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.store.write.partfile import check_not_source, check_output, parse_output
-from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
+from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport, read_report
+from h5chunk.tools.convert.resume import facts_of_all
 from h5chunk.tools.convert.sparse_dense import DenseFile
 from h5chunk.tools.convert.sparse_fields import field_name, fields_of, tables_of
 from h5chunk.tools.convert.sparse_keep import Kept, choose_what_to_keep
@@ -58,16 +66,18 @@ def convert_sparse(
         As `h5chunk.convert`.
     """
     started = time.perf_counter()
-    source, path = _open(source, path, options, format, layer, columns)
+    with ExitStack() as stack:
+        stack.enter_context(_naming_memory(options))
+        source, path, options, command_id, complete = _open(source, path, options, format, layer, columns)
+        if complete:
+            return replace(read_report(path, source), seconds=time.perf_counter() - started)
 
-    def told(done: int) -> None:
-        if progress:
-            progress("read", done, source.num_bytes)
+        def told(done: int) -> None:
+            if progress:
+                progress("read", done, source.num_bytes)
 
-    folder = Path(os.path.realpath(path)).parent
-    budget, seed = Budget(options.memory_bytes), options.seed if options.shuffle else None
-    with NewFile(path, options.overwrite) as new, ExitStack() as stack:
-        read = read_source(source, options.coding(), folder, budget, seed, stack, told)
+        new = stack.enter_context(NewFile(path, options.overwrite))
+        read = read_source(source, options, Path(os.path.realpath(path)).parent, stack, told)
         kept = choose_what_to_keep(read, options.min_row_count, options.min_column_count)
         if kept.num_columns < 1 or not len(kept.row_entries):
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
@@ -76,6 +86,7 @@ def convert_sparse(
         chunk_samples = write(
             new, kept, options, fields, tables, count_up("write", int(kept.row_entries.sum()), progress)
         )
+        new.command_id = command_id
         new.commit()
         num_ranges = read.entries.num_ranges
     return SparseReport(
@@ -93,7 +104,18 @@ def convert_sparse(
         counts={what: count for what, count in kept.counts.items() if count},
         num_ranges=num_ranges,
         fields=list(fields),
+        axes=source.axes,
     )
+
+
+class _Opened(NamedTuple):
+    """What is to be converted; ``complete`` if the same command has done that already."""
+
+    source: SparseSource
+    path: Path
+    options: SparseOptions
+    command_id: str | None
+    complete: bool
 
 
 def _open(
@@ -103,13 +125,52 @@ def _open(
     format: str | None,
     layer: str | None,
     columns: tuple[str, ...] | None,
-) -> tuple[SparseSource, Path]:
-    path = parse_output(path)
+) -> _Opened:
+    path, command_id, complete = parse_output(path), None, False
     if isinstance(source, str | os.PathLike):
         check_not_source(path, source)
-        check_output(path, options.overwrite)
-        source = sparse.open_sparse(source, format, layer=layer, columns=columns)
-    return source, path
+        check_output(path, options.overwrite or has_command_id(path))
+        command_id = _command_id(source, options, format, layer, columns)
+        source = sparse.open_sparse(
+            source,
+            format,
+            layer=layer,
+            columns=columns,
+            times=options.duplicates in IN_ORDER,
+            memory_bytes=options.memory_bytes,
+        )
+        complete = not options.overwrite and is_made_by(path, command_id)
+        if not complete:
+            check_output(path, options.overwrite)
+    opened = Transposed(source) if options.transpose else source
+    return _Opened(opened, path, options.for_kind(source.kind), command_id, complete)
+
+
+def _command_id(
+    source: str | os.PathLike[str],
+    options: SparseOptions,
+    format: str | None,
+    layer: str | None,
+    columns: tuple[str, ...] | None,
+) -> str:
+    """Identify the command: equal ones make equal files."""
+    tenx = find_tenx_files(source)
+    files = [source] if tenx is None else [tenx.matrix, tenx.barcodes, tenx.features]
+    stamps = [stamp_of(os.stat(file)) for file in files if file is not None and os.path.exists(file)]
+    how = {"options": options.recorded(), "format": format, "layer": layer, "columns": columns}
+    return key_of({**facts_of_all(), **how, "stamps": stamps})
+
+
+@contextmanager
+def _naming_memory(options: SparseOptions) -> Iterator[None]:
+    """Turn the system's refusal of memory into an error that says what to do."""
+    try:
+        yield
+    except MemoryError:
+        raise OptionError(
+            f"memory_bytes is {human_bytes(options.memory_bytes)}, but the system gave less: allow less (--memory), or "
+            "give this process more"
+        ) from None
 
 
 def _write_csr(
@@ -190,11 +251,17 @@ def plan_sparse(
     ------
     As `convert_sparse`, as far as that shows it.
     """
-    source, path = _open(source, path, options, format, layer, columns)
-    coding = options.coding()
+    with _naming_memory(options):
+        opened = _open(source, path, options, format, layer, columns)
+        return replace(_plan(*opened[:3]), already_complete=opened.complete)
+
+
+def _plan(source: SparseSource, path: Path, options: SparseOptions) -> SparsePlan:
+    coding, budget = options.coding(), Budget(options.memory_bytes, counts_columns=options.min_column_count > 0)
+    budget.check_shape(source, source.shape[0] or 0, source.shape[1] or 0)
     started = time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, [0, 0]
-    for block, done in source.blocks(Budget(options.memory_bytes).source_bytes):
+    for block, done in source.blocks(budget.source_bytes):
         num_entries += len(block.rows)
         if block.values is not None:
             coding.units(block.values)
@@ -213,7 +280,6 @@ def plan_sparse(
     if options.dense:
         num_bytes = (rows or 0) * (num_columns or 0)
     record = 8 + (coding.dtype.itemsize if coding.num_bits is None else 0)
-    budget = Budget(options.memory_bytes)
     temporary = num_entries * record if num_entries * record > budget.sort_bytes // 2 else 0
     waiting = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
     temporary += waiting if waiting > budget.spool_bytes else 0
@@ -229,4 +295,6 @@ def plan_sparse(
         free_bytes=shutil.disk_usage(path.absolute().parent).free,
         memory_bytes=options.memory_bytes,
         estimated_s=seconds * 2,  # sorting and writing take about as long as reading
+        axes=source.axes,
+        duplicates=describe(options.duplicates, source.time_name),
     )

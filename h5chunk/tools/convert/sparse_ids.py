@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 TABLE_START = 1 << 16
+NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several orders, and copies of itself
 
 
 class Numbers:
@@ -15,6 +16,8 @@ class Numbers:
     size : int
         One more than the largest number seen.
     """
+
+    num_bytes = 0  # of memory
 
     def __init__(self) -> None:
         self.size = 0
@@ -41,7 +44,13 @@ class Ids:
         self._fresh: list[np.ndarray] = []  # ids in the order of their numbers
         self._sorted = np.empty(0, np.int64)
         self._numbers = np.empty(0, np.int64)
+        self._width = 8
         self.size = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper limit on the memory that the ids take until they are in the file."""
+        return self.size * (NUMBERS_BYTES + ID_COPIES * self._width)
 
     def number(self, ids: np.ndarray) -> np.ndarray:
         """Number some ids.
@@ -82,6 +91,7 @@ class Ids:
 
     def _add(self, fresh: np.ndarray) -> np.ndarray:
         self._fresh.append(fresh)
+        self._width = max(self._width, fresh.dtype.itemsize)
         self.size += len(fresh)
         return np.arange(self.size - len(fresh), self.size, dtype=np.int64)
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.plan.codes import MAX_CODE, UNITS
+from h5chunk.plan.duplicates import describe
+from h5chunk.tools.convert.sparse_duplicates import settle_duplicates
 from h5chunk.tools.convert.sparse_read import Read, unfit_error
 
 
@@ -106,9 +108,9 @@ def choose_what_to_keep(read: Read, min_row_count: int, min_column_count: int) -
         raise SourceError(f"{printable(read.source.path)}: no {_nothing(rows_kept)} left: filter less")
     counts = {
         "entries read": read.num_read,
-        "explicit zeros dropped": read.num_zeros,
-        "duplicates summed": read.num_read - read.num_zeros - tally["places"],
-        "entries dropped by their values": tally["places"] - int(unit_counts.sum()),
+        f"duplicates {describe(read.options.duplicates, read.source.time_name)}": tally["duplicates"],
+        "explicit zeros dropped": tally["zeros"],
+        "entries dropped by their values": tally["places"] - tally["zeros"] - int(unit_counts.sum()),
         "values clipped": tally["below"] + max(tally["above"], int(unit_counts[_limit(read, scale) + 1 :].sum())),
         "rows left out": int((~rows_kept).sum()),
         "columns left out": 0 if columns_kept is None else int((~columns_kept).sum()),
@@ -129,17 +131,20 @@ def _limit(read: Read, scale: float) -> int:
 
 def _settled(read: Read, columns_kept: np.ndarray | None, tally: Counter[str] | None = None) -> Iterator[Part]:
     """The entries that are not dropped, in the order of the file, with their units; counts all places in ``tally``."""
-    for rows, columns, sums in read.entries.sorted():
-        units, unfit = read.coding.settle(sums)
+    for places in read.entries.sorted():
+        rows, columns, values = places.rows, places.columns, settle_duplicates(read, places)
+        units, unfit = read.coding.settle(values)
         if tally is not None:
             tally["places"] += len(rows)
+            tally["zeros"] += int((values == 0).sum())
+            tally["duplicates"] += 0 if places.counts is None else int(places.counts.sum()) - len(rows)
             if read.coding.clip:
-                tally["below"] += int((sums < 0).sum())
-                tally["above"] += int((sums > read.coding.max_unit).sum())
+                tally["below"] += int((values < 0).sum())
+                tally["above"] += int((values > read.coding.max_unit).sum())
         if unfit.any():
             first = int(unfit.argmax())
             place = read.place(int(rows[first]), int(columns[first]))
-            value = float(sums[first]) / read.coding.units_per_one
+            value = float(values[first]) / read.coding.units_per_one
             raise unfit_error(read.source, place, value, read.coding)
         keep = units > 0
         if columns_kept is not None:

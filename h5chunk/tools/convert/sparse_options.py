@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from h5chunk.errors import OptionError, printable
 from h5chunk.plan.codes import Coding
+from h5chunk.plan.duplicates import TEXTS
 from h5chunk.plan.layout import human_bytes
 from h5chunk.sources.sparse.block import looks_sparse
+from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES
 
 MIN_MEMORY_BYTES = 1 << 20
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = DEFAULT_MEMORY_BYTES
+AUTO = "auto"
+UNIQUE = ("csv", "libsvm")  # kinds of sources in which two entries of one place are a mistake, unless it is said
 IMAGES = "images"  # the format that is no sparse one
 
 
@@ -33,6 +37,8 @@ class SparseOptions:
     binarize: float | None = None
     min_row_count: int = 0
     min_column_count: int = 0
+    duplicates: str = AUTO
+    transpose: bool = False
     dense: bool = False
     filter: str = "gzip"
     memory_bytes: int = MEMORY_BYTES
@@ -49,6 +55,8 @@ class SparseOptions:
             raise OptionError(f"seed is {self.seed}: give a number from 0 to {(1 << 64) - 1}")
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise OptionError(f"memory_bytes is {self.memory_bytes}: give at least {MIN_MEMORY_BYTES}")
+        if self.duplicates not in (AUTO, *TEXTS):
+            raise OptionError(f"duplicates is {self.duplicates!r}: give one of {', '.join((AUTO, *TEXTS))}")
         if self.filter not in ("gzip", "none"):
             raise OptionError(f"filter is {self.filter!r}: give gzip or none")
         if self.chunk_samples is not None and self.chunk_samples < 1:
@@ -58,6 +66,10 @@ class SparseOptions:
     def coding(self) -> Coding:
         """How values become codes."""
         return Coding(self.scale, self.clip, self.binarize)
+
+    def for_kind(self, kind: str) -> SparseOptions:
+        """The same, with a choice for duplicates that fits sources of this kind."""
+        return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
 
     def recorded(self) -> dict[str, Any]:
         """What the file keeps of them: all that its bytes depend on."""

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.plan.codes import MAX_CODE, Coding
+from h5chunk.plan.duplicates import IN_ORDER
 from h5chunk.plan.permute import permutation
 from h5chunk.sources.sparse.block import Block, SparseSource
+from h5chunk.sources.sparse.memory import MemoryLimit
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.sparse_entries import PART_ENTRIES, Entries
 from h5chunk.tools.convert.sparse_ids import Ids, Numbers
+from h5chunk.tools.convert.sparse_options import SparseOptions
 
 TABLE_BYTES = 4  # of an id in a table of ids
+# Of memory for a row (its number while rows are permuted, its entries, its source), and for a column whose entries are
+# counted: 49 and 25 were measured (tracemalloc, as in tests/test_claims.py).
+ROW_BYTES, COLUMN_BYTES = 56, 32
 
 Told = Callable[[int], None]
 
@@ -29,9 +36,38 @@ class Budget:
     Attributes
     ----------
     memory_bytes : int
+    counts_columns : bool
+        Whether the entries of each column will be counted.
     """
 
     memory_bytes: int
+    counts_columns: bool = False
+
+    def check_shape(
+        self, source: SparseSource, num_rows: int, num_columns: int, id_bytes: int = 0, part_read: float = 1.0
+    ) -> None:
+        """Refuse a matrix whose rows and columns alone do not fit in memory, however few entries it has.
+
+        Parameters
+        ----------
+        source : SparseSource
+        num_rows, num_columns : int
+        id_bytes : int
+            Memory that the ids of rows and columns take.
+        part_read : float
+            Part of the source that this was found in, from 0 to 1.
+
+        Raises
+        ------
+        SourceError
+            Says how much they would take.
+        """
+        column_bytes = COLUMN_BYTES if self.counts_columns or source.has_ids else 0
+        MemoryLimit(source.path, self.memory_bytes).check(
+            f"{num_rows:,} rows and {num_columns:,} columns",
+            num_rows * ROW_BYTES + num_columns * column_bytes + id_bytes,
+            part_read,
+        )
 
     @property
     def source_bytes(self) -> int:
@@ -61,7 +97,7 @@ class Read:
     Attributes
     ----------
     source : SparseSource
-    coding : Coding
+    options : SparseOptions
     entries : Entries
         Sorted; their rows are those of the file, before any is left out.
     order : (rows,) int64
@@ -69,27 +105,33 @@ class Read:
     num_columns : int
     row_ids, column_ids : array or None
         In ascending order: of all rows and columns of the source. None where it has no ids.
-    num_read, num_zeros : int
-        Entries that came, and those of them that were zero.
+    num_read : int
+        Entries of the source.
     """
 
     source: SparseSource
-    coding: Coding
+    options: SparseOptions
     entries: Entries
     order: np.ndarray
     num_columns: int
-    row_ids: np.ndarray | None
-    column_ids: np.ndarray | None
-    num_read: int = field(default=0)
-    num_zeros: int = field(default=0)
+    row_ids: np.ndarray | None = None
+    column_ids: np.ndarray | None = None
+    num_read: int = 0
 
-    def place(self, row: int, column: int) -> str:
-        """What the source calls an entry; ``row`` is one of the file."""
-        number = int(self.order[row])
-        return place_text(
-            number if self.row_ids is None else self.row_ids[number],
+    @cached_property
+    def coding(self) -> Coding:
+        return self.options.coding()
+
+    def ids(self, source_row: int, column: int) -> tuple[object, object]:
+        """What the source calls a row and a column: their ids, or else their numbers."""
+        return (
+            source_row if self.row_ids is None else self.row_ids[source_row],
             column if self.column_ids is None else self.column_ids[column],
         )
+
+    def place(self, row: int, column: int) -> str:
+        """Name a place for people; ``row`` is one of the file."""
+        return place_text(*self.ids(int(self.order[row]), column))
 
 
 def place_text(row: object, column: object) -> str:
@@ -101,26 +143,15 @@ def place_text(row: object, column: object) -> str:
     return f"row {shown[0]}, column {shown[1]}"
 
 
-def read_source(
-    source: SparseSource,
-    coding: Coding,
-    folder: Path,
-    budget: Budget,
-    seed: int | None,
-    stack: ExitStack,
-    told: Told,
-) -> Read:
+def read_source(source: SparseSource, options: SparseOptions, folder: Path, stack: ExitStack, told: Told) -> Read:
     """Read all entries and sort them.
 
     Parameters
     ----------
     source : SparseSource
-    coding : Coding
+    options : SparseOptions
     folder : Path
         For temporary data.
-    budget : Budget
-    seed : int, optional
-        Of the permutation of rows; None keeps their order.
     stack : ExitStack
         Closes what was opened here.
     told : callable
@@ -129,48 +160,48 @@ def read_source(
     Raises
     ------
     SourceError
-        A value that has no code, or what the source raises.
+        A value that has no code, more rows and columns than fit in memory, or what the source raises.
     """
     rows, columns = source.shape
+    budget = Budget(options.memory_bytes, counts_columns=options.min_column_count > 0)
     if source.has_ids or rows is None or columns is None:
-        return _read_unnumbered(source, coding, folder, budget, seed, stack, told)
-    order, destination = order_of(rows, seed)
-    entries = _entries(folder, source, rows, columns, coding, budget, stack)
-    read = Read(source, coding, entries, order, columns, None, None)
+        return _read_unnumbered(source, options, folder, budget, stack, told)
+    budget.check_shape(source, rows, columns)
+    order, destination = order_of(rows, options)
+    read = Read(source, options, _entries(folder, source, rows, columns, options, budget, stack), order, columns)
     for block, done in source.blocks(budget.source_bytes):
-        part, units = _units(read, block)
-        if len(part) and (int(part.rows.max()) >= rows or int(part.columns.max()) >= columns):
+        units = _units(read, block)
+        if len(block) and (int(block.rows.max()) >= rows or int(block.columns.max()) >= columns):
             raise SourceError(f"{printable(source.path)}: an entry lies outside of {rows} x {columns}")
-        entries.append(destination[part.rows], part.columns, units)
+        read.entries.append(destination[block.rows], block.columns, units, block.times)
         told(done)
-    entries.finish()
+    read.entries.finish()
     return read
 
 
 def _read_unnumbered(
-    source: SparseSource,
-    coding: Coding,
-    folder: Path,
-    budget: Budget,
-    seed: int | None,
-    stack: ExitStack,
-    told: Told,
+    source: SparseSource, options: SparseOptions, folder: Path, budget: Budget, stack: ExitStack, told: Told
 ) -> Read:
     """The same where only the whole source tells how many rows there are, and in which order their ids come."""
     number = np.uint32 if source.has_ids else np.int64
-    record = np.dtype([("row", number), ("column", number), ("value", coding.dtype)])
+    times = [("time", np.int64)] if _uses_times(source, options) else []
+    record = np.dtype([("row", number), ("column", number), *times, ("value", options.coding().dtype)])
     spool = stack.enter_context(Spool(folder, record, budget.spool_bytes))
     axes = [Ids(budget.table_ids) if source.has_ids else Numbers() for _ in range(2)]
-    read = Read(source, coding, None, np.empty(0, np.int64), 0, None, None)  # type: ignore[arg-type]
+    read = Read(source, options, None, np.empty(0, np.int64), 0)  # type: ignore[arg-type]
     for block, done in source.blocks(budget.source_bytes):
-        numbers = [axis.number(ids) for axis, ids in zip(axes, (block.rows, block.columns), strict=True)]
-        kept, units = _units(read, block, numbers)
+        units = _units(read, block)
         records = np.empty(len(units), record)
-        records["row"], records["column"], records["value"] = kept.rows, kept.columns, units
+        records["row"], records["column"] = axes[0].number(block.rows), axes[1].number(block.columns)
+        records["value"] = units
+        if times:
+            records["time"] = block.times
+        id_bytes = sum(axis.num_bytes for axis in axes)
+        budget.check_shape(source, *_shape(source, axes), id_bytes, min(1.0, done / max(1, source.num_bytes)))
         spool.append(records)
         told(done)
     rows, columns = _shape(source, axes)
-    read.order, destination = order_of(rows, seed)
+    read.order, destination = order_of(rows, options)
     read.num_columns = columns
     ranks = None
     if isinstance(axes[0], Ids) and isinstance(axes[1], Ids):
@@ -178,23 +209,42 @@ def _read_unnumbered(
         read.column_ids, ranks = axes[1].ranks()
         destination = destination[row_ranks]
     axes.clear()
-    read.entries = _entries(folder, source, rows, columns, coding, budget, stack)
+    read.entries = _entries(folder, source, rows, columns, options, budget, stack)
     for records in spool.take(PART_ENTRIES):
-        numbers_of = records["column"]
-        read.entries.append(
-            destination[records["row"]], numbers_of if ranks is None else ranks[numbers_of], records["value"]
-        )
+        numbers = records["column"] if ranks is None else ranks[records["column"]]
+        read.entries.append(destination[records["row"]], numbers, records["value"], records["time"] if times else None)
     spool.__exit__(None, None, None)
     read.entries.finish()
     return read
 
 
+def _uses_times(source: SparseSource, options: SparseOptions) -> bool:
+    return source.time_name is not None and options.duplicates in IN_ORDER
+
+
 def _entries(
-    folder: Path, source: SparseSource, rows: int, columns: int, coding: Coding, budget: Budget, stack: ExitStack
+    folder: Path,
+    source: SparseSource,
+    rows: int,
+    columns: int,
+    options: SparseOptions,
+    budget: Budget,
+    stack: ExitStack,
 ) -> Entries:
     if rows < 1 or columns < 1:
         raise SourceError(f"{printable(source.path)}: {rows} rows and {columns} columns: nothing to convert")
-    return stack.enter_context(Entries(folder, rows, columns, coding.dtype, coding.num_bits, budget.sort_bytes))
+    coding = options.coding()
+    entries = Entries(
+        folder,
+        rows,
+        columns,
+        coding.dtype,
+        coding.num_bits,
+        budget.sort_bytes,
+        options.duplicates,
+        has_times=_uses_times(source, options),
+    )
+    return stack.enter_context(entries)
 
 
 def _shape(source: SparseSource, axes: list[Ids | Numbers]) -> tuple[int, int]:
@@ -206,32 +256,26 @@ def _shape(source: SparseSource, axes: list[Ids | Numbers]) -> tuple[int, int]:
     return rows or max([axes[0].size, *lengths]), columns or axes[1].size
 
 
-def order_of(num_rows: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+def order_of(num_rows: int, options: SparseOptions) -> tuple[np.ndarray, np.ndarray]:
     """The source row of each row, and the row of each source row."""
-    if seed is None:
+    if not options.shuffle:
         order = np.arange(num_rows, dtype=np.int64)
         return order, order
-    order = permutation(num_rows, seed)
+    order = permutation(num_rows, options.seed)
     destination = np.empty_like(order)
     destination[order] = np.arange(num_rows, dtype=np.int64)
     return order, destination
 
 
-def _units(read: Read, block: Block, numbers: list[np.ndarray] | None = None) -> tuple[Block, np.ndarray]:
-    """The entries that are not zero, with their units; ``numbers`` in place of the ids of a block."""
+def _units(read: Read, block: Block) -> np.ndarray:
+    """The units of all entries, zeros among them: a zero may be the last of some duplicates."""
     values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
     units, unfit = read.coding.units(values)
     if unfit is not None:
         place = place_text(block.rows[unfit], block.columns[unfit])
         raise unfit_error(read.source, place, values[unfit].item(), read.coding)
-    rows, columns = numbers or (block.rows, block.columns)
     read.num_read += len(units)
-    zero = units == 0
-    if zero.any():
-        keep = ~zero
-        read.num_zeros += len(units) - int(keep.sum())
-        rows, columns, units = rows[keep], columns[keep], units[keep]
-    return Block(rows, columns, None), units
+    return units
 
 
 def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, *, why: str = "") -> SourceError:

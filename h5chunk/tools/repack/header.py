@@ -19,7 +19,7 @@ from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import Layout
 from h5chunk.plan.sparse import CsrLayout
-from h5chunk.store.format import FORMAT_VERSION, GROUP, ArraySpec, Header, create_dataset
+from h5chunk.store.format import FORMAT_VERSION, GROUP, ArraySpec, Header, create_dataset, make_group
 from h5chunk.store.rewrite.survey import Survey
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
@@ -49,14 +49,14 @@ class NewHeader:
 
     def write(self, file: h5py.File) -> Mapping[str, h5py.Dataset]:
         """Make the group, or bring it up to date; its new datasets by path, to be filled."""
-        group = file.require_group(GROUP)
+        group = make_group(file, GROUP)
         for name, value in self.attributes.items():
             group.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
-        group.require_group("checksums")
+        make_group(group, "checksums")
         made = {}
         for name, (shape, dtype) in self.tables.items():
             parent, _, last = name.rpartition("/")
-            holder = group.require_group(parent) if parent else group
+            holder = make_group(group, parent) if parent else group
             made[f"{GROUP}/{name}"] = create_dataset(holder, last, ArraySpec(shape, dtype))
         return made
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import h5chunk
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
@@ -14,7 +15,9 @@ from h5chunk.store.format import read_header
 from h5chunk.store.rewrite.child import in_child
 from h5chunk.store.rewrite.rewrite import NewOrder
 from h5chunk.store.rewrite.survey import Survey, damages, survey_file
+from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.fill import available_cores
+from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.newfile import NewFile
 from h5chunk.store.write.partfile import check_not_source, check_output, parse_output
 from h5chunk.tools.progress import Progress
@@ -108,7 +111,7 @@ def repack(
     found = None if tuned is None else read_tuned(tuned)
     path = parse_output(path)
     check_not_source(path, source)
-    check_output(path, overwrite)
+    check_output(path, overwrite or has_command_id(path))
     with Source(Path(source)) as opened:
         return _repack(opened, path, options, found, progress)
 
@@ -117,19 +120,29 @@ def _repack(
     source: Source, path: Path, options: RepackOptions, tuned: Tuned | None, progress: Progress | None
 ) -> RepackReport:
     started = time.perf_counter()
+    command = options.recorded() | {"cache": repr(options.cache), "tuned": repr(tuned)}
+    command_id = key_of(["repack", h5chunk.__version__, command, source.stamp])
+    complete = not options.overwrite and is_made_by(path, command_id)
+    if not complete:
+        check_output(path, options.overwrite)
     survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda _: None, source.shown)
     samples = plan.samples
     order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
+    new, lost = NewFile(path, options.overwrite), []
     told = telling(plan, survey, progress, bytes_to_check(plan, survey))
-    check_moved(plan, survey, source, told)
-    with NewFile(path, options.overwrite) as new:
-        run = Run(source, survey, plan, order, new, told)
-        lost = run.create()
-        with new.flusher():
-            run.move_all()
-        after = run.look()
-        source.check_unchanged()
-        new.commit()
+    run = Run(source, survey, plan, order, new, told)
+    if complete:
+        after = run.look(path)
+    else:
+        check_moved(plan, survey, source, told)
+        with new:
+            lost = run.create()
+            with new.flusher():
+                run.move_all()
+            after = run.look(new.part)
+            source.check_unchanged()
+            new.command_id = command_id
+            new.commit()
     layout = samples.layout
     return RepackReport(
         path=str(path),
@@ -146,6 +159,7 @@ def _repack(
         fields=after,
         num_copied=len(survey.datasets) - len(plan.moves) - (len(samples.others) if options.shuffle else 0),
         notes=[*plan.notes, *lost],
+        already_complete=complete,
     )
 
 

@@ -96,6 +96,8 @@ class RepackReport(Report):
         Datasets that were copied as they are.
     notes : list of str
         What could not be kept, or should be known.
+    already_complete : bool
+        The same command had made the file before, and nothing was done; what could not be kept is not known then.
     """
 
     path: str
@@ -112,13 +114,15 @@ class RepackReport(Report):
     fields: list[FieldReport] = field(default_factory=list)
     num_copied: int = 0
     notes: list[str] = field(default_factory=list)
+    already_complete: bool = False
 
     def lines(self) -> list[str]:
-        rate = human_bytes(self.num_bytes / max(self.seconds, 1e-9))
+        rate = f"{human_bytes(self.num_bytes / max(self.seconds, 1e-9))}/s"
         order = f", shuffled with seed {self.seed}" if self.shuffled else ""
         samples = f"{self.num_samples:,} samples of {self.main!r}{order}" if self.num_samples else "no samples"
         lines = [
-            f"{self.path}: {samples}, {human_bytes(self.source_bytes)} -> {human_bytes(self.num_bytes)}, {rate}/s",
+            f"{self.path}: {samples}, {human_bytes(self.source_bytes)} -> {human_bytes(self.num_bytes)}, "
+            f"{'already complete' if self.already_complete else rate}",
             *(f"  {line}" for each in self.fields for line in each.lines()),
         ]
         if self.has_header:

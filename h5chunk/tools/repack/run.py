@@ -47,9 +47,14 @@ class Source:
     def num_bytes(self) -> int:
         return self._stamp[2]
 
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """What changes when the file does."""
+        return self._stamp
+
     def _now(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def check_unchanged(self) -> None:
         """Raise FileError if the file was written to meanwhile."""
@@ -197,13 +202,13 @@ class Run:
         dtype = self._source.file[move.facts.path].dtype
         return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
 
-    def look(self) -> list[FieldReport]:
-        """What became of the fields, as the new file says."""
+    def look(self, path: Path) -> list[FieldReport]:
+        """What became of the fields, as the new file at ``path`` says."""
         moved = [(move.facts, move.row_elements, move.kind != "copy") for move in self._plan.moves if move.is_field]
         if self._order is not None:
             moved += [(facts, 1.0, True) for facts in self._plan.samples.others]
         reports = []
-        with h5py.File(self._new.part, "r", locking=False) as file:
+        with h5py.File(path, "r", locking=False) as file:
             for facts, row_elements, shuffled in moved:
                 now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, self._source.shown)
                 before, after = LaidOut.of(facts, row_elements), LaidOut.of(now, row_elements)
