@@ -111,21 +111,6 @@ def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
     return has_extensible_array(dataset) is not False
 
 
-def leaves_memory(dataset: h5py.Dataset) -> bool:
-    """Whether HDF5 leaves the memory to read into as it was, where values were never written: they have no fill value.
-
-    h5py clears the memory before.
-    """
-    properties = dataset.id.get_create_plist()
-    filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
-    if filled and properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED:
-        return False
-    if properties.get_layout() != h5py.h5d.CHUNKED:
-        return not dataset.id.get_storage_size()
-    grid = (-(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-    return bool(dataset.id.get_num_chunks() < math.prod(grid))
-
-
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
     """Whether values of a type lie elsewhere in the file, where HDF5 would look for them unchecked."""
     if isinstance(kind, h5py.h5t.TypeStringID):
