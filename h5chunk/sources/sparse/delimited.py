@@ -18,12 +18,9 @@ numbers.
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -32,7 +29,9 @@ import pyarrow.csv
 
 from h5chunk.errors import OptionError, printable
 from h5chunk.sources.sparse.block import Block, SparseSource
+from h5chunk.sources.sparse.dialect import guess_dialect, is_number, is_whole
 from h5chunk.sources.sparse.text import MAX_ID_BYTES, Piece, TextFile, first_bad_line, shown
+from h5chunk.sources.sparse.times import are_unix_times, ordered, time_type
 
 # names of columns, in small letters and without anything between them
 ROWS = re.compile(
@@ -45,7 +44,6 @@ COLUMNS = re.compile(
 )
 VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
-UNIX_TIMES = 10**8, 10**14  # from 1973 in seconds to 5138 in milliseconds
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
 PIECES_IN_MEMORY = 6  # text, its translation, pyarrow's columns, the block, masks
@@ -53,49 +51,8 @@ ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
 MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole numbers are taken for broken lines
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
-BLANKS = re.compile(rb"[ \t]+")
 PARTS = ("row", "column", "value", "time")
-EDGES = re.compile(rb"(?m)^ +| +\r?$")
-EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
-WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 AS_STRING = ":str"
-
-
-@dataclass(frozen=True)
-class _Dialect:
-    """How lines fall into cells; ``mark`` is what stands for the delimiter when pyarrow reads."""
-
-    delimiter: bytes
-    mark: bytes
-
-    @property
-    def has_quotes(self) -> bool:
-        return self.delimiter in (b",", b";", b"\t")
-
-    def translate(self, data: bytes) -> bytes:
-        """The same lines with a delimiter of one character."""
-        if self.delimiter == b" ":
-            data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
-            return EDGES.sub(b"", data) if EDGE.search(data) else data
-        return data if self.delimiter == self.mark else data.replace(self.delimiter, self.mark)
-
-    def cells(self, line: bytes) -> list[bytes]:
-        """The cells of one line."""
-        line = self.translate(line)
-        if not self.has_quotes or b'"' not in line:
-            return line.split(self.mark)
-        text = line.decode("utf-8", "surrogateescape")
-        try:
-            row = next(csv.reader([text], delimiter=self.mark.decode()), [])
-        except csv.Error:  # a broken line, of which others say what is wrong
-            return line.split(self.mark)
-        return [cell.encode("utf-8", "surrogateescape") for cell in row]
-
-
-COMMA, SEMICOLON, TAB = (_Dialect(mark, mark) for mark in (b",", b";", b"\t"))
-BLANK = _Dialect(b" ", b" ")
-COLONS = _Dialect(b"::", b"\x1f")
-DIALECTS = (COLONS, TAB, SEMICOLON, COMMA, BLANK)
 
 
 class DelimitedSource(SparseSource):
@@ -165,12 +122,11 @@ class DelimitedSource(SparseSource):
         named = columns is not None and not all(_without_type(name).isdecimal() for name in columns)
         second = table[1] if len(table) > 1 and len(table[1]) == len(first) else None
         words = second is not None and any(
-            _is_number(below) and cell.strip() and not _is_number(cell)
-            for cell, below in zip(first, second, strict=True)
+            is_number(below) and cell.strip() and not is_number(cell) for cell, below in zip(first, second, strict=True)
         )
         if not (words or named or (ROWS.fullmatch(known[0]) and COLUMNS.fullmatch(known[1]))):
             return None
-        if any(_is_number(cell) for cell in first) and not named:
+        if any(is_number(cell) for cell in first) and not named:
             return None  # a broken line, not a header
         repeated = next((name for name in names if name and names.count(name) > 1), None)
         if repeated is not None:
@@ -226,7 +182,7 @@ class DelimitedSource(SparseSource):
 
     def _id_type(self, sample: list[list[bytes]], number: int, is_text: bool) -> pyarrow.DataType:
         cells = [row[number] for row in sample if row[number].strip()]
-        num_words = sum(not _is_whole(cell) for cell in cells)
+        num_words = sum(not is_whole(cell) for cell in cells)
         words = num_words > MAX_BROKEN_PART * len(cells)
         return pyarrow.binary() if is_text or words else pyarrow.int64()
 
@@ -238,16 +194,16 @@ class DelimitedSource(SparseSource):
             taken = self._columns.values()
             candidates = [i for i, name in enumerate(self.header) if i not in taken and TIMES.fullmatch(_plain(name))]
         else:
-            candidates = [3] if len(self._columns) == 3 == self._width - 1 and _are_unix_times(table) else []
+            candidates = [3] if len(self._columns) == 3 == self._width - 1 and are_unix_times(table) else []
         for number in candidates:
-            kind = _time_type([row[number] for row in table])
+            kind = time_type([row[number] for row in table])
             if kind is not None:
                 self._columns["time"], self._types["time"] = number, kind
                 self.time_name = self._name(number)
                 return
         if candidates:
             cells = [row[candidates[0]] for row in table]
-            strange = next((cell for cell in cells if _time_type([cell]) is None), cells[-1])
+            strange = next((cell for cell in cells if time_type([cell]) is None), cells[-1])
             self._text.fail(
                 f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
                 f"{shown(strange)}: write them so, or sort the lines by time and leave that column out"
@@ -269,7 +225,7 @@ class DelimitedSource(SparseSource):
             for start in range(0, count, step):
                 arrays = {part: _to_numpy(column.slice(start, step)) for part, column in columns.items()}
                 if "time" in arrays:
-                    arrays["time"] = _ordered(arrays["time"])
+                    arrays["time"] = ordered(arrays["time"])
                 line = None if has_gaps else piece.line + start
                 block = Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"), line)
                 yield block, piece.consumed_bytes
@@ -352,36 +308,24 @@ class DelimitedSource(SparseSource):
             what = f"{name} is {shown(cell)}"
             if not cell.strip():
                 self._text.fail(f"{name} is empty: {shown(text)}", line)
-            if part == "time" and _time_type([cell]) != kind:
+            as_read = pyarrow.float64() if kind == pyarrow.float64() and is_number(cell) else time_type([cell])
+            if part == "time" and as_read != kind:
                 self._text.fail(f"{what}, no time as those above: {shown(text)}", line)
             if kind == pyarrow.binary() and len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
-            if kind == pyarrow.int64() and not _is_whole(cell):
+            if kind == pyarrow.int64() and not is_whole(cell):
                 told = self.header[number] if self.header else number
                 self._text.fail(
                     f"{what}, no whole number of 64 bits as the ids above: if ids are strings, say so with the column "
                     f"'{told}{AS_STRING}' (columns): {shown(text)}",
                     line,
                 )
-            if kind == pyarrow.float64() and not _is_number(cell):
+            if kind == pyarrow.float64() and not is_number(cell):
                 self._text.fail(f"{what}, no number: {shown(text)}", line)
             if kind == pyarrow.float64() and not np.isfinite(float(cell)):
                 row, column = (shown(cells[self._columns[axis]]) for axis in PARTS[:2])
                 self._text.fail(f"{name} at row {row}, column {column} is {shown(cell)}: values must be finite", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
-
-
-def guess_dialect(lines: list[bytes]) -> _Dialect:
-    """What parts the cells of some lines."""
-    for dialect in DIALECTS:
-        if all(dialect.delimiter in line for line in lines[:2]):
-            mixed = dialect == TAB and not _are_numbers(TAB, lines[:2]) and _are_numbers(BLANK, lines[:2])
-            return BLANK if mixed else dialect
-    return next((dialect for dialect in DIALECTS if dialect.delimiter in lines[0]), BLANK)
-
-
-def _are_numbers(dialect: _Dialect, lines: list[bytes]) -> bool:
-    return all(_is_number(cell) for line in lines for cell in dialect.cells(line))
 
 
 def looks_delimited(lines: list[bytes]) -> bool:
@@ -391,7 +335,7 @@ def looks_delimited(lines: list[bytes]) -> bool:
         return False
     dialect = guess_dialect(lines)
     table = [dialect.cells(line) for line in lines]
-    return all(2 <= len(row) == len(table[0]) <= 4 and _is_whole(row[0]) and _is_whole(row[1]) for row in table)
+    return all(2 <= len(row) == len(table[0]) <= 4 and is_whole(row[0]) and is_whole(row[1]) for row in table)
 
 
 def _num_comments(lines: list[bytes]) -> int:
@@ -405,45 +349,6 @@ def _without_type(name: str) -> str:
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def _is_whole(cell: bytes) -> bool:
-    cell = cell.strip(b" \t")
-    return WHOLE.fullmatch(cell) is not None and -(1 << 63) <= int(cell) < 1 << 63
-
-
-def _is_number(cell: bytes) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return b"_" not in cell
-
-
-def _are_unix_times(table: list[list[bytes]]) -> bool:
-    """Whether the last cells of all rows look like numbers of seconds or milliseconds since 1970."""
-    return all(_is_whole(row[-1]) and UNIX_TIMES[0] <= int(row[-1]) < UNIX_TIMES[1] for row in table)
-
-
-def _time_type(cells: list[bytes]) -> pyarrow.DataType | None:
-    """The type as which times are read; None if they are neither numbers nor ISO 8601 dates."""
-    if all(map(_is_whole, cells)):
-        return pyarrow.int64()
-    if all(map(_is_number, cells)):
-        return pyarrow.float64()
-    for kind in (pyarrow.timestamp("us"), pyarrow.timestamp("us", "UTC")):
-        with contextlib.suppress(pyarrow.ArrowInvalid):
-            pyarrow.array(cells, pyarrow.binary()).cast(pyarrow.string()).cast(kind)
-            return kind
-    return None
-
-
-def _ordered(times: np.ndarray) -> np.ndarray:
-    """Whole numbers in the order of these numbers, int64."""
-    if times.dtype.kind != "f":
-        return times
-    bits = (times + 0.0).view(np.int64)  # -0.0 becomes 0.0
-    return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))
 
 
 def _num_filled(data: bytes) -> int:

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.csv
 
 from h5chunk.sources.sparse.block import Block, SparseSource
-from h5chunk.sources.sparse.delimited import BLANK
+from h5chunk.sources.sparse.dialect import BLANK
 from h5chunk.sources.sparse.text import Piece, TextFile, first_bad_line, shown
 
 REAL, INTEGER = pyarrow.float64(), pyarrow.int64()
