@@ -16,7 +16,7 @@ from test_convert_sparse import Source, read_back, run
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import OptionError, SourceError
+from h5chunk.errors import OptionError, OutputError, SourceError
 from h5chunk.plan.duplicates import TEXTS
 from h5chunk.sources.sparse.block import open_sparse
 from h5chunk.tools.convert.sparse_entries import Entries
@@ -260,6 +260,13 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "samples: 2 rows (userId); columns: 2 (movieId)\n" in result.stdout
     with pytest.raises(OptionError, match="duplicates is 'min': give one of auto, error, sum, last, first, max, mean"):
         h5chunk.convert(tmp_path / "r.csv", tmp_path / "y.h5", duplicates="min")
+
+
+def test_another_choice_is_another_command(tmp_path: Path) -> None:
+    convert(tmp_path / "r.csv", RATINGS, duplicates="last")
+    for options in ({"duplicates": "first"}, {"duplicates": "last", "transpose": True}):
+        with pytest.raises(OutputError, match="exists"):
+            h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", **options)
 
 
 def test_times_are_read_only_if_asked_for(tmp_path: Path) -> None:
