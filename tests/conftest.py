@@ -34,6 +34,12 @@ def class_folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """Do in this process what is done in children, in case that HDF5 crashes: so that patches can collect something."""
+    monkeypatch.setattr("h5chunk.store.guard.child._is_child", True)
+
+
 @pytest.fixture(autouse=True)
 def small_images_are_read(monkeypatch):
     """Images of tests are so small that all of them would be kept in memory."""

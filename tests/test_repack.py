@@ -68,10 +68,8 @@ def tiny_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in this process, and nothing waits for the disk."""
-    for module in ("repack", "run"):
-        monkeypatch.setattr(f"h5chunk.tools.repack.{module}.in_child", lambda work, heard, shown: work(heard))
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr("os.fdatasync", lambda descriptor: None)
 
@@ -109,11 +107,10 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
 
 
 def test_values_of_variable_length_are_permuted_in_parts(
-    everything: Path, tmp_path: Path, tiny_memory: None, monkeypatch: pytest.MonkeyPatch
+    everything: Path, tmp_path: Path, tiny_memory: None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = []
     write = h5chunk.store.rewrite.objects._write
-    monkeypatch.setattr("h5chunk.tools.repack.run.in_child", lambda work, heard, shown: work(heard))
     monkeypatch.setattr("h5chunk.store.rewrite.objects._write", lambda *each: parts.append(each[1]) or write(*each))
     repack(everything, tmp_path / "out.h5", shuffle=True, memory_bytes=20_000, compression="gzip")
     check_same(everything, tmp_path / "out.h5", permutation(100, 0))
@@ -196,7 +193,12 @@ def test_any_layout_of_any_type(tmp_path: Path, tiny_memory: None, quick: None, 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("chunks", [(50, 4, 3, 1), (1, 8, 6, 3), None])
 def test_bytes_do_not_depend_on_memory(
-    tmp_path: Path, tiny_memory: None, chunks: Any, compression: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny_memory: None,
+    in_process: None,
+    chunks: Any,
+    compression: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_images(tmp_path / "a.h5", 500, chunks=chunks)
     outputs, buckets = set(), []
@@ -231,7 +233,7 @@ def test_a_file_sorted_by_class_becomes_mixed(tmp_path: Path) -> None:
 
 
 def test_bands_of_chunks_that_do_not_fit_wait_on_disk(
-    tmp_path: Path, tiny_memory: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_memory: None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spilled = []
     spill = SpilledChunks.read_part

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +22,9 @@ from click.testing import CliRunner, Result
 from repack_files import check_same, make_everything
 from test_convert import linux
 
-import h5chunk.store.rewrite.child as child_module
 from h5chunk.cli import main
-from h5chunk.errors import FileError, H5ChunkError, OutputError, SourceError, WorkerError
+from h5chunk.errors import FileError, H5ChunkError, OutputError
 from h5chunk.plan.permute import permutation
-from h5chunk.store.rewrite.child import in_child
 from h5chunk.tools.repack.repack import repack
 
 OLD = b"what stood there"
@@ -324,76 +321,7 @@ def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     for where in ("h5chunk.tools.repack.run.create_replica", "h5chunk.tools.repack.repack.survey_file"):
         monkeypatch.setattr(where, crash)
-        check_refused(source, FileError, "HDF5 crashed on it (SIGSEGV): it is damaged")
-
-
-def test_a_loop_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "LOOP_S", 0.05)
-    monkeypatch.setattr(child_module, "LOOK_S", 0.1)
-
-    def run(_: object) -> None:
-        while True:
-            pass
-
-    with pytest.raises(FileError, match=r"f\.h5: HDF5 runs in circles on it: it is damaged"):
-        in_child(run, lambda _: None, "f.h5")
-
-
-def test_waiting_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "LOOP_S", 0.05)
-    monkeypatch.setattr(child_module, "LOOK_S", 0.02)
-    assert in_child(lambda _: time.sleep(0.5) or "done", lambda _: None, "f.h5") == "done"
-
-    def read(_: object) -> str:
-        until = time.process_time() + 0.4
-        while time.process_time() < until:
-            sum(Path("/proc/self/stat").read_bytes() * 50)
-        return "done"
-
-    assert in_child(read, lambda _: None, "f.h5") == "done"
-
-
-def children() -> set[str]:
-    """Processes of this one; other tests may have left a server of workers among them."""
-    return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
-
-
-def test_a_child_gives_what_it_has_and_says_what_went_wrong() -> None:
-    heard: list[int] = []
-    before = children()
-
-    def work(say: Callable[[int], None]) -> str:
-        say(1)
-        say(2)
-        return "done"
-
-    assert in_child(work, heard.append, "f.h5") == "done" and heard == [1, 2]
-
-    def fail(say: Callable[[int], None]) -> None:
-        raise SourceError("it is so")
-
-    def break_down(say: Callable[[int], None]) -> None:
-        raise ZeroDivisionError("by nothing")
-
-    with pytest.raises(SourceError, match="it is so"):
-        in_child(fail, heard.append, "f.h5")
-    with pytest.raises(WorkerError, match="ZeroDivisionError: by nothing"):
-        in_child(break_down, heard.append, "f.h5")
-    assert children() <= before
-
-
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, time\nfrom h5chunk.store.rewrite.child import in_child\n"
-        "def told(pid):\n    print(pid, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "in_child(lambda say: say(os.getpid()) or time.sleep(60), told, 'f.h5')\n"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    for _ in range(100):
-        if not Path(f"/proc/{int(process.stdout)}").exists():
-            return
-        time.sleep(0.05)
-    pytest.fail("the child lives on")
+        check_refused(source, FileError, "this file crashes HDF5 (SIGSEGV): it is damaged")
 
 
 # ------------------------------------------------------------------------------------------------------ damaged data

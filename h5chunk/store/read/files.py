@@ -13,6 +13,7 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.guard.checksums import OFF
+from h5chunk.store.guard.child import try_files
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
@@ -49,17 +50,27 @@ def open_reader(
     """
     files = list_files(path)
     _check_shards(path)
+    options: Any = {"trusted": trusted, "checksums": checksums}
+    _try(files, fields, options)
     if len(files) == 1:
-        return H5Reader(files[0], fields, trusted=trusted, checksums=checksums)
-    return FileSet(files, fields, _name(path, files), trusted=trusted, checksums=checksums)
+        return H5Reader(files[0], fields, **options)
+    return FileSet(files, fields, _name(path, files), **options)
 
 
 def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
     """A reader of other fields of the same file or files."""
     options: Any = {"trusted": reader.trusted, "checksums": reader.checksums}
+    files = [each.path for each in reader.readers] if isinstance(reader, FileSet) else [reader.path]
+    _try(files, fields, options)
     if isinstance(reader, FileSet):
-        return FileSet([each.path for each in reader.readers], fields, reader.path, **options)
+        return FileSet(files, fields, reader.path, **options)
     return H5Reader(reader.path, fields, **options)
+
+
+def _try(files: list[Path], fields: Mapping[str, str] | None, options: dict[str, Any]) -> None:
+    """Open files that are not trusted in a child process first, which HDF5 may crash."""
+    if options["trusted"] is False:
+        try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
 
 
 def list_files(path: Paths) -> list[Path]:

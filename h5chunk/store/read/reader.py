@@ -255,6 +255,12 @@ class H5Reader:
         if found != self._stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
 
+    def touch(self) -> None:
+        """Read all the metadata that reading samples needs, and none of the samples."""
+        assert self.fingerprint is not None
+        self._handles()
+        self.close()
+
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
         self._opened = None

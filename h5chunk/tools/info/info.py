@@ -14,6 +14,7 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
 from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
 from h5chunk.store.format import GROUP, Header, opened, read_header
+from h5chunk.store.guard.child import in_child
 from h5chunk.store.guard.claims import KNOWN_FILTERS
 from h5chunk.store.guard.guard import Guard, Refusal, Trusted
 from h5chunk.store.read.files import Paths, list_files
@@ -172,6 +173,10 @@ def info(path: Paths, *, trusted: Trusted = False) -> FileInfo | FolderInfo:
 
 
 def _info_file(path: Path, trusted: Trusted) -> FileInfo:
+    return in_child(lambda _: _look_at_file(path, trusted), lambda: printable(path))
+
+
+def _look_at_file(path: Path, trusted: Trusted) -> FileInfo:
     with opened(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)

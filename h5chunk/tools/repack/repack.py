@@ -12,7 +12,7 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
 from h5chunk.store.format import read_header
-from h5chunk.store.rewrite.child import in_child
+from h5chunk.store.guard.child import Say, in_child
 from h5chunk.store.rewrite.rewrite import NewOrder
 from h5chunk.store.rewrite.survey import Survey, damages, survey_file
 from h5chunk.store.write.command_id import has_command_id, is_made_by
@@ -26,8 +26,8 @@ from h5chunk.tools.repack.fields import find_samples, is_anndata
 from h5chunk.tools.repack.header import plan_header
 from h5chunk.tools.repack.options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
 from h5chunk.tools.repack.plan import RepackPlan, check_shuffle, plan_repack
-from h5chunk.tools.repack.report import RepackReport
-from h5chunk.tools.repack.run import Run, Source, telling
+from h5chunk.tools.repack.report import FieldReport, RepackReport
+from h5chunk.tools.repack.run import Run, Source, describe_fields, telling
 
 MAX_THREADS = 8  # each takes its share of the memory
 
@@ -112,38 +112,31 @@ def repack(
     path = parse_output(path)
     check_not_source(path, source)
     check_output(path, overwrite or has_command_id(path))
-    with Source(Path(source)) as opened:
-        return _repack(opened, path, options, found, progress)
+    return _repack(Source(Path(source)), path, options, found, progress)
 
 
 def _repack(
     source: Source, path: Path, options: RepackOptions, tuned: Tuned | None, progress: Progress | None
 ) -> RepackReport:
+    """Do it in child processes: HDF5 never opens the source in this one."""
     started = time.perf_counter()
     command = options.recorded() | {"cache": repr(options.cache), "tuned": repr(tuned)}
+    source, survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda: source.shown)
     command_id = key_of(["repack", h5chunk.__version__, command, source.stamp])
     complete = not options.overwrite and is_made_by(path, command_id)
-    if not complete:
-        check_output(path, options.overwrite)
-    survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda _: None, source.shown)
-    samples = plan.samples
-    order = NewOrder(permutation(samples.num_samples, options.seed)) if options.shuffle else None
-    new, lost = NewFile(path, options.overwrite), []
-    told = telling(plan, survey, progress, bytes_to_check(plan, survey))
-    run = Run(source, survey, plan, order, new, told)
     if complete:
-        after = run.look(path)
+        lost: list[str] = []
+        after = in_child(lambda _: describe_fields(plan, options.shuffle, path, source.shown), lambda: str(path))
     else:
-        check_moved(plan, survey, source, told)
-        with new:
-            lost = run.create()
-            with new.flusher():
-                run.move_all()
-            after = run.look(new.part)
-            source.check_unchanged()
+        with NewFile(path, options.overwrite) as new:
+            after, lost = in_child(
+                lambda say: _write(source, survey, plan, options, new, say),
+                lambda: source.shown,
+                lambda told: progress(*told) if progress else None,
+            )
             new.command_id = command_id
             new.commit()
-    layout = samples.layout
+    samples, layout = plan.samples, plan.samples.layout
     return RepackReport(
         path=str(path),
         num_samples=samples.num_samples,
@@ -163,9 +156,28 @@ def _repack(
     )
 
 
-def _plan(source: Source, options: RepackOptions, tuned: Tuned | None) -> tuple[Survey, RepackPlan, RepackOptions]:
+def _write(
+    source: Source, survey: Survey, plan: RepackPlan, options: RepackOptions, new: NewFile, say: Say
+) -> tuple[list[FieldReport], list[str]]:
+    """Write the new file; return what became of the fields, and what could not be kept."""
+    order = NewOrder(permutation(plan.samples.num_samples, options.seed)) if options.shuffle else None
+    told = telling(plan, survey, lambda *progress: say(progress), bytes_to_check(plan, survey))
+    with source:
+        check_moved(plan, survey, source, told)
+        run = Run(source, survey, plan, order, new, told)
+        lost = run.create()
+        with new.flusher():
+            run.move_all()
+        after = describe_fields(plan, options.shuffle, new.part, source.shown)
+        source.check_unchanged()
+    return after, lost
+
+
+def _plan(
+    source: Source, options: RepackOptions, tuned: Tuned | None
+) -> tuple[Source, Survey, RepackPlan, RepackOptions]:
     """Look at the file, and settle what is done, and with which options."""
-    with damages(source.shown):
+    with source, damages(source.shown):
         old = read_header(source.file)
         notes: list[str] = []
         if tuned is not None and is_anndata(source.file):
@@ -182,4 +194,4 @@ def _plan(source: Source, options: RepackOptions, tuned: Tuned | None) -> tuple[
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
         plan = plan_repack(source.file, survey, samples, header, options, num_threads, notes)
-        return survey, plan, options
+    return source, survey, plan, options

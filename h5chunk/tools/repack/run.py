@@ -13,10 +13,10 @@ from h5py import h5d
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.format import Region, open_file
-from h5chunk.store.rewrite.child import in_child
+from h5chunk.store.guard.child import limited_memory
 from h5chunk.store.rewrite.movedrows import EvenRows, UnevenRows
 from h5chunk.store.rewrite.rawrows import RawRows, open_rows
-from h5chunk.store.rewrite.replica import Replica, create_replica, printable_key
+from h5chunk.store.rewrite.replica import create_replica, printable_key
 from h5chunk.store.rewrite.rewrite import NewOrder, copy_rows, shuffle_rows
 from h5chunk.store.rewrite.survey import Survey, damages, look_at_dataset
 from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target, written
@@ -26,22 +26,27 @@ from h5chunk.tools.repack.header import CHECKSUMS, SOURCE_INDEX, checksum_name
 from h5chunk.tools.repack.plan import Move, RepackPlan, plan_changes
 from h5chunk.tools.repack.report import FieldReport, LaidOut
 
+OBJECT_BYTES = 200 << 20  # of memory, for values of variable length: HDF5 believes how long they say they are
+
 
 class Source:
-    """The file to read, open in HDF5 and as bytes."""
+    """The file to read; while it is entered, open in HDF5 and as bytes. It pickles in between."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.shown = path, printable(path)
+        self._stamp: tuple[int, ...] = ()
 
     def __enter__(self) -> Source:
         self.file = open_file(self.path)
         self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self._stamp = self._now()
+        self._stamp = self._stamp or self._now()
+        self.check_unchanged()
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
         self.file.close()
+        del self.file
 
     @property
     def num_bytes(self) -> int:
@@ -90,18 +95,17 @@ class Run:
     def create(self) -> list[str]:
         """Write all but what is laid out anew; says what could not be kept."""
         lost: list[str] = []
+        changes = plan_changes(self._plan, self._survey, self._order, self._told)
 
         def create(part: Path) -> dict[str, Region]:
-            replica = in_child(lambda say: self._create(part, say), self._told, self._source.shown)
+            room = OBJECT_BYTES + 4 * min(self._plan.shares.memory_bytes, self._source.num_bytes)
+            with limited_memory(room):
+                replica = create_replica(part, self._source.file, self._survey, changes)
             lost.extend(replica.lost)
             return replica.regions
 
         self._regions = dict(self._new.make(self._plan.num_bytes, create))
         return lost
-
-    def _create(self, part: Path, copied: Callable[[int], None]) -> Replica:
-        changes = plan_changes(self._plan, self._survey, self._order, copied)
-        return create_replica(part, self._source.file, self._survey, changes)
 
     def move_all(self) -> None:
         """Write what is laid out anew, and the tables beside it."""
@@ -202,17 +206,18 @@ class Run:
         dtype = self._source.file[move.facts.path].dtype
         return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
 
-    def look(self, path: Path) -> list[FieldReport]:
-        """What became of the fields, as the new file at ``path`` says."""
-        moved = [(move.facts, move.row_elements, move.kind != "copy") for move in self._plan.moves if move.is_field]
-        if self._order is not None:
-            moved += [(facts, 1.0, True) for facts in self._plan.samples.others]
-        reports = []
-        with h5py.File(path, "r", locking=False) as file:
-            for facts, row_elements, shuffled in moved:
-                now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, self._source.shown)
-                before, after = LaidOut.of(facts, row_elements), LaidOut.of(now, row_elements)
-                reports.append(
-                    FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, shuffled)
-                )
-        return reports
+
+def describe_fields(plan: RepackPlan, shuffled: bool, path: Path, shown: str) -> list[FieldReport]:
+    """Say what became of the fields, as the new file at ``path`` says."""
+    fields = [(move.facts, move.row_elements, move.kind != "copy") for move in plan.moves if move.is_field]
+    if shuffled:
+        fields += [(facts, 1.0, True) for facts in plan.samples.others]
+    reports = []
+    with h5py.File(path, "r", locking=False) as file:
+        for facts, row_elements, moved in fields:
+            now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, shown)
+            before, after = LaidOut.of(facts, row_elements), LaidOut.of(now, row_elements)
+            reports.append(
+                FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, moved)
+            )
+    return reports

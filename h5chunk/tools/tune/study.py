@@ -168,6 +168,7 @@ def study_file(
     from h5chunk.feed.dataset import ChunkDataset
 
     reader = H5Reader(path, fields, trusted=trusted)
+    reader.touch()
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(path)}: has no samples: nothing can be tuned")

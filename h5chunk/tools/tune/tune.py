@@ -10,6 +10,7 @@ from typing import Any
 
 from h5chunk.errors import OptionError, printable
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.guard.child import in_child
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.sidecar import write_recommendation
@@ -124,7 +125,7 @@ def tune(
             _check_converted(source, size)
             named = field_mapping(fields)
             options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
-            study = study_file(source, named, folder=folder, **options)
+            study = in_child(lambda _: study_file(source, named, folder=folder, **options), lambda: printable(source))
         worth = min_effective_batch * study.facts.batch_samples
         limits = Limits(worth, min(memory_bytes, available_bytes()))
         found = _tune(study, limits, numbers, device, budget, cache, min_effective_batch)

@@ -113,8 +113,9 @@ def verify_folder(
         done += size
     names = [file.name for file in files]
     missing = tuple(missing_shards(names))
-    problems = [*wrong_counts(names), *_numbers(files)]
-    if not missing and all(each.ok for each in reports):
+    whole = [file for file, report in zip(files, reports, strict=True) if report.ok]
+    problems = [*wrong_counts(names), *_numbers(whole)]
+    if not missing and len(whole) == len(files):
         problems += _disagreements(files, name)
     return FolderReport(str(name), tuple(reports), missing, tuple(problems), time.perf_counter() - started)
 

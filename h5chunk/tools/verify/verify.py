@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 from h5chunk.errors import FileError, TrustError, UnsupportedError, printable
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.checks import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
+from h5chunk.store.guard.child import in_child
 from h5chunk.store.guard.claims import same_file
 from h5chunk.store.guard.guard import DAMAGES, Guard, Refusal, Trusted
 from h5chunk.store.read.files import Paths, list_files
@@ -94,24 +95,33 @@ def _verify_file(
     trusted: Trusted,
     progress: Progress | None,
 ) -> VerifyReport:
+
+    def heard(told: tuple[str, int, int]) -> None:
+        if progress:
+            progress(*told)
+
+    found = in_child(lambda say: _check_file(path, quick, trusted, say), lambda: printable(path), heard)
+    if repair is None or not found.bad:
+        return found
+    from h5chunk.tools.verify.repair import repair_chunks
+
+    repaired, bad = repair_chunks(path, list(found.bad), repair, manifest)
+    if repaired and found.problems:  # some may be gone
+        found = _verify_file(path, quick, None, None, trusted, progress)
+    return replace(found, bad=tuple(bad), repaired=tuple(repaired))
+
+
+def _check_file(path: Path, quick: bool, trusted: Trusted, say: Callable[[tuple[str, int, int]], None]) -> VerifyReport:
     started = time.perf_counter()
     with opened(path) as file:
         job = _survey(file, path, trusted, quick)
-        read_bytes = _check_all(job, progress)
+        read_bytes = _check_all(job, say)
         for matrix in job.matrices.values():
             matrix.finish(not quick)
             job.problems += matrix.problems
             job.notes += matrix.notes
         bad = sorted(job.bad, key=lambda each: (job.numbers[each.field], each.chunk))
         header = job.header
-    repaired: list[BadChunk] = []
-    if repair is not None and bad:
-        from h5chunk.tools.verify.repair import repair_chunks
-
-        repaired, bad = repair_chunks(path, bad, repair, manifest)
-        if repaired and job.problems:  # some may be gone
-            again = _verify_file(path, quick, None, None, trusted, progress)
-            return replace(again, bad=tuple(bad), repaired=tuple(repaired))
     return VerifyReport(
         path=str(path),
         num_bytes=path.stat().st_size,
@@ -123,7 +133,6 @@ def _verify_file(
         notes=tuple(job.notes),
         seconds=time.perf_counter() - started,
         read_bytes=read_bytes,
-        repaired=tuple(repaired),
     )
 
 
@@ -256,21 +265,19 @@ def _look(matrix: MatrixCheck | None, part: str) -> Look | None:
     return matrix.columns if part == "indices" else matrix.look_at_codes if part == "data" and matrix.ours else None
 
 
-def _check_all(job: _Job, progress: Progress | None) -> int:
+def _check_all(job: _Job, say: Callable[[tuple[str, int, int]], None]) -> int:
     """Read what is to be read; gives the bytes."""
     total = sum(each.stored_bytes(chunks) for each, chunks in job.datasets)
     done = 0
     descriptor = open_descriptor(job.path)
     try:
         for each, chunks in job.datasets:
-            if progress:
-                progress("verify", done, total)
+            say(("verify", done, total))
             threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // each.thread_bytes()))
             for came in check_parts(each.parts(chunks), descriptor, threads):
                 done += came.num_bytes
                 job.bad += [_bad(job, each, damage) for damage in came.damages]
-                if progress:
-                    progress("verify", done, total)
+                say(("verify", done, total))
     finally:
         os.close(descriptor)
     return done
