@@ -1,8 +1,8 @@
-"""Torture h5chunk: damaged files, killed processes, full disks.
+"""Torture h5chunk: killed processes, full disks. (Damaged files: `tests/torture_mutated.py`.)
 
-    python scripts/torture.py --json FILE        # all of it, about half an hour; Linux, pip install ".[test]"
+    python scripts/torture.py --json FILE        # all of it, about 20 minutes; Linux, pip install ".[test]"
     python scripts/torture.py --quick            # a few minutes
-    python scripts/torture.py --only mutated kills --seed 7
+    python scripts/torture.py --only kills --seed 7
 
 Prints a line for each section: how many cases there were, what was seen how often, and whatever must not be; exits
 with 1 if there is any of that. Everything follows from the seed, but for the moments at which processes are killed.
@@ -31,12 +31,6 @@ from torture_result import Result
 SHOWN = 20  # of what must not be, in print; JSON has all
 
 
-def mutated(quick: bool, seed: int, folder: Path) -> Result:
-    from torture_mutated import run
-
-    return run(1000 if quick else 10_000, seed, folder)
-
-
 def workers(quick: bool, seed: int, folder: Path) -> Result:
     from torture_workers import run
 
@@ -56,7 +50,6 @@ def boundaries(quick: bool, seed: int, folder: Path) -> Result:
 
 
 SECTIONS: dict[str, Callable[[bool, int, Path], Result]] = {
-    "mutated": mutated,
     "kills": kills,
     "boundaries": boundaries,
     "workers": workers,

@@ -21,8 +21,8 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
-from torture_files import make_photos
 from torture_result import Result
 
 import h5chunk
@@ -47,6 +47,15 @@ def run(kills: int, seed: int, folder: Path) -> Result:
     return result
 
 
+def _make_photos(folder: Path) -> Path:
+    for number in range(600):
+        place = folder / f"class{number % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8)
+        Image.fromarray(pixels).save(place / f"{number:05}.png", compress_level=1)
+    return folder
+
+
 def _run_others(result: Result, few: int, rng: random.Random, folder: Path) -> None:
     path = folder / "a.h5"
     for _ in range(few):
@@ -56,7 +65,7 @@ def _run_others(result: Result, few: int, rng: random.Random, folder: Path) -> N
     for how in (signal.SIGKILL, signal.SIGINT):
         for _ in range(few):
             left_alone(result, rng, f"training, {how.name}", lambda: train(path), how, trains=True)
-    photos = make_photos(folder / "photos", 600, side=64)
+    photos = _make_photos(folder / "photos")
     big = folder / "big.h5"
     for _ in range(few):
         left_alone(result, rng, "convert, SIGKILL", lambda: _convert_for_ever(photos, big), signal.SIGKILL)
