@@ -10,13 +10,14 @@ import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from odd_files import set_fill_undefined
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import UnsupportedError
+from h5chunk.errors import FileError, UnsupportedError
 from h5chunk.store.guard import checks, claims
 
-NEVER, UNDEFINED = h5py.h5d.FILL_TIME_NEVER, "0, as no fill value is defined"
+UNDEFINED = "0, as there is no fill value"
 
 
 def make(path: Path, shape: tuple[int, ...], *, fill_time: int | None = None, rows: int = 0, **options) -> Path:
@@ -67,6 +68,28 @@ def test_verify_and_info(tmp_path: Path, name: str) -> None:
         if value and value != UNDEFINED:
             found = file["images"][-1, 0]
             assert repr(found.decode() if isinstance(found, bytes) else found.item()) == value
+
+
+@pytest.mark.parametrize("chunks", [None, (5,)])
+@pytest.mark.parametrize("never", [False, True])
+def test_no_fill_value_at_all(tmp_path: Path, chunks: tuple[int, ...] | None, never: bool) -> None:
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    set_fill_undefined(properties)
+    if chunks:
+        properties.set_chunk(chunks)
+    if never:
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple((20,))
+        h5py.h5d.create(file.id, b"images", h5py.h5t.NATIVE_UINT16, space, properties)
+    (field,) = report(tmp_path / "a.h5")["fields"]
+    assert field["reads_as"] == (UNDEFINED if never else "an error, as there is no fill value")
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5")
+    if never:
+        assert int(dataset[3][0]) == 0
+    else:
+        with pytest.raises(FileError, match="cannot be read"):
+            dataset[3]
 
 
 def test_one_value_and_none(tmp_path: Path) -> None:

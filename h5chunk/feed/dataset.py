@@ -119,7 +119,11 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs between data sets of other data, and is the same for copies of a file."""
+        """A number that is the same for copies of a file, and differs between the parts of one.
+
+        Different data have different numbers in h5chunk files, which have checksums; of other files it tells only
+        names, shapes and types apart.
+        """
         found = self._reader.fingerprint
         return found if self._samples is None else zlib.crc32(self._samples.tobytes(), found)
 

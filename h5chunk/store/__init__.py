@@ -1,5 +1,5 @@
-"""The file: its format, a writer that leaves no half-written file, readers.
+"""The file: its format, writers under whose output's name no half-written file ever stands, and readers.
 
-``format`` says what is in a file, ``newfile`` makes one appear only when complete, ``fill`` has worker processes
-write samples into it, ``reader`` reads rows of any HDF5 file through HDF5's chunk cache.
+``format`` specifies what is in a file, ``write`` makes one appear under its name only when it is complete, ``read``
+reads rows of any HDF5 file, ``guard`` validates files before they are read, ``rewrite`` writes any file anew.
 """

@@ -1,8 +1,9 @@
-"""What is in a file that h5chunk wrote: the specification, version 1.
+"""Specification of the files that h5chunk writes, version 1.
 
-A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. There are
-no variable-length types, links other than hard ones, or time stamps: equal input gives equal bytes. No dataset has a
-filter, but for ``/X`` of a file of dense rows.
+A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. Files that
+`h5chunk convert` and `append` write have no variable-length types, no links other than hard ones, and no time stamps:
+equal input, options and versions of the libraries give equal bytes. No dataset in them has a filter, but for ``/X`` of
+a file of dense rows.
 
 Fields
 ------
@@ -11,14 +12,15 @@ A field is a dataset at the root whose first axis counts samples; all fields hav
 ``/images``
     uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
 ``/labels``
-    int64, (N,). Only where there are classes.
+    (N,), int64, where samples have a class or a label; float64 where labels are fractions.
 others
-    Columns of a manifest: (N,), of any integer or float type, or UTF-8 strings of fixed length, padded with zeros.
+    Columns of a manifest: (N,), uint8, int8, int64 or float64, or UTF-8 strings of fixed length, padded with zeros.
 
-Each field has chunks of (k, ...): whole samples, the same k for all fields. No filter, allocated early, no fill
-value is written, and maximum dimensions are fixed. So HDF5 keeps no chunk index (its "implicit" index): the chunks of
-a field are one run of bytes in order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the
-bytes behind the last sample are zero. Fields of 64 KiB or more start at a multiple of 4096.
+Each field has chunks of (k, ...) with k <= N: whole samples, the same k for all fields. No filter, allocated early, no
+fill value is written, and maximum dimensions are fixed. So HDF5 keeps the address of the first chunk alone: in its
+"implicit" index, or, where k = N, in its "single chunk" index. In both cases the chunks of a field are one run of bytes
+in order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the bytes behind the last sample
+are zero. Fields whose chunks take 64 KiB or more start at a multiple of 4096.
 
 Sparse matrices
 ---------------
@@ -40,7 +42,8 @@ writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in ro
 ``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are),
 which are not those of the rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
 ``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's
-``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,).
+``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or
+strings; truth values are uint8.
 
 In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the rows of a nominal chunk of rows: a power of two (but no
 more than N), of at most 256 KiB of entries on average. It is what an order of an epoch permutes; no dataset but the
@@ -58,7 +61,7 @@ in ascending order of all ids of the source. So does ``column_index``. Rows that
 
 A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the
 attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
-``dense``. Where it is compressed, its chunks have an index and lie in order.
+``dense``. Where it is compressed, HDF5 keeps an index of its chunks, which lie in order.
 
 Beside the data, in the group ``/h5chunk``
 ------------------------------------------
@@ -78,7 +81,7 @@ attributes
 ``source_names``, ``source_name_ends``
     uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
 ``class_names``
-    Fixed-length UTF-8 strings, (num_classes,): name of each label. Only where there are classes.
+    Fixed-length UTF-8 strings, (num_classes,): name of each label. Only where labels are classes that have names.
 
 Files that were appended to
 ---------------------------
@@ -92,13 +95,14 @@ below that source. New classes stand behind the old ones.
 Files that were repacked
 ------------------------
 `h5chunk repack` keeps all of the above, and brings the group up to date: ``options`` gets the key ``repack``, and a
-shuffle permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may then be
-compressed; their chunks have an index and lie in order, and the checksums are those of the stored bytes.
+shuffle permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may be
+compressed: then HDF5 keeps an index of their chunks, which lie in order, and checksums are those of the stored bytes.
 
-A file of others may have got the group, without ``kind``, ``source_names`` and, unless it was shuffled,
-``source_index``. Its fields are whichever datasets have ``num_samples`` rows and elements of a fixed size, in any
-group, of any type and name; ``checksums`` has them, and the parts of sparse matrices, by their paths. Other types keep
-the chunks that they had.
+Another HDF5 file that is repacked with a shuffle, window or cache gets the group, without ``kind``, ``class_names``,
+``source_names`` and, unless it was shuffled, ``source_index``. It keeps its own types, soft links, attributes and user
+block; behind a user block of less than 4096 bytes, fields start at multiples of its size. Its fields are whichever
+datasets have ``num_samples`` rows and elements of a fixed size, in any group, of any type and name; ``checksums`` has
+them, and the parts of sparse matrices, by their paths. Other types keep the chunks that they had.
 """
 
 from __future__ import annotations

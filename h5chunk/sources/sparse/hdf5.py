@@ -1,4 +1,4 @@
-"""HDF5 files that somebody else made: nothing is followed out of the file, and no size is believed.
+"""Read untrusted HDF5 files of matrices: no references out of the file, and sizes as far as they are stored.
 
 | threat | what is done |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""What a dataset, and the attributes of an object, say of size and type: believed only within what the file has."""
+"""Check what a dataset, and the attributes of an object, claim of size and type against what the file stores."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _check_chunk_claims(
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
     """Raise FileError unless all attributes, or those of these names, are small and of fixed-size types.
 
-    To list all of them, HDF5 believes how many there are, and may crash; one is found by its name.
+    HDF5 may crash on damaged attributes: when it lists them, as it believes how many there are, and when it finds one.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)

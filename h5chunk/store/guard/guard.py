@@ -1,16 +1,16 @@
-"""What is read of an HDF5 file that somebody else made: nothing leads out of it, and no size is believed.
+"""Validate untrusted HDF5 files: no references out of the file, and sizes in proportion to what is stored.
 
 | threat | what is done |
 | --- | --- |
 | soft and external links | each name on a path must be a hard link; looked at before anything is opened |
 | external storage, virtual datasets | refused, before their shape is asked for |
 | unknown filters | refused before a chunk is read, so that no plugin is loaded for them; each filter only once |
-| shapes larger than what is stored | bytes, chunks and the size of one chunk must be in proportion to the file |
+| shapes larger than what is stored | refused beyond 64 MiB or 1032 times what is stored (`check_claims`) |
 | chunks that overlap, lie beyond the file, or are of another length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters set up for other chunks than there are, which crash on them | refused (`check_filters`) |
 | strings of variable length that say what a matrix is | looked up without HDF5, which may never come back |
 | values of variable length, references | refused as fields; not read in our own group, nor large attributes there |
-| links and datasets in the group /h5chunk | hard links to small datasets of fixed-size types, in every file |
+| links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and such shapes |
 
 With ``trusted`` links, views, external storage and any filter are let through, where what they lead to lies in folders
 that the user named. What HDF5 itself does with damaged metadata is left to HDF5; what it raises becomes a FileError.

@@ -99,7 +99,7 @@ class FileSet(H5Reader):
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs between sets of other data, or of the same in another order."""
+        """As `H5Reader.fingerprint`, of all files in their order."""
         if self._fingerprint is None:
             of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
             self._fingerprint = zlib.crc32(repr(of_each).encode())

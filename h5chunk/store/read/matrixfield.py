@@ -1,6 +1,7 @@
 """A sparse matrix as a field: what its group in the file says, whoever wrote it.
 
-A file of ours, or AnnData's: `h5chunk.store.format` has the specification of both.
+`h5chunk.store.format` specifies that of an h5chunk file. AnnData's differ in types, and may be compressed:
+https://anndata.readthedocs.io/en/latest/fileformat-prose.html, "Sparse arrays".
 """
 
 from __future__ import annotations

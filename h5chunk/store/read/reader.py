@@ -131,9 +131,10 @@ class H5Reader:
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs between files of different data, and is the same for copies of a file.
+        """A number that is the same for copies of a file.
 
-        Of checksums in files of ours; of names, shapes and types in others.
+        Files of different data have different ones as far as can be seen: by their checksums in h5chunk files, by
+        names, shapes and types in others.
         """
         if self._fingerprint is None:
             about = [

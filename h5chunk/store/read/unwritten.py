@@ -21,9 +21,11 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """The value that readers give for elements that were never written: the fill value, or zero where there is none."""
+    """What readers give for elements that were never written: the fill value; without one, zero or an error."""
     if not _has_fill_value(dataset):
-        return "0, as no fill value is defined"
+        never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
+        found = "0" if never or dataset.id.get_storage_size() else "an error"
+        return f"{found}, as there is no fill value"
     value = dataset.fillvalue
     value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
     return printable(repr(as_text(value) if isinstance(value, bytes) else value))

@@ -2,7 +2,8 @@
 
 For rewriting a file: rows are wanted in order, each once, in long runs. No value is converted. Chunks are read by byte
 ranges and decoded outside HDF5's lock where `h5chunk.store.read.codecs` can, so that threads read side by side; else
-HDF5 decodes them, one after the other. Chunks that were never written give the fill value.
+HDF5 decodes them, one after the other. Chunks that were never written give the fill value, or zeros
+without one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A folder of files that appears under its name only when it is complete and on disk.
 
 As `h5chunk.store.write.newfile` does it with a file: until then it is ``.NAME.h5chunk-part`` beside its place, locked,
-and what stood under the name stays as it was until the new folder takes its place in one step. Only a folder of shards
-is ever replaced: whatever else stands there is somebody's work. A journal beside it says what a killed one
-had done.
+and what stood under the name stays as it was until the new folder takes its place in one step (in two, where the file
+system cannot exchange folders: between them the old one is ``.NAME.h5chunk-old``). Only a folder of shards is ever
+replaced: whatever else stands there is somebody's work. A journal beside it says what a killed one had done.
 """
 
 from __future__ import annotations
