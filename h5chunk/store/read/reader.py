@@ -298,7 +298,8 @@ class _Handle:
             table = list_chunks(dataset)
             self._checks = ChunkChecks(Path(file.filename), field.name, dataset, table, sums[field.name])
         self._space = self._id.get_space()
-        self._kind = h5py.h5t.py_create(field.dtype, logical=True)
+        dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)  # .str: no names of an enum's
+        self._kind = h5py.h5t.py_create(dtype, logical=True)  # values, or HDF5 would change values without a name
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
         self._shape = field.sample_shape
         self._row_bytes = field.grid.sample_bytes
