@@ -133,6 +133,7 @@ def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
     """An empty file with the user block, and the orders of the root, of another."""
     old, new = h5g.open(source.id, b"/").get_create_plist(), h5p.create(h5p.FILE_CREATE)
     new.set_userblock(source.userblock_size)
+    new.set_sizes(*source.id.get_create_plist().get_sizes())  # HDF5 copies objects without changing their addresses
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
     block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
