@@ -296,17 +296,19 @@ def _unwritten_cases() -> Iterator[Case]:
     for name, options in fills.items():
         for shape, chunks in shapes.items():
             made = _part_written(**options, **chunks)
+            row = "chunks never written: the fill value, or zeros where there is none or it is never written"
+            if shape == "contiguous" and name != "undefined":
+                yield Case(row, f"{name}, user block", HDF5, _part_written(file={"userblock_size": 512}, **options))
             if shape == "contiguous" and name == "undefined":
                 yield Case("nothing written, contiguous, and no fill value", name, REFUSED, made)
             else:
-                row = "chunks never written: the fill value, or zeros where there is none or it is never written"
                 yield Case(row, f"{name}, {shape}", HDF5, made)
 
 
-def _part_written(**options: Any) -> Callable[[Path], None]:
+def _part_written(*, file: dict[str, Any] | None = None, **options: Any) -> Callable[[Path], None]:
     def maker(path: Path) -> None:
-        with h5py.File(path, "w") as file:
-            dataset = create(file, **options)
+        with h5py.File(path, "w", **(file or {})) as opened:
+            dataset = create(opened, **options)
             if dataset.chunks:
                 dataset[4:12] = DATA[4:12]
                 dataset[30:33, :2] = 5
@@ -352,6 +354,8 @@ def _type_cases() -> Iterator[Case]:
             yield Case(row, f"{name} {len(chunks)} {chunks.get('filters', ())}", HDF5, _typed(kind, data, **chunks))
     bits = _typed(h5t.STD_B16LE, DATA, memory=h5t.STD_B16LE, **WHOLE)
     yield Case(row, "bit field", HDF5, bits)
+    nameless = _typed(_enum(h5t.STD_U16BE), DATA.astype(">u2"), memory=_enum(h5t.STD_U16BE))
+    yield Case(row, "big-endian enumeration, values without a name", HDF5, nameless)
     row = "compound, complex, array, opaque, reference and variable-length types"
     compound = np.zeros(SHAPE[:1], [("a", "u2"), ("b", "f4", (3,))])
     refused = {
@@ -436,7 +440,12 @@ def _file_cases() -> Iterator[Case]:
                 row, f"{name}, {shape}", DIRECT, lambda path, file=file, chunks=chunks: _with_gaps(path, file, chunks)
             )
     for chunks in (WHOLE, {**PARTS, "filters": [GZIP]}):
-        yield Case(row, f"addresses of 4 bytes {len(chunks)}", DIRECT, lambda path, chunks=chunks: _small(path, chunks))
+        yield Case(
+            row,
+            f"addresses of 4 bytes {len(chunks)}",
+            DIRECT,
+            lambda path, chunks=chunks: make_small(path, (4, 4), chunks),
+        )
         yield Case(row, f"shared messages {len(chunks)}", DIRECT, lambda path, chunks=chunks: _shared(path, chunks))
     yield Case("part of a file by the family or split driver", "family", REFUSED, _family)
     yield Case("part of a file by the family or split driver", "split", REFUSED, _split)
@@ -464,11 +473,13 @@ def _with_gaps(path: Path, file: dict[str, Any], options: dict[str, Any]) -> Non
 def _raw_file(path: Path, properties: h5p.PropFCID, options: dict[str, Any]) -> None:
     with h5py.File(h5f.create(bytes(path), h5f.ACC_TRUNC, fcpl=properties)) as file:
         create(file, **options)[...] = DATA
+        file["beside"] = np.arange(100)
 
 
-def _small(path: Path, options: dict[str, Any]) -> None:
+def make_small(path: Path, sizes: tuple[int, int], options: dict[str, Any]) -> None:
+    """A file whose addresses and lengths are of few bytes."""
     properties = h5p.create(h5p.FILE_CREATE)
-    properties.set_sizes(4, 4)
+    properties.set_sizes(*sizes)
     _raw_file(path, properties, options)
 
 

@@ -170,6 +170,14 @@ with h5py.File(sys.argv[1], "r+", libver="latest") as file:
 OPEN = "open for writing, or beside a writer (SWMR), in another process or in this one"
 
 
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (4, 8)])
+def test_repack_copies_other_data_sets_of_a_file_with_small_addresses(tmp_path, sizes):
+    odd.make_small(tmp_path / "a.h5", sizes, odd.WHOLE)
+    assert repacked(tmp_path / "a.h5").tobytes() == odd.DATA.tobytes()
+    with h5py.File(tmp_path / "repacked.h5") as file:
+        assert file["beside"][()].tolist() == list(range(100))
+
+
 @contextmanager
 def open_elsewhere(path: Path, how: str) -> Iterator[None]:
     """Another process has it open for writing."""

@@ -80,7 +80,7 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     if is_listed_wrongly(dataset):
         raise NotDirect("HDF5 lists its chunks at wrong places, as an axis other than the first can grow without limit")
     if dataset.chunks is None:
-        offset = dataset.id.get_offset()
+        offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None  # else None plus the user block
         num_bytes = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's type may be wider
         table = ChunkTable(
             np.array([-1 if offset is None else offset], np.int64),
