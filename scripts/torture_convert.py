@@ -60,8 +60,8 @@ CASES = {
     "folder shards": Case("photos", (*IMAGES_OPTIONS, "--shards", "3"), True),
     "zip": Case("photos.zip", IMAGES_OPTIONS),
     "zip shards": Case("photos.zip", (*IMAGES_OPTIONS, "--shards", "4"), True),
-    "csr": Case("ratings.csv", ("--memory", "1M")),
-    "dense": Case("ratings.csv", ("--memory", "24M", "--dense", "--chunk-samples", "32")),
+    "csr": Case("ratings.csv", ("--memory-bytes", "1M")),
+    "dense": Case("ratings.csv", ("--memory-bytes", "24M", "--dense", "--chunk-samples", "32")),
 }
 
 

@@ -324,7 +324,7 @@ def test_files_without_checksums(tmp_path: Path, images: Path, mode: str) -> Non
             make(theirs, checksums=mode)
     with pytest.raises(OptionError, match=remedy):
         ChunkDataset([images, theirs], fields=["images"], checksums=mode)
-    repack(theirs, tmp_path / "c.h5", fields=["images"], window=2)
+    repack(theirs, tmp_path / "c.h5", fields=["images"], window_chunks=2)
     assert ChunkDataset(tmp_path / "c.h5", checksums=mode)[3][0].tolist() == [0] * 4
     with pytest.raises(OptionError, match="has no checksums of 'h5chunk/source_index'"):
         ChunkDataset(images, fields={"numbers": "h5chunk/source_index"}, checksums=mode)

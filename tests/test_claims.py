@@ -244,7 +244,7 @@ def test_the_error_says_what_it_would_take(tmp_path: Path) -> None:
     (tmp_path / "m.mtx").write_bytes(mtx(HUGE[0], 3, "real general"))
     message = (
         r"m\.mtx: claims 2,000,000,000 rows and 3 columns, which take 104\.3 GiB of memory, but memory_bytes is "
-        r"1\.0 GiB: if the claim is right, allow more \(--memory 105G\)"
+        r"1\.0 GiB: if the claim is right, allow more \(--memory-bytes 105G\)"
     )
     for how in (h5chunk.convert, plan_convert):
         with pytest.raises(SourceError, match=message):
@@ -254,7 +254,7 @@ def test_the_error_says_what_it_would_take(tmp_path: Path) -> None:
 
 def test_empty_rows_are_legal_where_they_fit(tmp_path: Path) -> None:
     (tmp_path / "m.mtx").write_bytes(mtx(300_000, 3, "real general"))
-    with pytest.raises(SourceError, match=r"--memory 17M\)"):
+    with pytest.raises(SourceError, match=r"--memory-bytes 17M\)"):
         h5chunk.convert(tmp_path / "m.mtx", tmp_path / "x.h5", memory_bytes=16 << 20)
     assert h5chunk.convert(tmp_path / "m.mtx", tmp_path / "x.h5", memory_bytes=17 << 20).num_rows == 300_000
 
@@ -278,7 +278,7 @@ def test_what_a_part_of_the_source_takes_is_taken_for_all_of_it(tmp_path: Path) 
     (tmp_path / "r.csv").write_bytes(b"".join(b"%d,1,1\n" % i for i in range(1_000_000, 1_600_000)))
     with pytest.raises(SourceError, match=r"claims \d+,\d+ rows and 1 columns in the first \d+% of it") as refusal:
         h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", memory_bytes=32 << 20)
-    enough = int(str(refusal.value).rpartition("--memory ")[2].removesuffix("M)"))
+    enough = int(str(refusal.value).rpartition("--memory-bytes ")[2].removesuffix("M)"))
     assert 60 <= enough <= 68
     assert h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", memory_bytes=enough << 20).num_rows == 600_000
 

@@ -574,7 +574,7 @@ def test_convert_knows_a_sparse_source(ratings: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line(ratings: Path, tmp_path: Path) -> None:
-    result = cli("convert", ratings, tmp_path / "x.h5", "--binarize", 3, "--min-row-count", 2, "--memory", "64M")
+    result = cli("convert", ratings, tmp_path / "x.h5", "--binarize", 3, "--min-row-count", 2, "--memory-bytes", "64M")
     assert result.exit_code == 0, result.output
     assert "entries, a pattern of ones" in result.stdout and "80 entries read" in result.stdout
     result = cli("convert", ratings, tmp_path / "x.h5", "--overwrite", "--columns", "movieId,userId", "--json")
@@ -583,7 +583,7 @@ def test_the_command_line(ratings: Path, tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5") as file:
         options = json.loads(file["h5chunk"].attrs["options"])
     assert options["shuffle"] is True and "memory_bytes" not in options
-    assert cli("convert", ratings, tmp_path / "y.h5", "--memory", "much").exit_code == 2
+    assert cli("convert", ratings, tmp_path / "y.h5", "--memory-bytes", "much").exit_code == 2
     assert not (tmp_path / "y.h5").exists()
 
 
@@ -611,7 +611,8 @@ def test_image_options_are_refused_for_a_matrix(ratings: Path, tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
-    "option", [["--clip"], ["--memory", "2G"], ["--dense"], ["--layer", "X"], ["--duplicates", "sum"], ["--transpose"]]
+    "option",
+    [["--clip"], ["--memory-bytes", "2G"], ["--dense"], ["--layer", "X"], ["--duplicates", "sum"], ["--transpose"]],
 )
 def test_sparse_options_are_refused_for_images(tmp_path: Path, option: list[object]) -> None:
     (tmp_path / "photos").mkdir()

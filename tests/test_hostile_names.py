@@ -306,7 +306,7 @@ def test_arguments_that_a_shell_finds(foreign: Path) -> None:
     check("info", foreign, NAME, code=2)
     check(NAME, code=2)
     check("tune", foreign, "--batch-size", NAME, code=2)
-    check("convert", foreign, foreign, "--memory", NAME, code=2)
+    check("convert", foreign, foreign, "--memory-bytes", NAME, code=2)
 
 
 def test_what_python_shows(foreign: Path, recwarn: pytest.WarningsRecorder) -> None:

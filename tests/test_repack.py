@@ -275,8 +275,8 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
     ({"memory_bytes": 1 << 20}, "memory is 1048576 bytes: give at least"),
     ({"memory_bytes": 8 << 20, "shuffle": True}, "a permutation of 400000 samples takes"),
     ({"chunk_samples": 0}, "chunk_samples is 0"),
-    ({"window": 0}, "window is 0"),
-    ({"window": 1 << 63}, "window is 9223372036854775808: give at most 9223372036854775807"),
+    ({"window_chunks": 0}, "window_chunks is 0"),
+    ({"window_chunks": 1 << 63}, "window_chunks is 9223372036854775808: give at most 9223372036854775807"),
     ({"cache": (1 << 63, 0, 0.0)}, "give numbers of at most 9223372036854775807"),
     ({"seed": -1}, "seed is -1"),
     ({"compression": "brotli"}, "compression is 'brotli': give one of none, gzip, lzf, zstd, lz4, blosc"),
@@ -342,7 +342,7 @@ def names_of(file: h5py.File) -> list[bytes]:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_file_of_ours_stays_one(tmp_path: Path, shuffle: bool) -> None:
     ours, out = make_ours(tmp_path), tmp_path / "out.h5"
-    repack(ours, out, shuffle=shuffle, seed=9, chunk_samples=5, window=4)
+    repack(ours, out, shuffle=shuffle, seed=9, chunk_samples=5, window_chunks=4)
     order = permutation(40, 9) if shuffle else np.arange(40)
     assert check_checksums(out) == {"images", "weight"}
     with h5py.File(ours) as old, h5py.File(out) as new:
@@ -484,7 +484,7 @@ def test_anndata_reads_the_same(cells: Path, tmp_path: Path, compression: str | 
     ("options", "message"),
     [
         ({"shuffle": True}, "shuffle it with h5chunk convert, which makes a training file of it"),
-        ({"window": 4}, "window would add the group /h5chunk"),
+        ({"window_chunks": 4}, "window_chunks would add the group /h5chunk"),
         ({"cache": (1, 0, 0.0)}, "cache would add the group /h5chunk"),
     ],
 )
@@ -561,7 +561,7 @@ def test_an_axis_without_limit_that_is_not_the_first(tmp_path: Path) -> None:
 
 def test_window_and_cache_are_stored(tmp_path: Path) -> None:
     make_images(tmp_path / "a.h5")
-    report = repack(tmp_path / "a.h5", tmp_path / "b.h5", window=7, cache=(11, 4096, 0.5), chunk_samples=4)
+    report = repack(tmp_path / "a.h5", tmp_path / "b.h5", window_chunks=7, cache=(11, 4096, 0.5), chunk_samples=4)
     with h5py.File(tmp_path / "b.h5") as file:
         header = read_header(file)
         assert "source_index" not in file["h5chunk"]
@@ -630,8 +630,8 @@ def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
     report = repack(cells, tmp_path / "out.h5ad", tuned=tuned)
     assert not report.has_header and not report.shuffled and "AnnData's files have no more" in report.notes[0]
     check_same(cells, tmp_path / "out.h5ad")
-    with pytest.raises(OptionError, match="window would add"):
-        repack(cells, tmp_path / "no.h5ad", tuned=tuned, window=3)
+    with pytest.raises(OptionError, match="window_chunks would add"):
+        repack(cells, tmp_path / "no.h5ad", tuned=tuned, window_chunks=3)
 
 
 def test_what_a_tuned_file_may_leave_out(tmp_path: Path) -> None:

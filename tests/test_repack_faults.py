@@ -185,7 +185,7 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert report.already_complete and "already complete" in str(report)
     same = {"path": whole.path, "seconds": whole.seconds, "already_complete": False}
     assert replace(report, **same) == whole
-    for other in ({"seed": 1}, {"cache": (1, 2, 0.5)}, {"tuned": tuned}, {"window": 2}, {}):
+    for other in ({"seed": 1}, {"cache": (1, 2, 0.5)}, {"tuned": tuned}, {"window_chunks": 2}, {}):
         if not other:
             os.utime(source)
         with pytest.raises(OutputError, match="exists: use --overwrite"):
@@ -388,7 +388,7 @@ def test_the_command(tmp_path: Path) -> None:
     source = make_file(tmp_path / "a.h5")
     (tmp_path / "tuned.json").write_text('{"window_chunks": 3}')
     result = run(
-        "repack", source, tmp_path / "b.h5", "--shuffle", "--seed", 4, "--compression", "lzf", "--memory", "64M",
+        "repack", source, tmp_path / "b.h5", "--shuffle", "--seed", 4, "--compression", "lzf", "--memory-bytes", "64M",
         "--tuned", tmp_path / "tuned.json", "--fields", "images", "--chunk-samples", 30, "--json",
     )  # fmt: skip
     report = json.loads(result.stdout)
@@ -451,7 +451,7 @@ def test_damaged_values_get_no_new_checksums(tmp_path: Path, damaged: str, optio
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         file["images"] = np.random.default_rng(0).integers(0, 256, (90, 20, 10), np.uint8)
         file["names"] = np.arange(90)
-    repack(tmp_path / "theirs.h5", source, window=2, chunk_samples=10)
+    repack(tmp_path / "theirs.h5", source, window_chunks=2, chunk_samples=10)
     repack(source, again, **options)
     with h5py.File(source) as file:
         place = file[damaged].id.get_chunk_info(3).byte_offset + 5

@@ -490,7 +490,7 @@ def test_fields_of_any_name_and_strings(tmp_path):
 
 
 def test_command_line(converted):
-    arguments = ("tune", converted, "--budget", "0.5s", "--batch-size", 16, "--workers", 0, "--memory", "1GiB")
+    arguments = ("tune", converted, "--budget", "0.5s", "--batch-size", 16, "--workers", 0, "--memory-bytes", "1GiB")
     result = run(*arguments, "--apply", "--verify")
     assert result.exit_code == 0, result.output
     assert "equal" in result.stdout and f"stored in {sidecar_of(converted)}" in result.stdout

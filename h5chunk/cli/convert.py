@@ -117,7 +117,7 @@ from h5chunk.cli.output import note, progress_bar, show
     help="How --dense rows are compressed.",
 )
 @click.option(
-    "--memory",
+    "--memory-bytes",
     "memory_bytes",
     type=Bytes(),
     default=1 << 30,

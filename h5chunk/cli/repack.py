@@ -17,37 +17,40 @@ from h5chunk.cli.output import progress_bar, show
 @click.option(
     "--chunk-samples", type=ChunkSamples(), default="auto", show_default=True, help="Samples in one HDF5 chunk."
 )
-@click.option("--window", type=click.IntRange(1), metavar="N", help="Store N as the recommended window, in chunks.")
+@click.option("--window-chunks", type=click.IntRange(1), metavar="N", help="Recommended window to store, in chunks.")
 @click.option("--shuffle", is_flag=True, help="Permute the samples of all fields alike.")
 @click.option(
-    "--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True, help="Of that permutation."
+    "--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True, help="Seed of that permutation."
 )
 @click.option(
     "--compression",
     metavar="NAME[:LEVEL]",
-    help="Of the fields: gzip, lzf, zstd, lz4, blosc or none. [default: none]",
+    help="Compression of the fields: gzip, lzf, zstd, lz4, blosc or none. [default: none]",
 )
 @click.option(
     "--tuned",
     type=click.Path(),
     metavar="FILE.json",
-    help="What a tuner found: chunks, window, cache, compression, shuffling. Options given here count more.",
+    help="Settings that h5chunk tune --json printed. Options given here count more.",
 )
 @click.option(
     "--fields",
     multiple=True,
     metavar="DATASET",
-    help="Dataset that says how many samples there are; again for more. [default: images, AnnData's X, or the largest]",
+    help="Dataset that says how many samples there are (repeatable). [default: images, AnnData's X, or the largest]",
 )
 @click.option(
-    "--keep", multiple=True, metavar="DATASET", help="Dataset that holds no samples, though as long as one; again."
+    "--keep",
+    multiple=True,
+    metavar="DATASET",
+    help="Copy this dataset unchanged although its length matches (repeatable).",
 )
 @click.option(
-    "--memory",
+    "--memory-bytes",
     "memory_bytes",
     type=Bytes(),
     default=1 << 30,
-    help="About the most memory to take, such as 512M. [default: 1GiB]",
+    help="Upper limit on memory, about, such as 512M. [default: 1GiB]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--quiet", is_flag=True, help="No progress bar, no report.")

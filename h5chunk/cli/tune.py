@@ -15,7 +15,7 @@ from h5chunk.cli.output import progress_bar, show
 @click.argument("source", metavar="SRC", type=click.Path())
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples in a batch.")
 @click.option(
-    "--memory",
+    "--memory-bytes",
     "memory_bytes",
     type=Bytes(),
     default=4 << 30,

@@ -48,7 +48,8 @@ class MemoryLimit:
         enough = _round_up(self._held_bytes + int(num_bytes / max(part_read, 0.01)))
         raise SourceError(
             f"{self._name}: claims {claim}{where}, which take {human_bytes(num_bytes)} of memory{held}, but "
-            f"memory_bytes is {human_bytes(self.memory_bytes)}: if the claim is right, allow more (--memory {enough})"
+            f"memory_bytes is {human_bytes(self.memory_bytes)}: if the claim is right, allow more "
+            f"(--memory-bytes {enough})"
         )
 
     def keep(self, claim: str, num_bytes: int) -> None:
@@ -58,7 +59,7 @@ class MemoryLimit:
 
 
 def _round_up(num_bytes: int) -> str:
-    """A size that ``--memory`` takes, of at least so many bytes.
+    """A size that ``--memory-bytes`` takes, of at least so many bytes.
 
     >>> _round_up(96_000_000_000), _round_up(5_000_000)
     ('90G', '5M')

@@ -139,7 +139,7 @@ class TextFile:
                 if not cut:
                     rest.append(data)
                     if sum(map(len, rest)) > limit:
-                        more = ": allow more memory (--memory)" if limit < MAX_LINE_BYTES else ""
+                        more = ": allow more memory (--memory-bytes)" if limit < MAX_LINE_BYTES else ""
                         self.fail(f"longer than the limit of {limit} bytes for one line{more}", line)
                     continue
                 data, rest = b"".join([*rest, data[:cut]]), [data[cut:]]

@@ -242,7 +242,8 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
     if not isinstance(table, h5py.Dataset):
         raise OptionError(
             f"checksums is {checksums!r}, but {printable(path)} has no checksums of {name!r}: leave checksums out, or "
-            "write the file anew with h5chunk repack --window N (AnnData's with h5chunk convert), which adds them"
+            "write the file anew with h5chunk repack --window-chunks N (AnnData's with h5chunk convert), which adds "
+            "them"
         )
     if is_listed_wrongly(dataset):
         raise FileError(f"{printable(path)}: HDF5 lists the chunks of {name!r} at wrong places: leave checksums out")

@@ -168,8 +168,8 @@ def _naming_memory(options: SparseOptions) -> Iterator[None]:
         yield
     except MemoryError:
         raise OptionError(
-            f"memory_bytes is {human_bytes(options.memory_bytes)}, but the system gave less: allow less (--memory), or "
-            "give this process more"
+            f"memory_bytes is {human_bytes(options.memory_bytes)}, but the system gave less: allow less "
+            "(--memory-bytes), or give this process more"
         ) from None
 
 

@@ -224,7 +224,7 @@ class Entries:
             if num_alike > max(MIN_ALIKE, self._limit):
                 raise OptionError(
                     f"{num_alike:,} entries or more share one row and column, which do not fit in memory together: "
-                    "allow more (--memory), or remove them from the source"
+                    "allow more (--memory-bytes), or remove them from the source"
                 )
         return np.concatenate(found) if found else np.empty(0, self.record)
 

@@ -71,10 +71,10 @@ def plan_header(
     OptionError
         It is needed but cannot be.
     """
-    wanted = options.shuffle or options.window is not None or options.cache is not None
+    wanted = options.shuffle or options.window_chunks is not None or options.cache is not None
     if header is None and not wanted:
         return None
-    what = "shuffle" if options.shuffle else "window" if options.window is not None else "cache"
+    what = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
     if samples.anndata:
         raise OptionError(
             f"{shown}: {what} would add the group /{GROUP}, but readers of AnnData's files refuse groups that they do "
@@ -95,7 +95,7 @@ def plan_header(
 
 
 def _attributes(header: Header | None, layout: Layout | CsrLayout, options: RepackOptions) -> dict[str, Any]:
-    layout = layout if options.window is None else replace(layout, window_chunks=options.window)
+    layout = layout if options.window_chunks is None else replace(layout, window_chunks=options.window_chunks)
     cache: CacheSettings = layout.cache if options.cache is None else options.cache
     attributes: dict[str, Any] = {
         "h5chunk_version": h5chunk.__version__,

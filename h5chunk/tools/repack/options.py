@@ -34,7 +34,7 @@ class RepackOptions:
     """
 
     chunk_samples: int | None = None
-    window: int | None = None
+    window_chunks: int | None = None
     cache: CacheSettings | None = None
     shuffle: bool = False
     seed: int = 0
@@ -45,7 +45,7 @@ class RepackOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("chunk_samples", "window"):
+        for name in ("chunk_samples", "window_chunks"):
             _check_count(name, getattr(self, name))
         if self.cache is not None and max(self.cache.nslots, self.cache.nbytes) > MAX_COUNT:
             raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_COUNT}")
@@ -61,7 +61,7 @@ class RepackOptions:
 
     def recorded(self) -> dict[str, Any]:
         """What the file keeps of them: all that its bytes depend on."""
-        names = ("chunk_samples", "window", "shuffle", "seed", "compression", "fields", "keep")
+        names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
         return {name: getattr(self, name) for name in names}
 
     def with_tuned(self, tuned: Tuned) -> RepackOptions:
@@ -70,7 +70,7 @@ class RepackOptions:
             self,
             shuffle=self.shuffle or tuned.shuffle,
             chunk_samples=tuned.chunk_samples if self.chunk_samples is None else self.chunk_samples,
-            window=tuned.window_chunks if self.window is None else self.window,
+            window_chunks=tuned.window_chunks if self.window_chunks is None else self.window_chunks,
             cache=tuned.cache if self.cache is None else self.cache,
             compression=tuned.compression if self.compression is None else self.compression,
         )

@@ -37,7 +37,7 @@ def repack(
     path: str | os.PathLike[str],
     *,
     chunk_samples: int | None = None,
-    window: int | None = None,
+    window_chunks: int | None = None,
     cache: CacheSettings | Sequence[float] | None = None,
     shuffle: bool = False,
     seed: int = 0,
@@ -63,7 +63,7 @@ def repack(
         The file to read, and the one to write; it appears under its name when it is complete and on disk.
     chunk_samples : int, optional
         Samples in one chunk; chosen if not given.
-    window : int, optional
+    window_chunks : int, optional
         Recommended number of chunks to shuffle together, stored in the file's group ``/h5chunk``.
     cache : CacheSettings or (nslots, nbytes, w0), optional
         Recommended chunk cache, stored there as well.
@@ -98,7 +98,7 @@ def repack(
     """
     options = RepackOptions(
         chunk_samples=chunk_samples,
-        window=window,
+        window_chunks=window_chunks,
         cache=None if cache is None else CacheSettings.of(cache),
         shuffle=shuffle,
         seed=seed,
@@ -142,7 +142,7 @@ def _repack(
         num_samples=samples.num_samples,
         main=samples.main,
         chunk_samples=layout.chunk_samples if layout is not None else None,
-        window_chunks=options.window or (layout.window_chunks if layout is not None else None),
+        window_chunks=options.window_chunks or (layout.window_chunks if layout is not None else None),
         has_header=plan.header is not None,
         shuffled=options.shuffle,
         seed=options.seed,

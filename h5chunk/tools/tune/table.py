@@ -130,7 +130,7 @@ def commands_for(search: Search, setting: Setting) -> list[str]:
         )
     elif setting.repack:
         command = repack_command(study, None if study.matrix else setting.chunk_samples, shuffle=setting.shuffle)
-        steps.append(command if study.anndata else f"{command} --window {setting.window_chunks}")
+        steps.append(command if study.anndata else f"{command} --window-chunks {setting.window_chunks}")
         path = str(tuned_path(study))
     stored = setting.repack and study.converted and not study.anndata
     known = stored or setting.window_chunks == study.facts.window_chunks
