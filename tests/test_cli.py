@@ -138,7 +138,7 @@ def test_options_reach_the_conversion(class_folder: Make, tmp_path: Path) -> Non
         options = json.loads(file["h5chunk"].attrs["options"])
     assert options == {
         "size": [4, 6], "fit": "pad", "color": "gray", "layout": "nhwc", "animated": "first", "seed": 3,
-        "shuffle": False,
+        "shuffle": False, "split_folders": "auto",
     }  # fmt: skip
     check_error(run("convert", tmp_path / "photos", tmp_path / "y.h5", "--max-pixels", 119), "max_pixels=119")
 

@@ -125,7 +125,7 @@ def test_attributes(class_folder: Make, tmp_path: Path) -> None:
         options = json.loads(attrs.pop("options"))
     assert options == {
         "size": [10, 12], "fit": "error", "color": "rgb", "layout": "nchw", "animated": "error", "seed": 5,
-        "shuffle": True,
+        "shuffle": True, "split_folders": "auto",
     }  # fmt: skip
     assert attrs["h5chunk_version"] == h5chunk.__version__.encode()
     assert (attrs["format_version"], attrs["num_samples"], attrs["chunk_samples"], attrs["seed"]) == (1, 20, 4, 5)
@@ -600,7 +600,7 @@ def test_plan_says_what_convert_does(class_folder: Make, tmp_path: Path) -> None
     assert plan.fields == {"images": "uint8", "labels": "int64"} and plan.num_workers == 2
     assert 0 < plan.estimated_s < 60 and plan.free_bytes > plan.num_bytes
     text = str(plan)
-    assert "300 of 3 x 10 x 12 uint8, 3 classes" in text and "with 2 workers" in text
+    assert "300 of 3 x 10 x 12 uint8\nclasses    3: class0, class1, class2\n" in text and "with 2 workers" in text
     assert plan.layout.reasons and all(reason in text for reason in plan.layout.reasons)
     assert json.loads(plan.to_json())["layout"]["reasons"] == list(plan.layout.reasons)
 

@@ -20,6 +20,11 @@ from h5chunk.cli.output import note, progress_bar, show
     help="Table of paths below SRC; its further columns are fields.",
 )
 @click.option(
+    "--split-folders",
+    type=click.Choice(["auto", "yes", "no"]),
+    help="Whether the top folders of SRC are splits (train, val, ...). [default: as when FILE was made]",
+)
+@click.option(
     "--fit",
     type=click.Choice(["error", "stretch", "crop", "pad"]),
     help="What to do with images of another size. [default: as when FILE was made]",

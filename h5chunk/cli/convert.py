@@ -21,6 +21,13 @@ from h5chunk.cli.output import note, progress_bar, show
     help="Table of paths below SOURCE; its further columns become fields.",
 )
 @click.option(
+    "--split-folders",
+    type=click.Choice(["auto", "yes", "no"]),
+    default="auto",
+    show_default=True,
+    help="Whether the top folders are splits (train, val, ...), which become a field, with classes one level down.",
+)
+@click.option(
     "--size", type=int, nargs=2, metavar="H W", help="Height and width of all images. Without it they must agree."
 )
 @click.option(

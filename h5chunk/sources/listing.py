@@ -16,6 +16,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError, as_text, printable
 from h5chunk.sources.container import Container, Folder, open_archive
+from h5chunk.sources.splits import has_split_folders
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 
@@ -59,11 +60,13 @@ class Listing:
     names : Names
         Paths below the source, with slashes, as bytes.
     columns : dict of str to (num_samples,) array
-        ``labels`` int64 if there are classes; further columns of a manifest.
+        ``labels`` int64 if there are classes; ``split`` if there are splits; further columns of a manifest.
     class_names : list of str
         ``class_names[label]``; empty if there are no classes.
     ignored : list of str
         What lies in the source and is not packed, for people to read.
+    notes : list of str
+        What else they should know.
     """
 
     container: Container
@@ -71,6 +74,7 @@ class Listing:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     class_names: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -91,19 +95,24 @@ class Directory:
         self.other = min(self.other or name, name)
 
 
-def list_images(source: str | os.PathLike[str], found: Found | None = None) -> Listing:
+def list_images(source: str | os.PathLike[str], found: Found | None = None, *, split_folders: str = "auto") -> Listing:
     """The images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
+
+    Where the top folders are splits (`h5chunk.sources.splits`), classes are the folders in those, the same for all
+    splits, and the column ``split`` has the name of the top folder.
 
     Parameters
     ----------
     source : path
     found : callable, optional
         Called now and then with the number of images found so far.
+    split_folders : {"auto", "yes", "no"}
+        Whether the top folders are splits; ``auto``: as their names say.
 
     Raises
     ------
     SourceError
-        The source is missing, unreadable or holds no images, or a class has none.
+        The source is missing, unreadable or holds no images, a class has none, or splits cannot be told from classes.
     """
     path = Path(source)
     found = found or (lambda count: None)
@@ -115,7 +124,7 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None) -> L
     else:
         container, members = open_archive(path)
         directories = _group(members, found)
-    listing = _arrange(printable(path), directories, container)
+    listing = _arrange(printable(path), directories, container, split_folders)
     found(len(listing.names))
     return listing
 
@@ -214,47 +223,92 @@ def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Di
     return grouped
 
 
-def _arrange(source: str, directories: dict[bytes, Directory], container: Container) -> Listing:
-    """Sort what was found as ImageFolder would, and label it."""
+def _arrange(source: str, directories: dict[bytes, Directory], container: Container, split_folders: str) -> Listing:
+    """Sort what was found as ImageFolder would, split by split, and label it."""
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
         wanted = ", ".join(e.decode() for e in EXTENSIONS)
         raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
-    classes = sorted({name.split(b"/")[0] for name in with_images if name})
-    ignored: list[str] = []
-    if others := sum(directory.others for directory in directories.values()):
-        other = printable(next(directory.other for directory in directories.values() if directory.others))
-        ignored.append(f"files whose names do not end like an image's: {others}, such as {other}")
-    if classes:
-        empty = sorted({name.split(b"/")[0] for name in directories if name} - set(classes))
-        if empty:
-            raise SourceError(
-                f"{source}: class folder {printable(empty[0])!r} has no images ({len(empty)} such of "
-                f"{len(empty) + len(classes)}): remove it, or put images in it"
-            )
-        loose = with_images.pop(b"", None)
-        if loose:
-            count, example = len(loose.files), printable(min(loose.files))
-            ignored.append(f"{count} images beside the class folders, which have no class, such as {example}")
-    order = sorted(with_images, key=lambda name: (name.split(b"/")[0], name))
+    level = int(has_split_folders(source, with_images, split_folders))  # of class folders
+    ignored = list(_others(directories))
+    if level and (empty := sorted(_at(0, directories) - _at(0, with_images))):
+        ignored.append(f"folders without images, which are taken for no splits: {', '.join(map(as_text, empty))}")
+        directories = {name: each for name, each in directories.items() if name.split(b"/")[0] not in empty}
+    classes = sorted(_at(level, with_images))
+    empty = sorted(_at(level, directories) - set(classes)) if classes else []
+    if empty:
+        raise SourceError(
+            f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
+            f"{len(empty) + len(classes)}): remove it, or put images in it"
+        )
+    depth = level + bool(classes)  # of the folders that samples lie in, at least
+    loose = [name for name in with_images if _depth(name) < depth]
+    if loose:
+        count, what = sum(len(with_images[name].files) for name in loose), "class" if classes else "split"
+        example = min(name + b"/" * bool(name) + min(with_images[name].files) for name in loose)
+        ignored.append(f"{count} images beside the {what} folders, which have no {what}, such as {as_text(example)}")
+    kept = {name: with_images[name] for name in with_images if name not in loose}
     members = array("q")
-
-    def names() -> Iterator[bytes]:
-        for name in order:
-            directory = with_images[name]
-            prefix = name + b"/" if name else b""
-            if directory.members:  # of two members with one name, an archive means the later
-                last = dict(sorted(zip(directory.files, directory.members, strict=True)))
-                members.extend(last.values())
-                yield from (prefix + file for file in last)
-            else:
-                yield from (prefix + file for file in sorted(directory.files))
-
-    listing = Listing(container, Names(names()), ignored=ignored)
+    listing = Listing(container, Names(_names(kept, depth, members)), ignored=ignored)
     container.select(np.frombuffer(members, dtype=np.int64))
     if classes:
-        index = {name: label for label, name in enumerate(classes)}
-        labels = (index[name.partition(b"/")[0]] for name in listing.names)
-        listing.columns["labels"] = np.fromiter(labels, np.int64, len(listing.names))
+        listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]
+    if level:
+        _add_splits(listing, kept)
     return listing
+
+
+def _depth(name: bytes) -> int:
+    """Folders on the way to a folder, itself among them."""
+    return name.count(b"/") + 1 if name else 0
+
+
+def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
+    """What folders are called at a level, from 0, on the way to some."""
+    return {name.split(b"/")[level] for name in names if _depth(name) > level}
+
+
+def _others(directories: dict[bytes, Directory]) -> Iterator[str]:
+    if others := sum(directory.others for directory in directories.values()):
+        other = as_text(next(directory.other for directory in directories.values() if directory.others))
+        yield f"files whose names do not end like an image's: {others}, such as {other}"
+
+
+def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
+    """The paths of all images, by their first folders, then by folder, then by name; notes their members."""
+    for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
+        directory = directories[name]
+        prefix = name + b"/" if name else b""
+        if directory.members:  # of two members with one name, an archive means the later
+            last = dict(sorted(zip(directory.files, directory.members, strict=True)))
+            members.extend(last.values())
+            yield from (prefix + file for file in last)
+        else:
+            yield from (prefix + file for file in sorted(directory.files))
+
+
+def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
+    """Of each image the number of its folder at a level: int64."""
+    number = {folder: number for number, folder in enumerate(folders)}
+    return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
+
+
+def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
+    """Add the column ``split``, and say so, and which classes are not in all of the splits."""
+    splits = sorted(_at(0, directories))
+    numbers = _numbers(listing.names, 0, splits)
+    listing.columns["split"] = np.array([as_text(split).encode() for split in splits])[numbers]
+    counts = zip(splits, np.bincount(numbers).tolist(), strict=True)
+    listing.notes.append(
+        f"the top folders are splits: {', '.join(f'{as_text(split)} ({count:,})' for split, count in counts)}: the "
+        "field 'split' says which each sample is of (--split-folders no makes classes of them)"
+    )
+    for split in splits:
+        there = _at(1, (name for name in directories if name.partition(b"/")[0] == split))
+        lacking = [name for name in listing.class_names if name not in {as_text(each) for each in there}]
+        if lacking:
+            listing.notes.append(
+                f"{len(lacking):,} of {len(listing.class_names):,} classes have no images in split {as_text(split)!r}, "
+                f"such as {lacking[0]}"
+            )

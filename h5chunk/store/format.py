@@ -13,6 +13,9 @@ A field is a dataset at the root whose first axis counts samples; all fields hav
     uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
 ``/labels``
     (N,), int64, where samples have a class or a label; float64 where labels are fractions.
+``/split``
+    (N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only where those
+    were splits, such as ``train`` and ``val``; ``options`` then says ``split_folders``: ``yes``.
 others
     Columns of a manifest: (N,), uint8, int8, int64 or float64, or UTF-8 strings of fixed length, padded with zeros.
 
@@ -76,8 +79,9 @@ attributes
     uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. Of a sparse matrix
     ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, but for a pattern, ``checksums/X/data``.
 ``source_index``
-    int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order or in
-    that of the manifest's lines. Samples that were skipped leave gaps in the numbers.
+    int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order, split
+    by split if there are splits, or in that of the manifest's lines. Samples that were skipped leave gaps in the
+    numbers.
 ``source_names``, ``source_name_ends``
     uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
 ``class_names``

@@ -6,13 +6,25 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from h5chunk.errors import as_text, printable
 
 COMPLETE = "the output is already complete: this command would do nothing"  # for plans
+
+MOST_SHOWN = 6  # names in a line
+
+
+def list_some(names: Sequence[str]) -> str:
+    """Count names and list the first of them.
+
+    >>> list_some(["cat", "dog"]), list_some(list("abcdefghij"))
+    ('2: cat, dog', '10: a, b, c, d, e, f, ...')
+    """
+    more = ["..."] if len(names) > MOST_SHOWN else []
+    return f"{len(names):,}: {', '.join([*names[:MOST_SHOWN], *more])}"
 
 
 class Report:

@@ -34,6 +34,7 @@ def append(
     source: str | os.PathLike[str],
     *,
     manifest: str | os.PathLike[str] | None = None,
+    split_folders: str | None = None,
     fit: str | None = None,
     seed: int = 0,
     shuffle: bool = True,
@@ -65,6 +66,8 @@ def append(
         As for `h5chunk.convert`. Images are decoded as the file says that its own were, and get the size of those.
     manifest : path, optional
         A table of paths; its further columns must be the fields of the file.
+    split_folders : {"auto", "yes", "no"}, optional
+        Whether the top folders of the source are splits; as those of the file's own source if not given.
     fit : {"error", "stretch", "crop", "pad"}, optional
         For images of another size; as the file's own if not given.
     seed : int
@@ -145,9 +148,11 @@ def _check_tables(old: OldFile) -> None:
 def _addition(old: OldFile, given: dict[str, Any]) -> Addition:
     before = OldImages(old)
     options = before.image_options(given["fit"])
+    split_folders = given["split_folders"] or ("auto" if given["manifest"] else before.split_folders)
     shared = ("source", "manifest", "seed", "shuffle", "workers", "on_error", "max_pixels", "progress")
     job = prepare(
         path=old.path,
+        split_folders=split_folders,
         chunk_samples=None,
         check=lambda path: None,
         **{name: given[name] for name in shared},

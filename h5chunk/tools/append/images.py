@@ -71,6 +71,11 @@ class OldImages:
         shape = self.sample_shape[1:] if self.old.options["layout"] == "nchw" else self.sample_shape[:2]
         return int(shape[0]), int(shape[1])
 
+    @property
+    def split_folders(self) -> str:
+        """Whether the top folders of the file's source were splits, for `h5chunk.sources.listing.list_images`."""
+        return str(self.old.options.get("split_folders", "auto"))
+
     def image_options(self, fit: str | None) -> dict[str, Any]:
         """How new images are to be decoded, for `h5chunk.tools.convert.images.prepare`."""
         options = {name: self.old.options[name] for name in OPTIONS}

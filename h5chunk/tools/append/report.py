@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from h5chunk.plan.layout import Layout, human_bytes, plan_layout
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, list_some
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class AppendReport(Report):
             f"{self.path}: {self.num_added:,} images added, {self.num_samples:,} now, {human_bytes(self.num_bytes)}, "
             f"{'already complete' if self.already_complete else rate}",
             ", ".join(f"{count:,} {what}" for what, count in self.counts.items()),
+            *([f"classes {list_some(self.class_names)}"] if self.class_names else []),
             *(f"new class {name}" for name in self.new_classes),
             *(f"ignored {what}" for what in self.ignored),
         ]

@@ -31,6 +31,7 @@ from h5chunk.tools.convert.skipped import save_skipped, skipped_path
 from h5chunk.tools.convert.sparse import MEMORY_BYTES, convert_sparse, plan_sparse
 from h5chunk.tools.convert.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.report import COMPLETE
 
 
 def convert(
@@ -38,6 +39,7 @@ def convert(
     path: str | os.PathLike[str],
     *,
     manifest: str | os.PathLike[str] | None = None,
+    split_folders: str = "auto",
     size: tuple[int, int] | None = None,
     fit: str = "error",
     color: str = "rgb",
@@ -84,6 +86,10 @@ def convert(
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     manifest : path, optional
         A .csv with a path column, relative to ``source``, and columns that become fields.
+    split_folders : {"auto", "yes", "no"}
+        Whether the top folders are splits, such as ``train`` and ``val``: then classes are the folders in those, and
+        the field ``split`` says which split each sample is of. ``auto``: they are if all are called like splits; where
+        only some are, it is an error.
     size : (height, width), optional
         Of all images in the file. Without it, they must agree.
     fit : {"error", "stretch", "crop", "pad"}
@@ -203,6 +209,7 @@ def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notif
         skipped_list=save_skipped(job.path, skipped),
         ignored=job.listing.ignored,
         class_names=job.listing.class_names,
+        notes=job.listing.notes,
         already_complete=complete,
     )
 
@@ -300,5 +307,6 @@ def foresee_convert(
         num_workers=job.num_workers,
         class_names=job.listing.class_names,
         ignored=job.listing.ignored,
+        notes=[*job.listing.notes, *([COMPLETE] if complete else [])],
         already_complete=complete,
     )

@@ -21,6 +21,7 @@ from h5chunk.sources.decode import ImageOptions
 from h5chunk.sources.images import ImageSource, ShapeError
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
+from h5chunk.sources.splits import check_split_folders
 from h5chunk.store.format import FORMAT_VERSION, GROUP, FieldSpec, FileSpec
 from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.csr import field_checksums
@@ -178,6 +179,7 @@ def prepare(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
     manifest: str | os.PathLike[str] | None,
+    split_folders: str,
     chunk_samples: int | None,
     seed: int,
     shuffle: bool,
@@ -196,6 +198,9 @@ def prepare(
         raise OptionError(f"on_error is {on_error!r}: give fail or skip")
     if workers is not None and workers < 0:
         raise OptionError(f"workers is {workers}: give 0 (none but this process) or more")
+    check_split_folders(split_folders)
+    if manifest is not None and split_folders != "auto":
+        raise OptionError(f"split_folders is {split_folders!r}, but a manifest has columns for that: leave it out")
     check_not_source(path, source, manifest)
     check(path)
 
@@ -203,7 +208,11 @@ def prepare(
         if progress:
             progress("list", count, None)
 
-    listing = list_images(source, found) if manifest is None else list_manifest(manifest, source, found)
+    if manifest is None:
+        listing = list_images(source, found, split_folders=split_folders)
+        split_folders = "yes" if "split" in listing.columns else split_folders
+    else:
+        listing = list_manifest(manifest, source, found)
     images = ImageSource(listing, options)
     _, shape = images.first_shape(skip=on_error == "skip")
     layout = plan_layout(len(images), int(np.prod(shape)), chunk_samples)
@@ -216,6 +225,7 @@ def prepare(
         "animated": options.animated,
         "seed": seed,
         "shuffle": shuffle,
+        "split_folders": split_folders,
     }
     num_workers = available_cores() if workers is None else workers
     return Conversion(images, path, layout, shape, order, asked, num_workers, on_error == "skip")

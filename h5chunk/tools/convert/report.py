@@ -7,7 +7,7 @@ from typing import Any
 
 from h5chunk.plan.layout import Layout, human_bytes
 from h5chunk.sources.images import shape_text
-from h5chunk.tools.report import COMPLETE, Report
+from h5chunk.tools.report import Report, list_some
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ConvertPlan(Report):
     estimated_s : float
         From decoding a few images now.
     num_workers : int
-    class_names, ignored : list of str
+    class_names, ignored, notes : list of str
     already_complete : bool
         The same command has made the output already, and would do nothing.
     """
@@ -43,6 +43,7 @@ class ConvertPlan(Report):
     num_workers: int
     class_names: list[str]
     ignored: list[str]
+    notes: list[str] = field(default_factory=list)
     already_complete: bool = False
 
     def facts(self) -> dict[str, Any]:
@@ -60,14 +61,15 @@ class ConvertPlan(Report):
         chunk = shape_text((self.layout.chunk_samples, *self.sample_shape))
         return [
             f"samples    {self.num_samples:,} of {shape_text(self.sample_shape)} uint8"
-            + (f", {len(self.class_names)} classes" if self.class_names else ", no labels"),
+            + ("" if "labels" in self.fields else ", no labels"),
+            *([f"classes    {list_some(self.class_names)}"] if self.class_names else []),
             f"fields     {', '.join(f'{name} ({dtype})' for name, dtype in self.fields.items())}",
             f"chunks     {self.layout.num_chunks:,} of {chunk}",
             *(f"           - {reason}" for reason in self.layout.reasons),
             f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
             f"time       about {self.estimated_s:.0f} s with {self.num_workers} workers",
             *(f"ignored    {what}" for what in self.ignored),
-            *([f"note       {COMPLETE}"] * self.already_complete),
+            *(f"note       {note}" for note in self.notes),
         ]
 
 
@@ -91,8 +93,7 @@ class ConvertReport(Report):
     skipped : list of (name, reason)
     skipped_list : str or None
         The file that holds that list.
-    ignored : list of str
-    class_names : list of str
+    ignored, class_names, notes : list of str
     already_complete : bool
         The same command had made the file before, and nothing was done; ``modes`` and ``applied`` are not known then.
     """
@@ -109,6 +110,7 @@ class ConvertReport(Report):
     skipped_list: str | None = None
     ignored: list[str] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     already_complete: bool = False
 
     def lines(self) -> list[str]:
@@ -119,9 +121,10 @@ class ConvertReport(Report):
             f"{self.path}: {self.num_samples:,} images of {shape_text(self.sample_shape)}, "
             f"{human_bytes(self.num_bytes)}, {'already complete' if self.already_complete else rate}",
             *([] if self.already_complete else [f"came as {counts}{applied}"]),
+            *([f"classes {list_some(self.class_names)}"] if self.class_names else []),
             *(f"ignored {what}" for what in self.ignored),
         ]
         if self.skipped:
             name, reason = self.skipped[0]
             lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
-        return lines
+        return [*lines, *(f"note: {note}" for note in self.notes)]

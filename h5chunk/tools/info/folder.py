@@ -14,7 +14,7 @@ from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, list_some
 
 if TYPE_CHECKING:
     from h5chunk.tools.info.info import FileInfo
@@ -39,6 +39,8 @@ class FolderInfo(Report):
         Of each of the files in the set; empty if they are none.
     fields : tuple of str
         Of a sample of the set.
+    class_names : tuple of str
+        Of the set.
     chunk_samples : tuple of int
         Samples that are read together, in each file of the set.
     is_shuffled : bool
@@ -53,6 +55,7 @@ class FolderInfo(Report):
     broken: dict[str, str]
     num_samples: tuple[int, ...]
     fields: tuple[str, ...]
+    class_names: tuple[str, ...]
     chunk_samples: tuple[int, ...]
     is_shuffled: bool
     why_not: str
@@ -79,6 +82,7 @@ class FolderInfo(Report):
         chunks = ", ".join(f"{size} in {count} file{'' if count == 1 else 's'}" for size, count in sizes)
         return [
             f"  read as one: {sum(self.num_samples):,} samples of {', '.join(self.fields)}; {order}",
+            *([f"  classes {list_some(self.class_names)}"] if self.class_names else []),
             f"  samples that are read together: {chunks}",
         ]
 
@@ -125,6 +129,7 @@ def _together(path: Paths, trusted: Trusted) -> dict[str, Any]:
         return {
             "num_samples": nothing,
             "fields": (),
+            "class_names": (),
             "chunk_samples": nothing,
             "is_shuffled": False,
             "why_not": str(error),
@@ -133,6 +138,7 @@ def _together(path: Paths, trusted: Trusted) -> dict[str, Any]:
     return {
         "num_samples": tuple(one.num_samples for one in each),
         "fields": tuple(_field(reader, name) for name in reader.fields),
+        "class_names": reader.header.class_names if reader.header else (),
         "chunk_samples": tuple(one.chunk_samples for one in each),
         "is_shuffled": bool(reader.header and reader.header.shuffled),
         "why_not": "",

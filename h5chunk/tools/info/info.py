@@ -22,7 +22,7 @@ from h5chunk.store.read.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.write.csr import MATRIX
 from h5chunk.tools.info.folder import FolderInfo, info_folder
 from h5chunk.tools.info.matrix import ForeignMatrix, MatrixInfo, foreign_matrices, info_matrix
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, list_some
 
 _LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
@@ -118,6 +118,8 @@ class FileInfo(Report):
 
     def lines(self) -> list[str]:
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._origin()}"]
+        if self.header and self.header.class_names:
+            lines.append(f"  classes {list_some(self.header.class_names)}")
         if self.matrix is not None:
             lines.append(f"  {self.matrix}")
         lines += [f"  {line}" for each in self.matrices for line in each.lines()]
@@ -144,8 +146,7 @@ class FileInfo(Report):
         order = f"shuffled with seed {header.seed}" if header.shuffled else "in the order of the source"
         if not header.shuffled and '"appended"' in header.options:
             order = "appended to, parts not mixed"
-        classes = f", {len(header.class_names)} classes" if header.class_names else ""
-        return f"h5chunk format {header.format_version}, {header.num_samples:,} samples{classes}, {order}"
+        return f"h5chunk format {header.format_version}, {header.num_samples:,} samples, {order}"
 
 
 def info(path: Paths, *, trusted: Trusted = False) -> FileInfo | FolderInfo:

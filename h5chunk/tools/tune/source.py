@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.sparse import index_dtype, plan_csr
+from h5chunk.sources.sparse.block import looks_sparse
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.convert.convert import convert, foresee_convert
 from h5chunk.tools.convert.report import ConvertPlan
@@ -59,7 +61,9 @@ def study_source(
     OutputError
         There is no room for a sample of it.
     """
-    options = {} if size is None else {"size": size, "fit": "stretch"}
+    options: dict[str, Any] = {} if size is None else {"size": size, "fit": "stretch"}
+    if looks_sparse(source) is None:
+        options["split_folders"] = "no"  # classes or splits, images lie as they lie
     try:
         plan = foresee_convert(source, folder / "plan.h5", **options)
     except SourceError:

@@ -92,6 +92,7 @@ def _options(file: h5py.File, path: Path) -> dict[str, Any]:
     try:
         options = json.loads(header.options)
         found = {name: options[name] for name in OPTIONS}
+        found["split_folders"] = str(options.get("split_folders", "auto"))
         found["parts"] = [(int(part["first_index"]), str(part["fit"])) for part in options.get("appended", [])]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FileError(f"{shown}: does not say how its images were decoded: convert or repack it again") from None
@@ -125,7 +126,8 @@ class _Maker:
         source: str | os.PathLike[str],
         manifest: str | os.PathLike[str] | None,
     ) -> None:
-        listing = list_images(source) if manifest is None else list_manifest(manifest, source)
+        splits = options.pop("split_folders")
+        listing = list_manifest(manifest, source) if manifest is not None else list_images(source, split_folders=splits)
         size, parts = options.pop("size"), options.pop("parts")
         self.source = ImageSource(listing, ImageOptions(size=None if size is None else tuple(size), **options))
         self._parts = [(first, self._of_part(fit, options, file)) for first, fit in parts]
