@@ -44,7 +44,6 @@ from h5chunk.tools.tune.measure import measure
 from h5chunk.tools.tune.study import Study, study_file
 
 HERE = Path(__file__).parent
-FIELDS = ("way", "chunk_samples", "window_chunks", "num_workers", "repack", "shuffle")
 FOREVER = 1e9
 
 
@@ -94,17 +93,13 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def setting_of(each: dict[str, Any]) -> Setting:
-    return Setting(**{name: each[name] for name in FIELDS})
-
-
 def rate(study: Study, setting: Setting, seconds: float) -> float:
     return measure(study, setting, "cpu", TimeBudget("tune", FOREVER), seconds)
 
 
 def best_of_grid(study: Study, found: h5chunk.Recommendation, args: argparse.Namespace) -> dict[str, Any]:
     """The recommendation against the best settings of the grid, in turns."""
-    allowed = [setting_of(each) for each in found.candidates if each["allowed"]]
+    allowed = [each.setting for each in found.candidates if each.allowed]
     rates = {setting: rate(study, setting, args.seconds) for setting in allowed}
     chosen = found.setting
     best = sorted(rates, key=lambda setting: rates[setting], reverse=True)[: args.finalists]
@@ -137,9 +132,9 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         study = study_file(path, None, batch_size=256, group_by=None, folder=Path(folder))
         result = best_of_grid(study, found, args)
     errors = [
-        each["predicted_rate"] / each["measured_rate"] - 1
+        each.predicted_rate / each.measured_rate - 1
         for each in found.candidates
-        if each["measured_rate"] is not None and each["num_measured"] > 1
+        if each.measured_rate is not None and each.num_measured > 1
     ]
     if not args.keep:
         path.unlink()

@@ -17,7 +17,6 @@ of pair counts under permutation); arXiv:2206.05830, section 4 (h_y).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -147,33 +146,15 @@ def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
     """How many groups have how many samples: (samples, groups), at most sqrt(2 num_samples) different ones."""
     low, high = (int(groups.min()), int(groups.max())) if groups.dtype.kind in "iu" else (0, MAX_TABLE)
     if high - low < MAX_TABLE:
-        table = np.zeros(high - low + 1, np.int64)
+        counts = np.zeros(high - low + 1, np.int64)
         for block in _blocks(groups, BLOCK_SAMPLES):
             found = np.bincount((block.astype(np.uint64) - np.uint64(low % (1 << 64))).astype(np.int64))
-            table[: len(found)] += found
-        runs = iter([table[table > 0]])
+            counts[: len(found)] += found
+        counts = counts[counts > 0]
     else:
-        codes = np.concatenate([_codes_of(block) for block in _blocks(groups, BLOCK_SAMPLES)])
-        codes.sort()
-        runs = _runs_of_sorted(codes)
-    sizes: Counter[int] = Counter()
-    for run in runs:
-        members, counts = np.unique(run, return_counts=True)
-        sizes.update(dict(zip(members.tolist(), counts.tolist(), strict=True)))
-    return list(sizes.items())
-
-
-def _runs_of_sorted(codes: Groups) -> Iterator[npt.NDArray[np.int64]]:
-    """Lengths of the runs of equal numbers, block by block."""
-    begun = 0
-    for start in range(0, len(codes), BLOCK_SAMPLES):
-        block = codes[start : start + BLOCK_SAMPLES + 1]  # the next one's first says whether a run ends here
-        ends = start + 1 + np.flatnonzero(block[1:] != block[:-1])
-        if start + BLOCK_SAMPLES >= len(codes):
-            ends = np.append(ends, len(codes))
-        if len(ends):
-            yield np.diff(ends, prepend=begun)
-            begun = int(ends[-1])
+        counts = np.unique(_codes_of(groups), return_counts=True)[1]
+    members, sets = np.unique(counts, return_counts=True)
+    return list(zip(members.tolist(), sets.tolist(), strict=True))
 
 
 def _blocks(groups: Groups, size: int) -> Iterator[Groups]:

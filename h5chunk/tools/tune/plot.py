@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
-from h5chunk.tools.model.settings import Candidate, Setting, frontier
+from h5chunk.tools.model.settings import Candidate, frontier
 from h5chunk.tools.tune.report import CHOSEN, TODAY, Recommendation
 
 
@@ -55,27 +55,21 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
 
 
 def _draw(axes: Any, found: Recommendation) -> None:
-    kinds = ((True, "tab:blue", "allowed"), (False, "tab:gray", "too much memory or mixes too little"))
-    for allowed, color, word in kinds:
-        for measured in (True, False):
-            some = [
-                each
-                for each in found.candidates
-                if each["allowed"] == allowed and (each["measured_rate"] is not None) == measured
-            ]
-            if some:
-                how = "measured" if measured else "predicted"
-                look: dict[str, Any] = {"color": color} if measured else {"facecolors": "none", "edgecolors": color}
-                rates, worths = [_rate(each) for each in some], [_worth(each, found) for each in some]
-                axes.scatter(rates, worths, label=f"{how}, {word}", zorder=3 if measured else 2, **look)
-    best = frontier([_candidate(each, found) for each in found.candidates])
-    ends = [each.effective_batch for each in best]
-    axes.plot([each.rate for each in best], ends, color="tab:blue", linewidth=1, zorder=1, label="frontier")
+    worths = {each: _worth(each.effective_batch, found) for each in found.candidates}
+    for allowed, measured in ((True, True), (True, False), (False, True), (False, False)):
+        some = [each for each in worths if each.allowed == allowed and (each.measured_rate is not None) == measured]
+        if some:
+            color, word = ("tab:blue", "allowed") if allowed else ("tab:gray", "too much memory or mixes too little")
+            label = f"{'measured' if measured else 'predicted'}, {word}"
+            style: dict[str, Any] = {"color": color} if measured else {"facecolors": "none", "edgecolors": color}
+            axes.scatter([each.rate for each in some], [worths[each] for each in some], label=label, zorder=2, **style)
+    best = frontier([Candidate(each.setting, each.rate, each.memory_bytes, worths[each]) for each in worths])
+    rates, ends = [each.rate for each in best], [each.effective_batch for each in best]
+    axes.plot(rates, ends, color="tab:blue", linewidth=1, zorder=1, label="frontier")
     for name, marker in ((CHOSEN, "*"), (TODAY, "D")):
         row = found.row(name)
-        worth = found.batch_size if row.effective_batch is None else row.effective_batch
-        style: dict[str, Any] = {"color": "tab:red", "edgecolors": "black", "zorder": 4}
-        axes.scatter([row.rate], [worth], marker=marker, s=180, label=name, **style)
+        style = {"marker": marker, "s": 180, "color": "tab:red", "edgecolors": "black", "zorder": 4}
+        axes.scatter([row.rate], [_worth(row.effective_batch, found)], label=name, **style)
     axes.axhline(found.min_effective_batch, color="tab:gray", linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.set_ylim(0, 1.1 * found.batch_size)
@@ -85,15 +79,6 @@ def _draw(axes: Any, found: Recommendation) -> None:
     axes.figure.legend(fontsize=8, loc="outside lower center", ncols=3)
 
 
-def _rate(each: dict[str, Any]) -> float:
-    return float(each["predicted_rate"] if each["measured_rate"] is None else each["measured_rate"])
-
-
-def _worth(each: dict[str, Any], found: Recommendation) -> float:
-    """Of unknown quality: the whole batch."""
-    return float(found.batch_size if each["effective_batch"] is None else each["effective_batch"])
-
-
-def _candidate(each: dict[str, Any], found: Recommendation) -> Candidate:
-    setting = Setting(each["way"], each["chunk_samples"], each["window_chunks"])
-    return Candidate(setting, _rate(each), each["memory_bytes"], _worth(each, found))
+def _worth(effective_batch: float | None, found: Recommendation) -> float:
+    """The effective batch; where it is not known, the whole batch."""
+    return float(found.batch_size if effective_batch is None else effective_batch)

@@ -77,6 +77,26 @@ class TuneRow:
 
 
 @dataclass(frozen=True)
+class TriedSetting:
+    """A setting with its rates in samples/s (see `TuneRow`), its memory and its effective batch.
+
+    ``num_measured`` is how often it was measured; ``allowed``: whether it fits in memory and mixes well enough.
+    """
+
+    setting: Setting
+    predicted_rate: float
+    measured_rate: float | None
+    num_measured: int
+    memory_bytes: int
+    effective_batch: float | None
+    allowed: bool
+
+    @property
+    def rate(self) -> float:
+        return self.predicted_rate if self.measured_rate is None else self.measured_rate
+
+
+@dataclass(frozen=True)
 class Recommendation(Report):
     """What to change, and what it gives. ``to_json()`` is what `h5chunk convert` and `repack` take with ``--tuned``.
 
@@ -98,12 +118,9 @@ class Recommendation(Report):
     sample_bytes : int
     rows : list of TuneRow
     advice : list of Advice
-    stages : dict of str to float
-        Samples/s of each stage of the recommendation alone.
     commands : list of str
         What to do, one step each.
-    candidates : list of dict
-        All settings with their predicted (and measured) rates, memory and effective batch.
+    candidates : list of TriedSetting
     min_effective_batch : float
         Samples that a batch has to be worth.
     memory_bytes : int
@@ -132,7 +149,6 @@ class Recommendation(Report):
     sample_bytes: int
     rows: list[TuneRow]
     advice: list[Advice]
-    stages: dict[str, float]
     commands: list[str]
     min_effective_batch: float
     memory_bytes: int
@@ -140,7 +156,7 @@ class Recommendation(Report):
     seconds: float
     budget_s: float
     versions: dict[str, str]
-    candidates: list[dict[str, Any]] = field(repr=False)
+    candidates: list[TriedSetting] = field(repr=False)
     machine: dict[str, float | None] = field(repr=False)
     verify: dict[str, Any] | None = None
     applied: str | None = None

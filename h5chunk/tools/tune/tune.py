@@ -28,7 +28,7 @@ from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
 from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.probe import probe
-from h5chunk.tools.tune.report import Recommendation, TuneRow
+from h5chunk.tools.tune.report import Recommendation, TriedSetting, TuneRow
 from h5chunk.tools.tune.search import Search
 from h5chunk.tools.tune.source import is_source, study_source
 from h5chunk.tools.tune.study import Study, study_file, temporary_folder
@@ -268,7 +268,6 @@ def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]
         sample_bytes=study.facts.sample_bytes,
         rows=rows,
         advice=find_advice(study, effective, predictor.machine, cache, remedies),
-        stages={name: 1 / seconds for name, seconds in predictor.stages(setting).items() if seconds > 0},
         commands=commands,
         min_effective_batch=limits.effective_batch,
         memory_bytes=limits.memory_bytes,
@@ -276,7 +275,7 @@ def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]
         seconds=search.budget.taken_s,
         budget_s=search.budget.seconds,
         versions=library_versions(),
-        candidates=[_described(search, each) for each in search.settings],
+        candidates=[_tried(search, each) for each in search.settings],
         machine=asdict(predictor.machine),
     )
 
@@ -289,16 +288,17 @@ def _good_chunk(search: Search) -> int:
     return max((search.candidate(each) for each in anew), key=lambda each: each.rate).setting.chunk_samples
 
 
-def _described(search: Search, setting: Setting) -> dict[str, object]:
+def _tried(search: Search, setting: Setting) -> TriedSetting:
     candidate = search.candidate(setting)
-    return asdict(setting) | {
-        "predicted_rate": search.predictor.rate(setting, alone=True),
-        "measured_rate": search.measured(setting),
-        "num_measured": len(search.rates.get(setting, ())),
-        "memory_bytes": candidate.memory_bytes,
-        "effective_batch": candidate.effective_batch,
-        "allowed": search.limits.allow(candidate),
-    }
+    return TriedSetting(
+        setting,
+        search.predictor.rate(setting, alone=True),
+        search.measured(setting),
+        len(search.rates.get(setting, ())),
+        candidate.memory_bytes,
+        candidate.effective_batch,
+        search.limits.allow(candidate),
+    )
 
 
 def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:
