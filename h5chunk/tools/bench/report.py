@@ -24,7 +24,7 @@ AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to ga
 
 @dataclass(frozen=True)
 class BenchReport(Report):
-    """What this machine gives for a file.
+    """Figures of what this machine gives for a file.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ def _line(figure: Figure) -> str:
 
 
 def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tuple[str, ...]]) -> list[Figure]:
-    """Figures over the lowest of their limits that were measured; of none, over copying memory."""
+    """Relate figures to the lowest of their limits that was measured, or to copying memory if none was."""
     figures = list(figures)
     rates = {each.name: each.samples_per_s for each in figures if each.group == LIMITS and each.samples_per_s}
     found = []

@@ -1,1 +1,1 @@
-"""Measuring, for `h5chunk tune` and `h5chunk bench`."""
+"""Measure rates: of batches, of the machine, of the disk, and of the stages between them."""

@@ -27,7 +27,7 @@ MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is eno
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """What the model predicted, and what HDF5 did.
+    """Predicted and measured reads of an order.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ def _chunk_table(reader: H5Reader) -> tuple[ChunkTable | None, str]:
 def _predict(
     grid: ChunkGrid, cache: CacheSettings, table: ChunkTable, order: Order, until: float
 ) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
-    """Reads and stored bytes of each batch by the model, and the batches; as many as are enough, or the time allows."""
+    """Predict the reads and stored bytes of each batch; returns them with the batches, as many as the time allows."""
     model, visited, read_bytes = ChunkCache(grid, cache), 0, 0
     predicted: list[tuple[int, int]] = []
     batches = []
@@ -148,7 +148,7 @@ def _predict(
 def _measure(
     reader: H5Reader, cache: CacheSettings, batches: list[np.ndarray], table: ChunkTable, until: float
 ) -> list[tuple[int, int]]:
-    """Reads and bytes of each batch that was read, at least one."""
+    """Read batches, at least one; returns the reads and bytes of each."""
     main, counts = reader.main, []
     assert not isinstance(main, MatrixField)
     alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)

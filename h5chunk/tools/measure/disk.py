@@ -37,7 +37,7 @@ Ranges = Sequence[tuple[int, int]]  # offset and size
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the bytes of some fields lie in the file, or files, in the order of their samples.
+    """Location of the bytes of some fields in one or several files, in the order of their samples.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Stored:
         return list(zip(self.offsets[some].tolist(), self.sizes[some].tolist(), strict=True))
 
     def runs(self) -> Ranges:
-        """All of it in as few reads as READ_BYTES allows."""
+        """All bytes, in as few reads as READ_BYTES allows."""
         merged: list[list[int]] = []
         for place in np.argsort(self.offsets, kind="stable"):
             offset, size = int(self.offsets[place]), int(self.sizes[place])
@@ -86,7 +86,7 @@ class Stored:
 
 
 def cut(ranges: Sequence[Sequence[int]]) -> Ranges:
-    """Ranges in pieces of READ_BYTES at most."""
+    """Cut ranges into pieces of at most READ_BYTES."""
     return [
         (offset + start, min(READ_BYTES, size - start))
         for offset, size in ranges

@@ -133,7 +133,7 @@ def disk_stage(stored: Stored, reads: FileReads, cold: bool, budget: TimeBudget)
 
 
 def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> list[str]:
-    """Read as much as fits in memory and time: the figures are of these samples. Returns what is to be said of that."""
+    """Read the samples that the figures are of, as many as fit in memory and time; returns notes for the report."""
     samples, all_that_fit = reads.fill_page_cache(
         stored, subject.num_cores, WARM_SHARE * budget.seconds, subject.memory_bytes // 2
     )
@@ -192,7 +192,7 @@ def device_stage(subject: Subject, closing: ExitStack) -> Stage:
 def batch_stages(
     subject: Subject, workers: Sequence[int], not_direct: str, fresh_rate: float, budget: TimeBudget, closing: ExitStack
 ) -> list[Stage]:
-    """All ways to batches; DataLoaders are opened first, so that workers are forked without threads."""
+    """All ways to get batches; DataLoaders are opened first, so that workers are forked without threads."""
     opener = _Opener(subject, budget, closing)
     loaders = [opener.dataset(count) for count in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)

@@ -1,4 +1,4 @@
-"""Which chunks HDF5 visits when samples are read, in which order, and how many bytes of each chunk it wants.
+"""List the chunks that HDF5 visits to read samples, in order, and how many bytes of each chunk it wants.
 
 HDF5 reads a range of samples chunk by chunk, in row-major order of the chunks' coordinates. A chunk's number here is
 its place in that order.

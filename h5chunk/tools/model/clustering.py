@@ -1,4 +1,4 @@
-"""How much alike neighbours in a file are: samples of one class, patient, video or any other group.
+"""Measure how much alike neighbours in a file are: samples of one class, patient, video or any other group.
 
 Pairs are counted: how much likelier two samples of a piece of the file, such as a chunk, are of one group than any two
 samples. So there is no table of pieces and groups, the short last piece counts for what it has, and in a shuffled file
@@ -36,7 +36,7 @@ Groups = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Clustering:
-    """How much alike the samples of a piece (a chunk) of the file are.
+    """Likeness of the samples within a piece (a chunk) of the file.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a setting costs on a machine: the time of each stage, from the rates that probes of the machine found.
+"""Model the time that each stage of a setting takes, from the rates that probes of the machine found.
 
 The times are seconds per sample, shared among the threads or processes that work at a stage. A whole setting takes
 their sum times a factor, which measured settings of the same way correct: nearby ones count most.
@@ -65,7 +65,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a setting reads, for each sample that it gives.
+    """Reads of a setting, per sample that it gives.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class Correction:
         self.known.append(_Measured(_kind(setting, hdf5), _place(setting, window_bytes), error))
 
     def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False, hdf5: bool = False) -> float:
-        """What to multiply the model's rate by; 1 where nothing of this way was measured.
+        """The factor of the model's rate; 1 where nothing of this way was measured.
 
         Parameters
         ----------

@@ -59,7 +59,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class CacheReplay:
-    """What a chunk cache made of some accesses.
+    """Result of replaying accesses through a chunk cache.
 
     Attributes
     ----------

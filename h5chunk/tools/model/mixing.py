@@ -1,4 +1,4 @@
-"""How well an order mixes a file whose neighbours are alike: what a batch is worth against one of a full shuffle.
+"""Model how well an order mixes a file whose neighbours are alike: the worth of a batch against a full shuffle.
 
 Chunks are shuffled whole, so samples of one chunk share a window, and a batch, more often than others do. The cost of
 that follows from pairs: how much likelier two samples of one chunk are of the same group than any two samples

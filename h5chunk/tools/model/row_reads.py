@@ -1,4 +1,4 @@
-"""Which calls of HDF5 `h5chunk.store.read.reader` makes for a batch, and what the chunk cache makes of them.
+"""Model the calls of HDF5 that `h5chunk.store.read.reader` makes for a batch, and replay them through a chunk cache.
 
 The rows of a batch are sorted. Of the rows in one chunk, those that lie close are read in one call and copied out,
 others one by one.
@@ -70,7 +70,7 @@ def batch_accesses(grid: ChunkGrid, cache: CacheSettings, rows: Integers) -> tup
 
 @dataclass(frozen=True)
 class BatchReads:
-    """What reading some batches through HDF5 costs.
+    """Reads of some batches through HDF5.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ STAY = 0.97  # of the best rate: from here on a setting is taken that needs no n
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the data and of how it is trained.
+    """Facts about the data, and about how it is trained.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class Setting:
 
 
 def grid_of(setting: Setting, facts: DataFacts) -> ChunkGrid:
-    """How the largest field lies."""
+    """Chunk grid of the largest field."""
     if not setting.repack:
         return facts.grid
     return ChunkGrid(facts.grid.shape, (setting.chunk_samples, *facts.grid.shape[1:]), facts.grid.itemsize)
@@ -163,7 +163,7 @@ def cut_order(order: Order, num_samples: int) -> Order:
 
 
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
-    """The chunk cache of each process that reads through HDF5, of so many; default: those of the setting."""
+    """The chunk cache of each of so many processes that read through HDF5; default: the workers of the setting."""
     grid, order = grid_of(setting, facts), order_of(setting, facts)
     if not grid.needs_cache:
         return CacheSettings(1, 0)
@@ -173,7 +173,7 @@ def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Bytes that feeding takes beside the interpreters: windows or batches under way, and chunk caches."""
+    """Memory in bytes that feeding takes beside the interpreters: windows or batches under way, and chunk caches."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.given_bytes or facts.sample_bytes)
     if setting.way == DATASET:
@@ -262,7 +262,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a setting must keep to: the least effective batch, in samples, and the most memory."""
+    """Limits of a setting: the least effective batch, in samples, and the most memory."""
 
     effective_batch: float
     memory_bytes: int

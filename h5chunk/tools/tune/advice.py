@@ -1,4 +1,4 @@
-"""What is wrong with a file, or with the settings that it is read with: each with its figures and the remedy."""
+"""Find problems of a file, and of the settings that it is read with: each with its figures and the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Triple = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change.
+    """A problem, with its figures and its remedy.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ def default_cache() -> Triple:
 
 
 def usable_cache(cache: Triple) -> CacheSettings:
-    """A triple as settings; w0 = 1 as the most that has a limit."""
+    """Convert a triple to settings; w0 = 1 becomes the largest value with which the cache keeps its limit."""
     return CacheSettings(max(1, int(cache[0])), int(cache[1]), min(float(cache[2]), MOST_W0))
 
 
@@ -67,7 +67,7 @@ def tuned_path(study: Study) -> Path:
 
 
 def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
-    """The command line that lays a file out anew; AnnData's files are not shuffled, but converted."""
+    """The command that rewrites a file in other chunks; AnnData's files are not shuffled, but converted."""
     verb = "convert" if study.anndata and shuffle else "repack"
     parts = ["h5chunk", verb, str(study.reader.path), str(tuned_path(study))]
     if verb == "convert":
@@ -81,7 +81,7 @@ def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: b
 
 @dataclass(frozen=True)
 class Remedies:
-    """Commands that lay a file out anew, and that shuffle it."""
+    """Commands that rewrite a file in other chunks, and that shuffle it."""
 
     repack: str
     shuffle: str
@@ -90,7 +90,7 @@ class Remedies:
 def find_advice(
     study: Study, effective_batch: float | None, machine: Machine, cache: Triple, remedies: Remedies
 ) -> list[Advice]:
-    """All that is wrong.
+    """Find all problems.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def find_advice(
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
-    """What the chunks of a field, and the cache in use, cost.
+    """Find problems of the chunks of a field, and of the cache in use.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def _advise_w0(w0: float) -> list[Advice]:
 
 
 def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) -> list[Advice]:
-    """Labels of neighbours that are more alike than a shuffled file would have them."""
+    """Find labels of neighbours that are more alike than in a shuffled file."""
     if study.groups is None:
         return []
     sizes = {*PIECES, study.facts.chunk_samples}
@@ -214,7 +214,7 @@ def _clustered(worst: Clustering, effective_batch: float, batch_size: int, shuff
 
 
 def _advise_filter(machine: Machine, repack: str) -> list[Advice]:
-    """Filters that decode slower than the file can be read."""
+    """Find filters that decode slower than the file can be read."""
     decoding, reading = machine.decode_rate * machine.num_cores, machine.read_rate
     if math.isinf(decoding) or decoding >= SLOW_SHARE * reading:
         return []

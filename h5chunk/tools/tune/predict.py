@@ -1,4 +1,4 @@
-"""Predict what settings give for the data under study, and correct the predictions by what was measured."""
+"""Predict the rate, memory and quality of settings, and correct the predictions by measured rates."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Predictor:
         return reads, 1 / max(1e-12, sum(stages.values()))
 
     def _plain_reads(self, grid: ChunkGrid, cache: CacheSettings) -> Reads:
-        """The second half of some random samples is counted, the first one fills the cache."""
+        """Reads of random samples: the first half fills the cache, the second half is counted."""
         count = max(16, min(MOST_SAMPLES, ACCESSES // grid.chunks_per_sample))
         accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.study.facts.num_samples, 2 * count))
         half = len(accesses) // 2
@@ -169,7 +169,7 @@ def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndar
 
 
 def _window_amplification(order: Order) -> float:
-    """Chunks read over chunks there are, where windows that cut chunks read them again."""
+    """Chunks read over chunks of the file, where windows that cut chunks read them again."""
     window = order.window_batches * order.batch_size
     return _whole_epoch(order, 1.0) if window % order.chunk_samples == 0 else 1 + order.chunk_samples / window
 

@@ -30,7 +30,7 @@ LEAST_CALL_S = 2e-6
 
 
 def probe(study: Study, device: str, budget: TimeBudget) -> Machine:
-    """Measure the rates of the stages; fills the page cache with what is measured later, and notes how much that is."""
+    """Measure the rates of the stages, and fill the page cache with the samples that are measured later."""
     seconds = max(0.01, EACH_SHARE * budget.seconds)
     cores = available_cores()
     memory = MemoryCopy(1 << 20, cores, available_bytes() // 8)

@@ -98,7 +98,7 @@ class TriedSetting:
 
 @dataclass(frozen=True)
 class Recommendation(Report):
-    """What to change, and what it gives. ``to_json()`` is what `h5chunk convert` and `repack` take with ``--tuned``.
+    """The recommended setting, and what it gives. ``--tuned`` of `h5chunk convert` and `repack` takes its JSON.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ class Recommendation(Report):
 
 
 def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
-    """Lines of a sentence; paths in it stay in one piece."""
+    """Wrap a sentence; paths in it stay in one piece."""
     text = printable(text)  # wrapping would make spaces of line breaks
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

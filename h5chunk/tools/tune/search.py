@@ -1,4 +1,4 @@
-"""Search for the best setting: what is predicted to be best is measured, which corrects the predictions."""
+"""Search for the best setting: measure the settings that are predicted to be best, which corrects the predictions."""
 
 from __future__ import annotations
 

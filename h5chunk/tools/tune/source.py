@@ -1,4 +1,4 @@
-"""Sources that are not converted yet: what they would become is tuned, on a file of the same shape."""
+"""Tune a source that is not converted yet, on a file of the shape that it would have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANDOM_BYTES = 16 << 20  # of pixels, which are used again and again: what they 
 
 
 def is_source(path: str | os.PathLike[str]) -> bool:
-    """Whether it has to be converted before anything reads it: all that is there and no HDF5 file."""
+    """Whether a path exists and is not an HDF5 file: then it has to be converted first."""
     return os.path.exists(path) and not (Path(path).is_file() and h5py.is_hdf5(path))
 
 
@@ -41,7 +41,7 @@ def study_source(
     folder: Path,
     budget: TimeBudget,
 ) -> Study:
-    """Look at a source, and make a file in its stead.
+    """Look at a source, and write a file of the same shape to measure.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The data under study: a file, what of it is measured, and samples of it laid out in other chunks."""
+"""The data that is tuned: a file, the part of it that is measured, and samples of it in other chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CODES = "codes"
 
 @dataclass
 class Study:
-    """What is tuned.
+    """The data that is tuned, and what is known of it.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class Study:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder for samples that are laid out anew, and remove it in the end.
+    """Make a folder for samples in other chunks, and remove it in the end.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def most_samples(batch_size: int, sample_bytes: int) -> int:
-    """Samples that are laid out anew: a batch, if it is not very large, and more of small ones."""
+    """How many samples are written in other chunks: a batch, if it is not very large, and more of small ones."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 

@@ -1,4 +1,4 @@
-"""The lines of a tuner's table, each with a sentence of reason, and the commands that follow from the choice."""
+"""Make the lines of a tuner's table, each with a sentence of reason, and the commands that follow from the choice."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _reason_second(search: Search, second: Candidate, chosen: Candidate) -> str:
 
 
 def commands_for(search: Search, setting: Setting) -> list[str]:
-    """What to do, one step each."""
+    """The steps to take: a command, if one is needed, and a line of Python."""
     study, steps = search.study, []
     path = str(study.reader.path)
     if not study.converted:
