@@ -22,10 +22,26 @@ import re
 
 
 class H5ChunkError(Exception):
-    """Base of every error that h5chunk raises on purpose; ``str()`` is its message as one printable line."""
+    """Base of every error that h5chunk raises on purpose; ``str()`` is its message as one printable line.
+
+    Parameters
+    ----------
+    *args : object
+        The message comes first.
+    message : str, optional
+        A message of several lines, each of which is then printable: as torch gives it, with the traceback of an error
+        in a DataLoader's worker.
+    """
+
+    message = "torch gives it by this name to classes that have the name"
+
+    def __init__(self, *args: object, message: str | None = None) -> None:
+        super().__init__(*args if message is None else (message,))
+        self._has_lines = message is not None
 
     def __str__(self) -> str:  # OSError and KeyError decorate their message; ours is the message
-        return printable(str(self.args[0])) if self.args else ""
+        text = str(self.args[0]) if self.args else ""
+        return "\n".join(map(printable, text.split("\n"))) if self._has_lines else printable(text)
 
 
 class OptionError(H5ChunkError, ValueError):

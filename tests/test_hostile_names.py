@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
+from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import H5ChunkError, as_text, printable
+from h5chunk.errors import FileError, H5ChunkError, as_text, printable
 
 TEXT = "x\nFAKE: whole\r\x1b[31m\x07\x85FAKE\u2028FAKE\u202e\u200b\x1b]0;t\x07"  # what UTF-8 has
 NAME = f"{TEXT}\udcff"  # and a byte that is none
@@ -307,6 +309,19 @@ def test_arguments_that_a_shell_finds(foreign: Path) -> None:
     check(NAME, code=2)
     check("tune", foreign, "--batch-size", NAME, code=2)
     check("convert", foreign, foreign, "--memory-bytes", NAME, code=2)
+
+
+def test_the_traceback_of_a_worker_keeps_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / f"a{NAME}.h5"
+    with h5py.File(path, "w") as file:
+        file["images"] = np.zeros((64, 8), np.uint8)
+    loader = DataLoader(h5chunk.ChunkDataset(path), 8, num_workers=1)
+    path.unlink()
+    with pytest.raises(FileError) as caught:
+        list(loader)
+    lines = str(pickle.loads(pickle.dumps(caught.value))).split("\n")
+    assert lines == str(caught.value).split("\n") and len(lines) > 5 and "FAKE" in lines[-2]
+    assert all(line.isprintable() and not line.lstrip().startswith("FAKE") for line in lines)
 
 
 def test_what_python_shows(foreign: Path, recwarn: pytest.WarningsRecorder) -> None:
