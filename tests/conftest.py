@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from PIL import Image
 
 Pixels = np.ndarray
+PRELOAD = ["torch.distributed", "torch._dynamo", "torch.nn.parallel", "h5chunk.feed.loader", "h5chunk.feed.sampler"]
+multiprocessing.set_forkserver_preload(PRELOAD)  # imported once, for all workers that tests start by forkserver
 
 
 def pixels(seed: int, height: int = 10, width: int = 12, channels: int = 3) -> Pixels:

@@ -24,13 +24,11 @@ from h5chunk.feed.sampler import ChunkSampler
 WAIT_S = 60
 ORDER = {"window_chunks": 4, "seed": 5}
 TAILS: dict[str, dict[str, Any]] = {"exact": {}, "drop_last": {"drop_last": True}, "pad": {"pad": True}}
-PRELOAD = ["torch.distributed", "torch._dynamo", "torch.nn.parallel", "h5chunk.feed.loader", "h5chunk.feed.sampler"]
 
 
 def start_ranks(folder: Path, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Start processes that do ``work(rank, *args)`` in a process group, each with its result in a file."""
-    context = multiprocessing.get_context("forkserver")  # imports torch once for all tests
-    context.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context("forkserver")
     folder.mkdir()
     ranks = [
         context.Process(target=run_rank, args=(rank, world_size, folder, work, args), daemon=True)

@@ -30,6 +30,8 @@ def plain(value: Any, file: h5py.File) -> Any:
         return ("empty", str(value.dtype))
     if isinstance(value, np.void) and value.dtype.hasobject:
         return tuple(plain(value[name], file) for name in value.dtype.names)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return [value.shape, str(value.dtype), value.tobytes()]
     if isinstance(value, np.ndarray):
         return [value.shape, str(value.dtype), [plain(each, file) for each in value.reshape(-1)]]
     return value.tobytes() if isinstance(value, (np.generic, np.void)) else value

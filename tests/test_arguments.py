@@ -94,9 +94,9 @@ def test_indices(path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(("num_workers", "start"), [(0, None), (1, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(("num_workers", "start"), [(0, None), (1, "fork"), (1, "forkserver")])
 def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | None) -> None:
-    match = "stays in its process" if start == "spawn" else "gives batches, not samples: iterate it"
+    match = "stays in its process" if start == "forkserver" else "gives batches, not samples: iterate it"
     loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     with pytest.raises(OptionError, match=match):
         next(iter(loader))

@@ -22,7 +22,7 @@ from h5chunk.store.write.csr import write_csr
 
 def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> scipy.sparse.csr_matrix:
     """With some empty rows, and values 1 to 255."""
-    found = scipy.sparse.random(num_rows, num_columns, density, "csr", rng=np.random.default_rng(seed))
+    found = scipy.sparse.random(num_rows, num_columns, density, "csr", random_state=np.random.default_rng(seed))
     found.data = np.random.default_rng(seed).integers(1, 256, found.nnz).astype(np.uint8)
     return found
 

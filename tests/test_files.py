@@ -206,7 +206,7 @@ def test_resident(paths: list[Path], reader: str) -> None:
         assert epoch_of(loader) == epoch_of(streamed)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_workers(paths: list[Path], context: str) -> None:
     dataset, order = ChunkDataset(paths), {"window_chunks": 4, "interleave": 2, "seed": 1}
     expected = [dataset[batch][1].tolist() for batch in ChunkSampler(dataset, 16, **order)]

@@ -165,7 +165,7 @@ def test_batches_that_are_kept_stay_what_they_are(tmp_path, sparse):
 
 
 @pytest.mark.parametrize("sparse", ["dense", "csr"])
-@pytest.mark.parametrize("workers", [(0, None), (2, "fork"), (2, "spawn"), (2, "forkserver")])
+@pytest.mark.parametrize("workers", [(0, None), (2, "fork"), (2, "forkserver")])
 def test_dataloader(tmp_path, sparse, workers):
     """Sparse tensors survive workers, and come in the loader's order."""
     matrix = random_matrix(300, 60, 9)

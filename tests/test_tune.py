@@ -555,7 +555,7 @@ def test_sparse_sources(ratings, monkeypatch, share, tmp_path):
         monkeypatch.setattr("h5chunk.tools.tune.source.CONVERT_SHARE", 1e-12)
         h5chunk.tune(ratings, **QUICK)
     scipy_sparse = pytest.importorskip("scipy.sparse")
-    matrix = scipy_sparse.random(300, 50, 0.1, "csr", rng=np.random.default_rng(0))
+    matrix = scipy_sparse.random(300, 50, 0.1, "csr", random_state=np.random.default_rng(0))
     matrix.data[:] = 1
     scipy_sparse.save_npz(tmp_path / "m.npz", matrix)
     found = h5chunk.tune(tmp_path / "m.npz", **QUICK)
