@@ -6,6 +6,7 @@ import errno
 import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -266,7 +267,8 @@ def test_files_of_limited_size(tmp_path: Path, limit: int) -> None:
     command = [sys.executable, "-c", LIMITED, str(limit), "repack", str(source), str(tmp_path / "b.h5"), "--overwrite"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert "cannot be written" in result.stderr or "needs" in result.stderr
+    old = h5py.version.hdf5_version_tuple < (2,)  # crashes on a full disk, in a child process
+    assert re.search("cannot be written|needs" + "|crashes HDF5" * old, result.stderr)
     assert (tmp_path / "b.h5").read_bytes() == OLD and sorted(os.listdir(tmp_path)) == ["a.h5", "b.h5"]
 
 
@@ -347,6 +349,7 @@ def test_a_damaged_chunk_is_named(tmp_path: Path, chunks: tuple[int, ...]) -> No
     check_refused(source, FileError, "a.h5: '/images', chunk 2: fletcher32: ", shuffle=True)
 
 
+@pytest.mark.skipif(h5py.version.hdf5_version_tuple < (2,), reason="HDF5 before 2.0 decodes it without an error")
 def test_a_damaged_chunk_that_hdf5_decodes_is_named(tmp_path: Path) -> None:
     source = make_file(tmp_path / "a.h5", chunks=(10, 20, 10), scaleoffset=0)
     places: list[int] = []
