@@ -220,6 +220,20 @@ def test_bytes_do_not_depend_on_memory(
     check_same(tmp_path / "a.h5", out, permutation(500, 0))
 
 
+def test_bytes_do_not_depend_on_the_time(tmp_path: Path) -> None:
+    """New objects are not stamped, though those of the source are, as h5py's groups and strings may be."""
+    make_images(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file.create_dataset("names", data=["abc"] * 200, track_times=True)
+        properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+        properties.set_obj_track_times(True)
+        h5py.h5g.create(file.id, b"group", gcpl=properties)
+    repack(tmp_path / "a.h5", tmp_path / "b.h5", shuffle=True)
+    with h5py.File(tmp_path / "b.h5") as file:
+        stamps = {name: h5py.h5o.get_info(file[name].id).ctime for name in ("/", "names", "group", "h5chunk")}
+    assert set(stamps.values()) == {0}, stamps
+
+
 def test_a_file_sorted_by_class_becomes_mixed(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["images"] = np.repeat(np.arange(10, dtype=np.uint8), 100)[:, None] * np.ones(20, np.uint8)

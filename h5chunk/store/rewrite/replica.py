@@ -204,6 +204,7 @@ class _Maker:
         if layout is not None:
             properties = _properties(properties, layout)
             space = h5s.create_simple(old.shape)
+        properties.set_obj_track_times(False)
         kind = self._copier.type_of(old.get_type())
         made = h5d.create(new_group, name, kind, space, properties, self._links(name))
         if layout is not None and layout.written:
@@ -246,7 +247,6 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
     new = old.copy()
     for code in [old.get_filter(number)[0] for number in range(old.get_nfilters())]:
         new.remove_filter(code)
-    new.set_obj_track_times(False)
     if layout.chunks is None:
         new.set_layout(h5d.CONTIGUOUS)
     else:
