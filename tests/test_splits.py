@@ -160,11 +160,21 @@ def test_a_class_that_is_called_like_a_split(tmp_path: Path) -> None:
     assert listing.class_names == ["bus", "car", "train"] and list(listing.columns) == ["labels"]
 
 
+def test_a_folder_that_wraps_all_others_is_one_class_and_said_to_be(tmp_path: Path) -> None:
+    listing = list_images(make(tmp_path, "images/train/1.png", "images/val/1.png"))
+    assert listing.class_names == ["images"]
+    assert listing.notes == ["all images are of one class, 'images': are its folders the classes?"]
+
+
 def test_folders_of_any_names_are_splits_if_asked_for(tmp_path: Path) -> None:
     make(tmp_path, "fold1/a/1.png", "fold2/a/1.png")
     assert list_images(tmp_path).class_names == ["fold1", "fold2"]
     listing = list_images(tmp_path, split_folders="yes")
     assert listing.class_names == ["a"] and listing.columns["split"].tolist() == [b"fold1", b"fold2"]
+    assert [note.split(":")[0] for note in listing.notes] == [
+        "all images are of one class, 'a'",
+        "the top folders are splits",
+    ]
 
 
 def test_choices_that_cannot_be(tmp_path: Path) -> None:

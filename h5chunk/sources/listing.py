@@ -234,26 +234,19 @@ def _arrange(source: str, directories: dict[bytes, Directory], container: Contai
     if level and (empty := sorted(_at(0, directories) - _at(0, with_images))):
         ignored.append(f"folders without images, which are taken for no splits: {', '.join(map(as_text, empty))}")
         directories = {name: each for name, each in directories.items() if name.split(b"/")[0] not in empty}
-    classes = sorted(_at(level, with_images))
-    empty = sorted(_at(level, directories) - set(classes)) if classes else []
-    if empty:
-        raise SourceError(
-            f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
-            f"{len(empty) + len(classes)}): remove it, or put images in it"
-        )
+    classes = _find_classes(source, level, with_images, directories)
     depth = level + bool(classes)  # of the folders that samples lie in, at least
-    loose = [name for name in with_images if _depth(name) < depth]
-    if loose:
-        count, what = sum(len(with_images[name].files) for name in loose), "class" if classes else "split"
-        example = min(name + b"/" * bool(name) + min(with_images[name].files) for name in loose)
-        ignored.append(f"{count} images beside the {what} folders, which have no {what}, such as {as_text(example)}")
-    kept = {name: with_images[name] for name in with_images if name not in loose}
+    kept = {name: directory for name, directory in with_images.items() if _depth(name) >= depth}
+    if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
+        ignored.append(_describe_loose(loose, "class" if classes else "split"))
     members = array("q")
     listing = Listing(container, Names(_names(kept, depth, members)), ignored=ignored)
     container.select(np.frombuffer(members, dtype=np.int64))
     if classes:
         listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]
+    if len(classes) == 1:
+        listing.notes.append(f"all images are of one class, {listing.class_names[0]!r}: are its folders the classes?")
     if level:
         _add_splits(listing, kept)
     return listing
@@ -267,6 +260,24 @@ def _depth(name: bytes) -> int:
 def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
     """What folders are called at a level, from 0, on the way to some."""
     return {name.split(b"/")[level] for name in names if _depth(name) > level}
+
+
+def _find_classes(source: str, level: int, with_images: Iterable[bytes], directories: Iterable[bytes]) -> list[bytes]:
+    """The names of the class folders, which all must have images."""
+    classes = sorted(_at(level, with_images))
+    empty = sorted(_at(level, directories) - set(classes)) if classes else []
+    if empty:
+        raise SourceError(
+            f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
+            f"{len(empty) + len(classes)}): remove it, or put images in it"
+        )
+    return classes
+
+
+def _describe_loose(directories: dict[bytes, Directory], what: str) -> str:
+    count = sum(len(directory.files) for directory in directories.values())
+    example = min(name + b"/" * bool(name) + min(directory.files) for name, directory in directories.items())
+    return f"{count} images beside the {what} folders, which have no {what}, such as {as_text(example)}"
 
 
 def _others(directories: dict[bytes, Directory]) -> Iterator[str]:
