@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from h5chunk.errors import OptionError
+import numpy as np
+
+from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.loader import ChunkLoader
 
@@ -32,6 +35,8 @@ __all__ = ["ChunkDataModule"]
 
 Data = str | os.PathLike[str] | ChunkDataset
 SPLIT = (0.8, 0.1, 0.1)
+SPLIT_FIELD = "split"
+PARTS = (("train", "training"), ("val", "valid", "validation", "dev"), ("test", "testing", "eval", "evaluation"))
 TRAINER_KNOWS = ("rank", "world_size", "shuffle")
 
 
@@ -54,9 +59,11 @@ class ChunkDataModule(LightningDataModule):
     path : path or ChunkDataset
     batch_size : int
         Of each process.
-    split : sequence of float, optional
-        Shares of training, validation and test, as for `ChunkDataset.split`; two of them leave the test out. Default:
-        0.8, 0.1 and 0.1, or everything for training if ``val`` or ``test`` is given.
+    split : sequence of float, or str, optional
+        Shares of training, validation and test, as for `ChunkDataset.split`; two of them leave the test out. Or the
+        name of a field that says of each sample what it is for: ``train``, ``val``, ``test``, or as such folders are
+        called. Default: the field ``split``, if the file has it, as `h5chunk.convert` makes one of such folders; else
+        0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, everything is for training.
     stratify : str, optional
         Field by which each part has each class in equal share.
     split_seed : int
@@ -87,7 +94,7 @@ class ChunkDataModule(LightningDataModule):
         path: Data,
         batch_size: int,
         *,
-        split: Sequence[float] | None = None,
+        split: Sequence[float] | str | None = None,
         stratify: str | None = None,
         split_seed: int = 0,
         val: Data | None = None,
@@ -102,12 +109,12 @@ class ChunkDataModule(LightningDataModule):
         given = val is not None or test is not None
         if given and (split is not None or stratify is not None):
             raise OptionError("split divides the file, but val or test is given: give either, not both")
-        if split is not None and len(split) not in (2, 3):
+        if split is not None and not isinstance(split, str) and len(split) not in (2, 3):
             raise OptionError(f"split is {split!r}: give the shares of training, validation and, if wanted, test")
         for name in {*options, *(train_options or {})} & set(TRAINER_KNOWS):
             raise OptionError(f"{name} is given, but it is the Trainer that knows: leave it out")
         self._path, self._val, self._test, self._fields = path, val, test, fields
-        self._split = None if given else tuple(SPLIT if split is None else split)
+        self._split, self._is_whole = split, given
         self._stratify, self._split_seed = stratify, split_seed
         self._batch_size, self._eval_batch_size = batch_size, eval_batch_size or batch_size
         self._device, self._options = device, options
@@ -119,15 +126,25 @@ class ChunkDataModule(LightningDataModule):
     def datasets(self) -> tuple[ChunkDataset, ChunkDataset | None, ChunkDataset | None]:
         """What training, validation and test are of."""
         if not self._parts:
-            if self._split is None:
-                self._parts = [self._dataset(data) for data in (self._path, self._val, self._test)]
+            whole = self._dataset(self._path)
+            assert whole is not None
+            if self._is_whole:
+                self._parts = [whole, self._dataset(self._val), self._dataset(self._test)]
             else:
-                whole = self._dataset(self._path)
-                assert whole is not None
-                self._parts = [*whole.split(self._split, seed=self._split_seed, stratify=self._stratify), None][:3]
+                self._parts = self._split_up(whole)
         train, val, test = self._parts
         assert train is not None
         return train, val, test
+
+    def _split_up(self, whole: ChunkDataset) -> list[ChunkDataset | None]:
+        """The parts of one data set, by a field or by shares."""
+        if isinstance(self._split, str):
+            return _split_by_field(whole, self._split)
+        if self._split is None and self._stratify is None:
+            with suppress(FieldError):
+                return _split_by_field(whole, SPLIT_FIELD)
+        shares = SPLIT if self._split is None else tuple(self._split)
+        return [*whole.split(shares, seed=self._split_seed, stratify=self._stratify), None][:3]
 
     def _dataset(self, data: Data | None) -> ChunkDataset | None:
         if data is None or isinstance(data, ChunkDataset):
@@ -166,3 +183,27 @@ class ChunkDataModule(LightningDataModule):
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
+
+
+def _split_by_field(whole: ChunkDataset, field: str) -> list[ChunkDataset | None]:
+    """The parts that a field of names tells apart; None for one that has no samples.
+
+    Raises
+    ------
+    FieldError
+        There is no such field.
+    OptionError
+        It holds something else, or nothing for training.
+    """
+    names, numbers = np.unique(whole.values(field), return_inverse=True)
+    parts = {alias: part for part, aliases in enumerate(PARTS) for alias in aliases}
+    unknown = [str(name) for name in names if str(name).lower() not in parts]
+    if unknown:
+        raise OptionError(
+            f"field {field!r} says {unknown[0]!r}, which is not called like a split: give split as shares"
+        )
+    masks = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
+    found = [whole.subset(masks == part) if (masks == part).any() else None for part in range(len(PARTS))]
+    if found[0] is None:
+        raise OptionError(f"field {field!r} names no samples for training: give split as shares")
+    return found

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import pixels
 from loader_files import N, path
+from PIL import Image
 from test_pipeline import nothing_is_left
 from torch import nn
 
-from h5chunk.errors import OptionError
+import h5chunk
+from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
@@ -243,6 +246,27 @@ def test_strata(path):
     data = ChunkDataModule(path, 16, fields=["images"], stratify="labels", split=(0.5, 0.5), split_seed=4)
     assert data.datasets[0].fields == ("images",)
     assert abs(len(data.datasets[0]) - len(data.datasets[1])) <= N  # every label is a class of its own
+
+
+def test_parts_are_the_folders_that_the_samples_were_in(tmp_path):
+    for number in range(24):
+        folder = tmp_path / "data" / ("training", "Valid", "train")[number % 3] / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(number)).save(folder / f"{number}.png")
+    h5chunk.convert(tmp_path / "data", tmp_path / "x.h5", workers=0)
+    data = ChunkDataModule(tmp_path / "x.h5", 4)
+    train, val, test = data.datasets
+    assert (len(train), len(val), test) == (16, 8, None) and data.test_dataloader() == []
+    assert set(val.values("split")) == {"Valid"}
+    assert [len(part) for part in ChunkDataModule(tmp_path / "x.h5", 4, split=(0.5, 0.5)).datasets[:2]] == [12, 12]
+    with pytest.raises(FieldError, match="fold"):
+        _ = ChunkDataModule(tmp_path / "x.h5", 4, split="fold").datasets
+    h5chunk.convert(tmp_path / "data", tmp_path / "y.h5", workers=0, split_folders="no")
+    assert [len(part) for part in ChunkDataModule(tmp_path / "y.h5", 4).datasets] == [19, 3, 2]
+    (tmp_path / "data" / "train").rename(tmp_path / "data" / "fold")
+    h5chunk.convert(tmp_path / "data", tmp_path / "z.h5", workers=0, split_folders="yes")
+    with pytest.raises(OptionError, match="field 'split' says 'fold', which is no name of a split"):
+        _ = ChunkDataModule(tmp_path / "z.h5", 4).datasets
 
 
 def test_no_sample_is_left_out_unless_asked(path):
