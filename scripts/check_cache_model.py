@@ -4,7 +4,7 @@
 
 Makes small files in memory, of 1 to 4 dimensions, with and without gzip, with chunks that overlap the edge, and reads
 random single samples and ranges of samples of them, through caches of random room, slots and w0 (now and then the
-defaults of HDF5 1.14 and 2). A Python file below HDF5 notes every read. For each chunk of each range, in the order of
+defaults of HDF5 1.14 and 2). A Python file below HDF5 counts every read. For each chunk of each range, in the order of
 HDF5's visits, the model must say whether it is read, how many bytes are, and in how many reads.
 
 Prints the versions, the number of configurations, of accesses (and how many hit, missed, bypassed), of mismatches (the
@@ -32,6 +32,7 @@ import h5py
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.tools.measure.counted import CountingFile
 from h5chunk.tools.model.accesses import range_accesses, sample_accesses
 from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache
 
@@ -60,18 +61,6 @@ class Comparison:
     mismatches: list[str] = field(default_factory=list)
 
 
-class NotingFile(io.BytesIO):
-    """A file in memory that notes every read as (offset, size)."""
-
-    def __init__(self, content: bytes = b"") -> None:
-        super().__init__(content)
-        self.reads: list[tuple[int, int]] = []
-
-    def readinto(self, buffer: Any) -> int:
-        self.reads.append((self.tell(), len(buffer)))
-        return super().readinto(buffer)
-
-
 def make_file(case: Case) -> bytes:
     """The file, every chunk of it written."""
     grid, content = case.grid, io.BytesIO()
@@ -92,8 +81,8 @@ def open_dataset(file: h5py.File, settings: CacheSettings) -> h5py.Dataset:
 
 def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
     """What HDF5 reads for each range, in its order; and the stored bytes of each chunk."""
-    noting, found = NotingFile(make_file(case)), []
-    with h5py.File(noting, "r") as file:
+    counting, found = CountingFile(io.BytesIO(make_file(case))), []
+    with h5py.File(counting, "r") as file:
         dataset = open_dataset(file, case.settings)
         table: list[tuple[int, int, int]] = []
         counts = [-(-size // chunk) for size, chunk in zip(case.grid.shape, case.grid.chunks, strict=True)]
@@ -105,9 +94,9 @@ def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
         dataset.id.chunk_iter(note)
         offsets, sizes, numbers = np.array(sorted(table)).T
         for start, stop in case.ranges:
-            noting.reads.clear()
+            counting.reads.clear()
             dataset[start:stop]
-            found.append(_by_chunk(noting.reads, offsets, sizes, numbers))
+            found.append(_by_chunk(counting.reads, offsets, sizes, numbers))
     stored = np.zeros(len(numbers), np.int64)
     stored[numbers] = sizes
     return found, stored

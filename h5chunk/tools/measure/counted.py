@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
 import time
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
@@ -61,21 +59,24 @@ class ReadCounts:
         return asdict(self)
 
 
-class CountingFile(io.FileIO):
-    """A file for HDF5 to read from that remembers the offset and size of every read."""
+class CountingFile:
+    """A binary file for ``h5py.File`` to read from that remembers the offset and size of every read in ``reads``."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, "rb")
-        self._reads: list[tuple[int, int]] = []
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.reads: list[tuple[int, int]] = []
 
     def readinto(self, buffer: Any) -> int:
-        self._reads.append((self.tell(), len(buffer)))
-        return super().readinto(buffer)
+        self.reads.append((self._file.tell(), len(buffer)))
+        return int(self._file.readinto(buffer))  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def take(self, table: ChunkTable) -> tuple[int, int]:
         """Number and bytes of the reads of chunks since the last call; reads of metadata do not count."""
-        starts, sizes = np.array(self._reads, np.int64).reshape(-1, 2).T
-        self._reads.clear()
+        starts, sizes = np.array(self.reads, np.int64).reshape(-1, 2).T
+        self.reads.clear()
         turn = np.argsort(table.offsets)
         offsets, ends = table.offsets[turn], (table.offsets + table.sizes)[turn]
         at = np.searchsorted(offsets, starts, "right") - 1
@@ -153,7 +154,7 @@ def _measure(
     assert not isinstance(main, MatrixField)
     alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
     alone.set_caches(cache)
-    with CountingFile(reader.path) as counting, h5py.File(counting, "r") as file:
+    with reader.path.open("rb", buffering=0) as raw, h5py.File(counting := CountingFile(raw), "r") as file:
         alone.read_through(file)
         counting.take(table)
         for batch in batches:
