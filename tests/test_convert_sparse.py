@@ -351,6 +351,12 @@ WRONG = {
     "scaled": ([1, 200], {"scale": 2}, r"row 8, column 6: value 200\.0 times the scale 2 is more than 255: use --clip"),
     "no common scale": ([0.3, 0.125], {}, r"column \d: value 0\.\d+ has no exact code .*others, such as 0\.\d+, need"),
     "large with halves": ([0.5, 200], {}, r"row 8, column 6: value 200\.0 has no exact code .* such as 0\.5, need"),
+    "halves to clip": (
+        [0.5, 200],
+        {"clip": True},
+        r"row 8, column 6: value 200\.0 has no exact code .*--scale S with --clip",
+    ),
+    "clipped with halves": ([0.5, 300], {"clip": True}, r"row 8, column 6: value 255\.0 has no exact code .* as 0\.5"),
     "fraction to clip": ([1, 0.3333], {"clip": True}, r"value 0\.3333 has no exact code"),
 }
 
@@ -382,6 +388,27 @@ def test_clip(tmp_path: Path) -> None:
     values[:2] = -8, 510
     report = run(Source(np.arange(6), np.arange(6), values * 2, (6, 6)), tmp_path / "y.h5", clip=True, scale=0.5)
     assert report.counts["values clipped"] == 4 and report.scale == 0.5
+    halves = Source(np.arange(2), np.arange(2), np.array([0.5, 200]), (2, 2))
+    report = run(halves, tmp_path / "z.h5", clip=True, scale=2, shuffle=False)
+    assert read_back(tmp_path / "z.h5")[0].diagonal().tolist() == [0.5, 127.5]
+    assert report.counts["values clipped"] == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_binarize_takes_a_decimal_fraction_as_it_is_written(tmp_path: Path, dtype: type) -> None:
+    """0.7 of float32 is less than 0.7 of float64, and so are the mean of three 0.7, and 0.7 + 0.1 than 0.8."""
+    values = np.array([0.7, 0.6, 0.8], dtype)
+    source = Source(np.arange(3), np.arange(3), values, (3, 3))
+    run(source, tmp_path / "x.h5", binarize=0.7, shuffle=False)
+    assert read_back(tmp_path / "x.h5")[0].diagonal().tolist() == [1, 0, 1]
+    whole = Source(np.arange(3), np.arange(3), np.array([0, 1, 2], np.uint8), (3, 3))
+    run(whole, tmp_path / "y.h5", binarize=0.7, shuffle=False)
+    assert read_back(tmp_path / "y.h5")[0].diagonal().tolist() == [0, 1, 1]
+    for how, numbers, least in (("mean", [0.7] * 3, 0.7), ("sum", [0.7, 0.1], 0.8)):
+        zeros = np.zeros(len(numbers), int)
+        source = Source(zeros, zeros, np.array(numbers), (1, 1))
+        run(source, tmp_path / "x.h5", binarize=least, duplicates=how, overwrite=True)
+        assert read_back(tmp_path / "x.h5")[0].tolist() == [[1]]
 
 
 def test_a_scale_that_is_asked_for(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ from h5chunk.cli.output import note, progress_bar, show
     help="Sparse: columns of a delimited file that are row, column, value and time (names, or 0, 1, ...).",
 )
 @click.option("--scale", type=float, metavar="S", help="Sparse: store value * S. [default: the smallest that is exact]")
-@click.option("--clip", is_flag=True, help="Sparse: what is outside of 0..255 becomes 0 or 255.")
+@click.option(
+    "--clip", is_flag=True, help="Sparse: values below 0 become 0, and above 255 (255 / S with --scale) that."
+)
 @click.option("--binarize", type=float, metavar="MIN", help="Sparse: values >= MIN become 1, all others are dropped.")
 @click.option(
     "--min-row-count", type=click.IntRange(0), default=0, metavar="N", help="Sparse: leave out rows of fewer entries."

@@ -28,6 +28,7 @@ from h5chunk.errors import OptionError
 SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100)
 UNITS = math.lcm(*SCALES)  # in a one
 MAX_CODE = 255
+ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions: 0.7 + 0.1 is to be 0.8
 HUGE = float(1 << 40)  # with clip: far above any code, and small enough that sums of entries do not overflow
 
 Values = npt.NDArray[Any]
@@ -42,7 +43,8 @@ class Coding:
     scale : float, optional
         A value is its code over this; chosen among `SCALES` if not given.
     clip : bool
-        Whether codes below 0 and above 255 become those.
+        Whether values below 0 become 0, and those above 255, or above 255 over the scale that was asked for, become
+        that. A scale is never chosen so that more has to be clipped.
     binarize : float, optional
         Values of at least this become 1, all others 0.
 
@@ -108,6 +110,8 @@ class Coding:
         if unfit.any():
             return real, int(unfit.argmax())
         if self.binarize is not None:
+            if values.dtype.kind == "f":
+                real[values == values.dtype.type(self.binarize)] = self.binarize  # 0.7 of float32 is 0.7
             return real, None
         scales = SCALES if self.scale is None else (self.scale,)
         units = np.zeros(len(values), np.float64)
@@ -144,7 +148,7 @@ class Coding:
             Those above `max_unit`.
         """
         if self.binarize is not None:
-            return (sums >= self.binarize).astype(np.int64), np.zeros(len(sums), bool)
+            return (sums >= self.binarize * (1 - ROUNDING)).astype(np.int64), np.zeros(len(sums), bool)
         units = sums.astype(np.int64)
         if self.clip:
             return np.clip(units, 0, self.max_unit), np.zeros(len(sums), bool)
@@ -162,7 +166,7 @@ class Coding:
             return 1.0 if self.scale is None else float(self.scale)
         for scale in SCALES:
             step = UNITS // scale
-            if not (units % step).any() and (self.clip or not len(units) or int(units[-1]) // step <= MAX_CODE):
+            if not (units % step).any() and (not len(units) or int(units[-1]) // step <= MAX_CODE):
                 return float(scale)
         return None
 

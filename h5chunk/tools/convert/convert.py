@@ -124,7 +124,7 @@ def convert(
         Values are stored as value * scale, which must be whole numbers from 0 to 255; without, the smallest of 1, 2,
         4, 5, 8, 10, 16, 20, 100 that makes them so. Duplicate entries are combined before anything else.
     clip : bool
-        Whether what lies outside of 0..255 becomes 0 or 255.
+        Whether values below 0 become 0, and those above 255, or above 255 / ``scale`` if that is given, become that.
     binarize : float, optional
         Values of at least this become 1, all others are dropped.
     min_row_count, min_column_count : int

@@ -111,7 +111,7 @@ def choose_what_to_keep(read: Read, min_row_count: int, min_column_count: int) -
         f"duplicates {describe(read.options.duplicates, read.source.time_name)}": tally["duplicates"],
         "explicit zeros dropped": tally["zeros"],
         "entries dropped by their values": tally["places"] - tally["zeros"] - int(unit_counts.sum()),
-        "values clipped": tally["below"] + max(tally["above"], int(unit_counts[_limit(read, scale) + 1 :].sum())),
+        "values clipped": tally["below"] + tally["above"],
         "rows left out": int((~rows_kept).sum()),
         "columns left out": 0 if columns_kept is None else int((~columns_kept).sum()),
     }
@@ -122,11 +122,6 @@ def choose_what_to_keep(read: Read, min_row_count: int, min_column_count: int) -
 
 def _nothing(rows_kept: np.ndarray) -> str:
     return "row is" if not rows_kept.any() else "column is"
-
-
-def _limit(read: Read, scale: float) -> int:
-    """The units of the highest code."""
-    return MAX_CODE if read.coding.max_unit == MAX_CODE else MAX_CODE * UNITS // int(scale)
 
 
 def _settled(read: Read, columns_kept: np.ndarray | None, tally: Counter[str] | None = None) -> Iterator[Part]:

@@ -298,5 +298,5 @@ def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, 
         reason = "has no exact code from 1 to 255" + why
         remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
         if why:
-            remedy = f"use --clip to make what is above {MAX_CODE} that, or --binarize MIN"
+            remedy = f"use --scale S with --clip, which makes what is above {MAX_CODE} / S that, or --binarize MIN"
     return SourceError(f"{printable(source.path)}: {place}: value {value} {reason}: {remedy}")
