@@ -123,7 +123,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, as_text, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.guard.guard import check_beside, damages
 from h5chunk.store.read.chunktable import list_chunks
@@ -380,7 +380,7 @@ def read_header(file: h5py.File) -> Header | None:
         table = group.get("class_names")
         if table is not None and table.dtype.kind != "S":  # variable-length strings of a bad file can hang HDF5
             raise ValueError("class_names are not of a fixed length")
-        names = () if table is None else tuple(value.decode("utf-8", "replace") for value in table[()].tolist())
+        names = () if table is None else tuple(map(as_text, table[()].tolist()))
         header = Header(
             format_version=version,
             num_samples=int(attrs["num_samples"]),

@@ -5,7 +5,7 @@
 | soft and external links | each name on a path must be a hard link; looked at before anything is opened |
 | external storage, virtual datasets | refused, before their shape is asked for |
 | unknown filters | refused before a chunk is read, so that no plugin is loaded for them; each filter only once |
-| shapes larger than what is stored | refused beyond 64 MiB or 1032 times what is stored (`check_claims`) |
+| shapes larger than what is stored | refused beyond 64 MiB and 1032 times what is stored (`check_claims`) |
 | chunks that overlap, lie beyond the file, or are of another length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters set up for other chunks than there are, which crash on them | refused (`check_filters`) |
 | strings of variable length that say what a matrix is | looked up without HDF5, which may never come back |
