@@ -199,9 +199,7 @@ def _split_by_field(whole: ChunkDataset, field: str) -> list[ChunkDataset | None
     parts = {alias: part for part, aliases in enumerate(PARTS) for alias in aliases}
     unknown = [str(name) for name in names if str(name).lower() not in parts]
     if unknown:
-        raise OptionError(
-            f"field {field!r} says {unknown[0]!r}, which is not called like a split: give split as shares"
-        )
+        raise OptionError(f"field {field!r} says {unknown[0]!r}, which is no name of a split: give split as shares")
     masks = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
     found = [whole.subset(masks == part) if (masks == part).any() else None for part in range(len(PARTS))]
     if found[0] is None:
