@@ -20,6 +20,7 @@ import h5chunk.sources.container as container_module
 from h5chunk.errors import SampleError, SourceError
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.listing import list_images
+from h5chunk.sources.sparse.block import looks_sparse
 
 
 def write_tar(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
@@ -192,6 +193,7 @@ def test_zip_whose_directory_claims_to_be_huge_takes_no_memory(tmp_path: Path) -
         end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 2, 2, hole, 0)
         end += struct.pack("<4sLQL", b"PK\6\7", 0, hole, 1)
         file.write(end + data[data.index(b"PK\5\6") :][:8] + b"\xff" * 12 + b"\0\0")
+    assert looks_sparse(path) is None
     with pytest.raises(SourceError, match="a header claims 8589934592 bytes, over the limit of 1073741824"):
         list_images(path)
 

@@ -268,10 +268,10 @@ def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
     raise SourceError(f"{shown}: not a folder, .zip or .tar of images")
 
 
-class _Bounded(io.FileIO):
+class BoundedFile(io.FileIO):
     """An archive of which headers are read: none of more bytes than ``limit``, whatever it claims."""
 
-    def __init__(self, path: Path, limit: int, damage: type[Exception]) -> None:
+    def __init__(self, path: str | os.PathLike[str], limit: int, damage: type[Exception]) -> None:
         super().__init__(path)
         self._limit, self._damage = limit, damage
 
@@ -289,7 +289,7 @@ class _Bounded(io.FileIO):
 
 
 def _open_zip(path: Path) -> tuple[Zip, list[tuple[bytes, int]]]:
-    with _Bounded(path, MAX_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
+    with BoundedFile(path, MAX_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     if any(info.flag_bits & 1 for info in members):
         raise SourceError(f"{printable(path)}: encrypted: decrypt it first")
@@ -316,7 +316,7 @@ def _open_tar(path: Path) -> tuple[Tar, list[tuple[bytes, int]]]:
     names: list[tuple[bytes, int]] = []
     links: dict[int, bytes] = {}  # number of a member to the name that it leads to
     with (
-        _Bounded(path, MAX_HEADER_BYTES, tarfile.ReadError) as file,
+        BoundedFile(path, MAX_HEADER_BYTES, tarfile.ReadError) as file,
         tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive,
     ):
         for member in archive:

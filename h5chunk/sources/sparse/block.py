@@ -18,6 +18,7 @@ from types import MappingProxyType
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.sources.container import BoundedFile
 from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.sparse.tenx_files import find_tenx_files
 
@@ -41,6 +42,7 @@ BY_NAME = {
     ".npy": "npy",
     ".h5ad": "h5ad",
 }
+MAX_NPZ_DIRECTORY_BYTES = 1 << 20  # of a zip that is asked whether it is a matrix
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
@@ -237,8 +239,12 @@ def _kind_of_hdf5(path: str, name: str) -> str | None:
 
 
 def _has_matrix(path: str) -> bool:
+    """Whether a zip is an .npz of scipy; one of many images is known by the size of its directory alone."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (
+            BoundedFile(path, MAX_NPZ_DIRECTORY_BYTES, zipfile.BadZipFile) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
             return {"format.npy", "shape.npy"} <= set(archive.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
         return path.lower().endswith(".npz")
