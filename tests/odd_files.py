@@ -113,6 +113,19 @@ def make(
         then(dataset)
 
 
+def make_matrix(path: Path, matrix: Any, **options: Any) -> None:
+    """A CSR matrix in ``X``, whose parts have these options, or as the machine has them where ``kind`` is for one."""
+    kind = options.pop("kind", None)
+    with h5py.File(path, "w", **options.pop("file", {})) as file:
+        group = file.create_group("X")
+        group.attrs["encoding-type"] = np.bytes_("csr_matrix")
+        group.attrs["shape"] = matrix.shape
+        for name in ("indptr", "indices", "data"):
+            values = getattr(matrix, name).astype(np.int32)
+            dataset = create(group, shape=values.shape, name=name, kind=kind or h5t.STD_I32LE, **options)
+            dataset[...] = values.astype(dataset.dtype)
+
+
 def index_of(dataset: h5py.Dataset) -> int:
     """Number of the chunk index in H5Dpublic.h: 0 B-tree 1, 1 single chunk, 2 implicit, 3 and 4 arrays, 5 B-tree 2."""
     index = ctypes.c_int()
@@ -343,17 +356,17 @@ def _type_cases() -> Iterator[Case]:
         ">u2": (h5t.STD_U16BE, DATA),
         ">f4": (h5t.IEEE_F32BE, values(SHAPE, "f4")),
         "big-endian enumeration": (_enum(h5t.STD_U16BE), DATA % 3),
-        "12 bits": (_bits(h5t.STD_U16LE, 12, 0), DATA & 4095),
-        "12 bits from bit 3": (_bits(h5t.STD_U16LE, 12, 3), DATA & 4095),
-        "signed, 12 bits from bit 3": (_bits(h5t.STD_I16LE, 12, 3), (DATA & 2047).astype("i2") - 999),
+        "12 bits": (bits(h5t.STD_U16LE, 12, 0), DATA & 4095),
+        "12 bits from bit 3": (bits(h5t.STD_U16LE, 12, 3), DATA & 4095),
+        "signed, 12 bits from bit 3": (bits(h5t.STD_I16LE, 12, 3), (DATA & 2047).astype("i2") - 999),
         "as bfloat16": (_float(h5t.IEEE_F32LE, (15, 7, 8, 0, 7), 16, 2, 127), (DATA % 256).astype("f4")),
         "float of 24 bits": (_float(h5t.IEEE_F32LE, (23, 16, 7, 0, 16), 24, 4, 63), (DATA % 999).astype("f4")),
     }
     for name, (kind, data) in odd.items():
         for chunks in ({}, WHOLE, {**PARTS, "filters": [SHUFFLE, GZIP]}, {**PARTS, "filters": [NBIT]}):
             yield Case(row, f"{name} {len(chunks)} {chunks.get('filters', ())}", HDF5, _typed(kind, data, **chunks))
-    bits = _typed(h5t.STD_B16LE, DATA, memory=h5t.STD_B16LE, **WHOLE)
-    yield Case(row, "bit field", HDF5, bits)
+    made = _typed(h5t.STD_B16LE, DATA, memory=h5t.STD_B16LE, **WHOLE)
+    yield Case(row, "bit field", HDF5, made)
     nameless = _typed(_enum(h5t.STD_U16BE), DATA.astype(">u2"), memory=_enum(h5t.STD_U16BE))
     yield Case(row, "big-endian enumeration, values without a name", HDF5, nameless)
     row = "compound, complex, array, opaque, reference and variable-length types"
@@ -398,7 +411,8 @@ def _enum(base: h5t.TypeID) -> h5t.TypeEnumID:
     return kind
 
 
-def _bits(base: h5t.TypeID, precision: int, offset: int) -> h5t.TypeID:
+def bits(base: h5t.TypeID, precision: int, offset: int) -> h5t.TypeID:
+    """Whole numbers of fewer bits than their bytes have, from the bit ``offset`` on."""
     kind = base.copy()
     kind.set_precision(precision)
     kind.set_offset(offset)

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import odd_files as odd
 import pytest
+import scipy.sparse
 from odd_files import CASES, DIRECT, HDF5, PARTS, REFUSED, Case, make
 from torch.utils.data import default_collate
 
@@ -220,6 +221,42 @@ def test_promises_list_these_layouts():
     promised = {row[0]: row[1] for row in rows if len(row) == 2 and row[1] in (DIRECT, HDF5, REFUSED)}
     assert promised == {case.row: case.how for case in CASES} | {OPEN: REFUSED}
     assert len({(case.row, case.how) for case in CASES}) == len(promised) - 1
+
+
+MATRIX = scipy.sparse.random(41, 30, 0.2, format="csr", random_state=0, data_rvs=lambda n: np.arange(n) % 99 + 1)
+MATRICES = {
+    "partial chunks left unfiltered, shuffle": {"chunks": (13,), "filters": [odd.SHUFFLE], "partial_plain": True},
+    "partial chunks left unfiltered, gzip": {
+        "chunks": (999,),
+        "maxshape": (None,),
+        "filters": [odd.GZIP],
+        "partial_plain": True,
+    },
+    "scattered": {"chunks": (13,), "maxshape": (None,), "file": odd.LATEST},
+    "user block": {"file": {"userblock_size": 512}},
+    "big-endian": {"kind": h5py.h5t.STD_I32BE, "chunks": (13,), "filters": [odd.SHUFFLE]},
+    "20 bits from bit 5": {"kind": odd.bits(h5py.h5t.STD_I32LE, 20, 5)},
+    "n-bit": {"kind": odd.bits(h5py.h5t.STD_I32LE, 20, 5), "chunks": (13,), "filters": [odd.NBIT]},
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrices(tmp_path, name):
+    path, new = tmp_path / "a.h5", tmp_path / "b.h5"
+    odd.make_matrix(path, MATRIX, **MATRICES[name])
+    repack(path, new)
+    expected = MATRIX.toarray()
+    for each in (path, new):
+        assert verify(each).ok
+        for reader in ("auto", "h5py"):
+            np.testing.assert_array_equal(loaded(each, reader), expected)
+        np.testing.assert_array_equal(np.stack([row.numpy() for (row,) in ChunkDataset(each)]), expected)
+
+
+def test_repack_does_not_shuffle_by_pointers_of_unusual_bits(tmp_path):
+    odd.make_matrix(tmp_path / "a.h5", MATRIX, kind=odd.bits(h5py.h5t.STD_I32LE, 20, 5))
+    with pytest.raises(FileError, match="unusual precision"):
+        repack(tmp_path / "a.h5", tmp_path / "b.h5", shuffle=True)
 
 
 def test_info_says_that_partial_chunks_are_plain(tmp_path):

@@ -103,6 +103,13 @@ def test_partial_chunks_that_skip_the_filters(tmp_path, filters):
         np.testing.assert_array_equal(root.dataset("images").read(0, 37), data)
 
 
+@pytest.mark.parametrize("case", [case for case in odd.CASES if case.variant.startswith(("12 bits", "as bfloat16"))])
+def test_numbers_of_unusual_bits_are_refused(tmp_path, case):
+    case.make(tmp_path / "a.h5")
+    with GuardedFile(tmp_path / "a.h5").open() as root, pytest.raises(SourceError, match="unusual precision"):
+        root.dataset("images", 3)
+
+
 @pytest.mark.parametrize("filters", [{}, {"shuffle": True}])
 def test_filters_of_hdf5plugin_are_left_to_hdf5(tmp_path, filters):
     import hdf5plugin

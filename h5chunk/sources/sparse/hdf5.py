@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import SourceError, human_bytes, printable
-from h5chunk.sources.sparse.hdf5calls import ALL_FILTERS, partial_chunks_are_plain
+from h5chunk.sources.sparse.hdf5calls import ALL_FILTERS, is_stored_as, partial_chunks_are_plain
 from h5chunk.sources.sparse.heap import MAX_STRING_BYTES, POINTER, Bytes, attribute_bytes, resolve
 from h5chunk.sources.sparse.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
 from h5chunk.sources.sparse.text import check_regular, stamp_of
@@ -193,6 +193,8 @@ class Stored:
             raise self.error("its strings have addresses that are not of 8 bytes: repack the file (h5repack)")
         if not self.is_text and (self.dtype.kind not in "biufcS" or not self.dtype.itemsize):
             raise self.error(f"has the type {self.dtype} but numbers and strings are read")
+        if self.dtype.kind in "biufc" and not self.is_text and not is_stored_as(dataset, self.dtype):
+            raise self.error("has numbers of unusual precision or bit offset, which are not read: convert its type")
         self.num_bytes = int(np.prod([self.dtype.itemsize, *self.shape], dtype=object))
         self._check_storage()
         self._cached: tuple[tuple[int, ...], np.ndarray] | None = None

@@ -1,4 +1,4 @@
-"""Functions of the HDF5 library that h5py does not offer, called in the very library that h5py has loaded.
+"""Layout of a dataset that h5py does not show, asked of the very HDF5 library that h5py has loaded.
 
 The dynamic linker finds a symbol in the libraries that h5py's own extension module depends on, wherever a wheel or a
 distribution keeps them. A build of h5py that hides them makes every call here answer None: not known.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 
 import h5py
+import numpy as np
 from h5py._objects import phil
 
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
@@ -29,6 +30,19 @@ def has_extensible_array(dataset: h5py.Dataset) -> bool | None:
     """Whether the index of a chunked dataset is an extensible array."""
     index = _call("H5Dget_chunk_index_type", dataset.id.id, ctypes.c_int)
     return None if index is None else bool(index == EXTENSIBLE_ARRAY)
+
+
+def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
+    """Whether the numbers of a dataset are stored bit by bit as NumPy has this type.
+
+    h5py gives types of other precisions and bit offsets, and other floats, the next NumPy type that holds their values.
+    """
+    stored = dataset.id.get_type()
+    if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
+        stored = stored.get_super()
+    return bool(
+        stored.equal(h5py.h5t.py_create(np.dtype(dtype.str), logical=True))
+    )  # .str: no names of an enum's values
 
 
 def _call(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ctypes.c_int]) -> int | None:

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.sources.sparse.hdf5calls import is_stored_as
 from h5chunk.store.guard.checksums import NO_SUMS, Sums, checks_of
 from h5chunk.store.guard.claims import same_file
 from h5chunk.store.read.chunktable import list_chunks
@@ -241,11 +242,7 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype | None = None) -> None:
         raise NotDirect("it is stored compactly or is a view of other files")
     if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
         raise NotDirect("its data lie in other files")
-    native = h5py.h5t.py_create(np.dtype(dtype.str), logical=True)  # .str: without names of an enum's values
-    stored = dataset.id.get_type()
-    if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
-        stored = stored.get_super()
-    if dtype.kind not in "biuf" or not stored.equal(native):
+    if dtype.kind not in "biuf" or not is_stored_as(dataset, dtype):
         raise NotDirect(f"its type {dataset.dtype} is not stored as this machine has it")
     if not math.prod(dataset.shape):
         raise NotDirect("it is empty")

@@ -12,6 +12,7 @@ import numpy as np
 from h5py import h5d
 
 from h5chunk.errors import FileError, printable
+from h5chunk.sources.sparse.hdf5calls import is_stored_as
 from h5chunk.store.format import Region, open_file
 from h5chunk.store.guard.child import limited_memory
 from h5chunk.store.rewrite.movedrows import EvenRows, UnevenRows
@@ -183,6 +184,11 @@ class Run:
     def _read_all(self, path: bytes) -> np.ndarray:
         """All of a dataset of numbers of one dimension, past HDF5, which believes what chunks inflate to."""
         dataset = h5py.Dataset(h5d.open(self._source.file.id, path))
+        if not is_stored_as(dataset, dataset.dtype):
+            raise FileError(
+                f"{self._source.shown}: {printable(path)!r} has numbers of unusual precision or bit offset, by which "
+                "rows cannot be shuffled: leave --shuffle out"
+            )
         values = np.empty(dataset.shape, dataset.dtype)
         with closing(self._open(dataset)) as rows:
             rows.read(0, len(values), values.view(np.uint8).reshape(len(values), -1))

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, TrustError, UnsupportedError, printable
+from h5chunk.sources.sparse.hdf5calls import is_stored_as
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.checks import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.store.guard.child import in_child
@@ -221,7 +222,7 @@ def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> N
     matrix = job.matrices.get(prefix)
     try:
         expected = _checksums(job, found, name)
-        each = CheckedDataset(job.path, dataset, expected, _look(matrix, part))
+        each = CheckedDataset(job.path, dataset, expected, _look(matrix, part, dataset))
         if each.unlisted:
             said = job.notes if expected is None else job.problems
             said.append(f"{name!r} is not checked: {each.unlisted}")
@@ -229,7 +230,7 @@ def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> N
                 return
         if expected is not None and len(expected) != each.num_chunks:
             job.problems.append(f"{name!r} has {each.num_chunks} chunks but {len(expected)} checksums")
-            each = CheckedDataset(job.path, dataset, None, _look(matrix, part))
+            each = CheckedDataset(job.path, dataset, None, _look(matrix, part, dataset))
     except DAMAGES as error:
         job.problems.append(str(error).removeprefix(f"{printable(job.path)}: "))
         return
@@ -259,8 +260,8 @@ def _checksums(job: _Job, found: dict[str, h5py.Dataset], name: str) -> np.ndarr
     return values
 
 
-def _look(matrix: MatrixCheck | None, part: str) -> Look | None:
-    if matrix is None or matrix.columns is None:
+def _look(matrix: MatrixCheck | None, part: str, dataset: h5py.Dataset) -> Look | None:
+    if matrix is None or matrix.columns is None or not is_stored_as(dataset, dataset.dtype):
         return None
     return matrix.columns if part == "indices" else matrix.look_at_codes if part == "data" and matrix.ours else None
 
