@@ -338,3 +338,9 @@ def test_what_python_shows(foreign: Path, recwarn: pytest.WarningsRecorder) -> N
         assert all(line.isprintable() and not line.lstrip().startswith("FAKE") for line in text.split("\n")), ascii(
             text
         )
+
+
+def test_no_command_is_left_out() -> None:
+    """A new command has to be tried above as well."""
+    source = Path(__file__).read_text()
+    assert [name for name in main.commands if f'check("{name}", ' not in source] == []
