@@ -17,6 +17,7 @@ import numpy as np
 from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.sampler import ChunkSampler
 
 
 def _find_base() -> Any:
@@ -45,7 +46,7 @@ class ChunkDataModule(LightningDataModule):
 
     ::
 
-        data = ChunkDataModule("photos.h5", 256, dtype=torch.bfloat16, normalize=(mean, std))
+        data = ChunkDataModule("photos.h5", 256, transforms=[Normalize(mean, std), ToDtype(torch.bfloat16)])
         Trainer(max_epochs=90).fit(model, data)
 
     Batches are on the Trainer's GPU already. Training is shuffled, another way in each epoch; validation and test come
@@ -76,17 +77,19 @@ class ChunkDataModule(LightningDataModule):
         Of validation and test; default: ``batch_size``.
     device : str or torch.device, optional
         Default: the Trainer's, if that is a GPU of CUDA, else the CPU.
+    train_order : dict, optional
+        Arguments of training's `ChunkSampler`, with its defaults: ``drop_last`` (False), ``pad`` (False), ``seed``,
+        ``lanes``, ``weights``, ``window_chunks``.
     train_options : dict, optional
-        Arguments of training's `ChunkLoader` alone, with its defaults: ``drop_last`` (False), ``pad`` (False),
-        ``seed``, ``lanes``, ``weights``, ``echo`` and so on. An echoing loader has no state: with ``echo``, turn
-        checkpoints off.
+        Arguments of training's `ChunkLoader` alone, such as ``transforms`` that augment, or ``echo``. An echoing loader
+        has no state: with ``echo``, turn checkpoints off.
     **options
-        Arguments of each `ChunkLoader`, such as ``dtype`` and ``normalize``.
+        Arguments of each `ChunkLoader`, such as ``transforms`` and ``memory_bytes``.
 
     Raises
     ------
     OptionError
-        An argument cannot be.
+        An argument is invalid.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class ChunkDataModule(LightningDataModule):
         fields: Fields | None = None,
         eval_batch_size: int | None = None,
         device: Any = None,
+        train_order: dict[str, Any] | None = None,
         train_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -111,14 +115,14 @@ class ChunkDataModule(LightningDataModule):
             raise OptionError("split divides the file, but val or test is given: give either, not both")
         if split is not None and not isinstance(split, str) and len(split) not in (2, 3):
             raise OptionError(f"split is {split!r}: give the shares of training, validation and, if wanted, test")
-        for name in {*options, *(train_options or {})} & set(TRAINER_KNOWS):
+        for name in {*options, *(train_order or {}), *(train_options or {})} & set(TRAINER_KNOWS):
             raise OptionError(f"{name} is given, but it is the Trainer that knows: leave it out")
         self._path, self._val, self._test, self._fields = path, val, test, fields
         self._split, self._is_whole = split, given
         self._stratify, self._split_seed = stratify, split_seed
         self._batch_size, self._eval_batch_size = batch_size, eval_batch_size or batch_size
         self._device, self._options = device, options
-        self._train_options = train_options or {}
+        self._train_order, self._train_options = train_order or {}, train_options or {}
         self._parts: list[ChunkDataset | None] = []
         self._loaders: list[ChunkLoader] = []
 
@@ -153,7 +157,8 @@ class ChunkDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ChunkLoader:
         """Shuffled; its epoch is the Trainer's."""
-        return self._loader(self.datasets[0], self._batch_size, **{**self._options, **self._train_options})
+        options = {**self._options, **self._train_options}
+        return self._loader(self.datasets[0], self._batch_size, self._train_order, options)
 
     def val_dataloader(self) -> ChunkLoader | list[Any]:
         """Each sample once, in the order of the file; nothing if there is no such part."""
@@ -166,15 +171,18 @@ class ChunkDataModule(LightningDataModule):
     def _evaluation(self, dataset: ChunkDataset | None) -> ChunkLoader | list[Any]:
         if dataset is None:
             return []
-        return self._loader(dataset, self._eval_batch_size, shuffle=False, **self._options)
+        return self._loader(dataset, self._eval_batch_size, {"shuffle": False}, self._options)
 
-    def _loader(self, dataset: ChunkDataset, batch_size: int, **options: Any) -> ChunkLoader:
+    def _loader(
+        self, dataset: ChunkDataset, batch_size: int, order: dict[str, Any], options: dict[str, Any]
+    ) -> ChunkLoader:
         device = self._device
         if self.trainer is not None:
             root = self.trainer.strategy.root_device
             device = device or (root if root.type == "cuda" else None)
-            options |= {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
-        loader = ChunkLoader(dataset, batch_size, device=device or "cpu", **options)
+            order = {**order, "rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        sampler = ChunkSampler(dataset, batch_size, **order)
+        loader = ChunkLoader(dataset, sampler=sampler, device=device or "cpu", **options)
         self._loaders.append(loader)
         return loader
 

@@ -41,8 +41,9 @@ def turn(mode: str, args: argparse.Namespace) -> list[float]:
     if args.cold:
         drop(args.path)
     rates, started = [], time.perf_counter()
-    options = {"checksums": mode, "reader": args.reader, "device": args.device, "reuse": args.device == "cpu"}
-    with h5chunk.ChunkLoader(args.path, args.batch_size, resident=False, **options) as loader:
+    options = {"reader": args.reader, "device": args.device, "reuse": args.device == "cpu", "resident": False}
+    dataset = h5chunk.ChunkDataset(args.path, checksums=mode)
+    with h5chunk.ChunkLoader(dataset, args.batch_size, **options) as loader:
         for _ in range(args.epochs):
             num_samples = sum(len(batch[0]) for batch in loader)
             if args.device != "cpu":

@@ -41,6 +41,7 @@ from peers.sparse.matrix import Source, make_source
 from peers.sparse.ours import write
 
 import h5chunk
+from h5chunk.transforms import Dense
 
 SLEEP_CYCLES = 10_000_000  # the GPU waits so long, some 5 ms, while launches queue up
 BUFFERS_BYTES, BANDWIDTH_BYTES = 1 << 30, 4 << 30
@@ -122,7 +123,7 @@ def epochs(path: Path, case: Case, args: argparse.Namespace, bytes_per_s: float)
     print(f"\n{'ChunkLoader':38s} {'rows/s':>13s}  {'min .. max':>26s}  of limit")
     for dtype in (torch.float32, torch.bfloat16):
         for resident in (False, True):
-            options = {"device": str(case.device), "sparse": "dense", "dtype": dtype, "resident": resident}
+            options = {"device": str(case.device), "transforms": [Dense(dtype)], "resident": resident}
             with h5chunk.ChunkLoader(path, args.batch_size, **options) as loader:
                 rates = [epoch(loader, case.device) for _ in range(args.rounds + 1)][1:]
             name = f"{'resident' if resident else 'streaming'}, {str(dtype).removeprefix('torch.')}"

@@ -36,8 +36,9 @@ from models import make_model
 from torch import nn
 
 import h5chunk
-from h5chunk.feed.device import PinnedMemory
+from h5chunk.feed.slots import PinnedMemory
 from h5chunk.store.format import open_file
+from h5chunk.transforms import Normalize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PIECE = 8 << 20
@@ -89,12 +90,18 @@ def copy_rate() -> float:
     return host.nbytes / statistics.median(times)
 
 
-def make_loader(path: Path, args: argparse.Namespace, **options: Any) -> h5chunk.ChunkLoader:
+def make_loader(
+    path: Path,
+    args: argparse.Namespace,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+    **options: Any,
+) -> h5chunk.ChunkLoader:
     return h5chunk.ChunkLoader(
         path,
         args.batch_size,
         device="cuda",
-        normalize=(MEAN, STD),
+        transforms=[Normalize(MEAN, STD), ToDtype(dtype, channels_last)],
         num_threads=args.threads,
         resident=False,
         **options,

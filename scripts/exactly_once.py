@@ -39,7 +39,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.feed.state import load_state, save_state
+from h5chunk.feed.epoch import load_state, save_state
 from h5chunk.plan.order import Order
 
 TAILS: dict[str, dict[str, bool]] = {"exact": {}, "drop_last": {"drop_last": True}, "pad": {"pad": True}}
@@ -209,7 +209,9 @@ def stateful_batches(path: Path, batch_size: int, num_workers: int, **options: A
 
 def chunk_batches(path: Path, batch_size: int, how: str, **options: Any) -> h5chunk.ChunkLoader:
     ways = {"resident": {"resident": True}, "h5py": {"reader": "h5py"}, "direct": {"reader": "direct"}}
-    return h5chunk.ChunkLoader(path, batch_size, num_threads=2, **ways[how], **options)
+    dataset = h5chunk.ChunkDataset(path)
+    sampler = h5chunk.ChunkSampler(dataset, batch_size, **options)
+    return h5chunk.ChunkLoader(dataset, sampler=sampler, num_threads=2, **ways[how])
 
 
 def labels_of(batches: Iterable[Any]) -> Batches:

@@ -36,6 +36,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import h5chunk
+from h5chunk.transforms import Normalize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 WARM_STEPS = 20
@@ -56,9 +57,7 @@ class Worker:
             args.batch_size,
             drop_last=True,
             device=device,
-            normalize=(MEAN, STD),
-            dtype=torch.bfloat16,
-            channels_last=True,
+            transforms=[Normalize(MEAN, STD), ToDtype(torch.bfloat16, channels_last=True)],
             resident=False,
             num_threads=args.threads,
         )

@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import h5chunk
 from h5chunk.plan.order import INTERLEAVE
+from h5chunk.transforms import Normalize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision states them
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +81,7 @@ class Settings:
     pin_memory: bool = False
     non_blocking: bool = False
     prefetch_stream: bool = False
-    echo: float | str = 1
+    echo: float = 1
     resident: str | None = None
     # how the network computes
     cpu_threads: int | None = None
@@ -209,9 +210,7 @@ def make_loader(settings: Settings, dataset: Any, path: Path, *, training: bool 
             **order,
             seed=s.seed,
             device=s.device,
-            normalize=(MEAN, STD),
-            dtype=AMP[s.amp],
-            channels_last=s.channels_last,
+            transforms=[Normalize(MEAN, STD), ToDtype(AMP[s.amp], s.channels_last)],
             **tricks,
         )
     workers = {
@@ -602,10 +601,6 @@ def where() -> dict[str, Any]:
     return {"versions": versions, "machine": f"{gpu}, {os.cpu_count()} cores"}
 
 
-def echo_of(text: str) -> float | str:
-    return text if text == "auto" else float(text)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(**{field.name: field.default for field in fields(Settings) if field.name != "data"})
@@ -631,7 +626,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pin-memory", action="store_true", help="copy from page-locked memory")
     add("--non-blocking", action="store_true", help="the host does not wait for the copy")
     add("--prefetch-stream", action="store_true", help="copy and normalise the next batch beside the computation")
-    add("--echo", type=echo_of, help="train each window so many times, or auto; ChunkLoader only")
+    add("--echo", type=float, help="train each window so many times; ChunkLoader only")
     add("--resident", choices=RESIDENT, help="keep all data on the device; ChunkLoader only")
     add = parser.add_argument_group("how the network computes").add_argument
     add("--cpu-threads", type=int, help="cores for the network; those that load need some too")

@@ -46,5 +46,5 @@ def in_process(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_images_are_read(monkeypatch):
     """Images of tests are so small that all of them would be kept in memory."""
-    if "h5chunk.feed.pipeline" in sys.modules:
-        monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_ROW_BYTES", 64)
+    if "h5chunk.feed.read_pool" in sys.modules:
+        monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_ROW_BYTES", 64)

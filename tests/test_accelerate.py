@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loader_files import path
+from loader_options import make_loader
 from test_pipeline import nothing_is_left
 from torch import nn
 from torch.utils.data import DataLoader
@@ -124,7 +125,7 @@ def test_a_chunkloader_is_registered(path, tmp_path):
     def make() -> tuple[Any, ChunkLoader]:
         AcceleratorState._reset_state(True)
         accelerator = accelerate.Accelerator(cpu=True)
-        loader = ChunkLoader(path, 16, **ORDER, device=accelerator.device)
+        loader = make_loader(path, 16, **ORDER, device=accelerator.device)
         assert accelerator.prepare(loader) is loader
         accelerator.register_for_checkpointing(loader)
         return accelerator, loader

@@ -12,16 +12,17 @@ import pytest
 from foreign import chunk_table, counted, make_file, read_epochs, values
 from hypothesis import given
 from hypothesis import strategies as st
+from loader_options import make_loader
 from test_files_matrix import WHOLE
 from test_files_matrix import make_set as make_matrices
 from test_matrices import random_matrix, write, write_anndata
 from test_pipeline import nothing_is_left
 
-from h5chunk.feed.batchmaker import AsItIs
+from h5chunk.feed.batches import Passthrough
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.feed.stream import EpochReport
+from h5chunk.feed.stream import EpochReport, open_stream
 from h5chunk.plan.amplification import entries_read_with, read_with
 from h5chunk.store.read.decoded import DecodedChunks
 from h5chunk.store.read.ranges import VectorPart
@@ -74,7 +75,7 @@ WANTED = {
 def read_alone(loader: ChunkLoader) -> None:
     """An epoch without what is read ahead of the next one."""
     plan = loader._plan
-    stream, close = loader._supply.start(plan.order, plan.num_slots, plan.window_samples, AsItIs(), late=True)
+    stream, close = open_stream(loader._source, plan, Passthrough(), lends_slot=True, once=True)
     try:
         for _ in stream.batches(plan.order, EpochReport()):
             pass
@@ -86,7 +87,7 @@ def read_alone(loader: ChunkLoader) -> None:
 @pytest.mark.parametrize("wanted", WANTED)
 def test_what_a_loader_says_is_what_threads_read(tmp_path: Path, bytes_read: list[int], kind: str, wanted: str) -> None:
     dataset = ChunkDataset(make(tmp_path / "a.h5", kind)).subset(WANTED[wanted])
-    loader = ChunkLoader(dataset, 16, num_threads=1, window_chunks=3)
+    loader = make_loader(dataset, 16, num_threads=1, window_chunks=3)
     read_alone(loader)
     assert sum(bytes_read) == loader.read_amplification * len(dataset) * IMAGES[0].nbytes
     chunks = len(np.unique(WANTED[wanted] // CHUNK)) * CHUNK
@@ -98,7 +99,7 @@ def test_what_a_loader_says_is_what_threads_read(tmp_path: Path, bytes_read: lis
 @pytest.mark.parametrize("kind", ["plain", "gzip"])
 def test_weights_count_as_they_are_drawn(tmp_path: Path, bytes_read: list[int], kind: str) -> None:
     weights = np.where(np.arange(N) % 10 == 0, 10.0, 0.01)
-    loader = ChunkLoader(make(tmp_path / "a.h5", kind), 16, num_threads=1, weights=weights, window_chunks=12)
+    loader = make_loader(make(tmp_path / "a.h5", kind), 16, num_threads=1, weights=weights, window_chunks=12)
     for epoch in range(2):
         loader.set_epoch(epoch)
         loader._plan = replace(loader._plan, order=loader.order)
@@ -142,10 +143,10 @@ def test_rows_of_a_matrix(tmp_path: Path, bytes_read: list[int], kind: str) -> N
         make_matrices(path, "anndata", chunks=(50,), maxshape=(None,), compression="gzip")
     rows = np.arange(0, matrix.shape[0], 7)
     dataset = ChunkDataset(path).subset(rows)
-    loader = ChunkLoader(dataset, 16, num_threads=1, window_chunks=4)
+    loader = make_loader(dataset, 16, num_threads=1, window_chunks=4)
     read_alone(loader)
-    each = loader._reader.matrix.entry_bytes * np.diff(matrix.indptr)[rows].sum()
-    padding = 0 if kind == "ours" else 50 * loader._reader.matrix.entry_bytes * len(dataset.files)
+    each = loader._source.reader.matrix.entry_bytes * np.diff(matrix.indptr)[rows].sum()
+    padding = 0 if kind == "ours" else 50 * loader._source.reader.matrix.entry_bytes * len(dataset.files)
     assert 0 <= sum(bytes_read) - loader.read_amplification * each < padding + 1  # last chunks are stored in full
     assert (loader.read_amplification == 1) == (kind == "ours") == (dataset.read_amplification == 1)
 

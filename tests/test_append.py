@@ -25,6 +25,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from conftest import pixels
+from loader_options import make_loader
 from PIL import Image
 from test_convert import check_file, linux
 from test_verify import flip, places
@@ -321,7 +322,7 @@ def test_readers_of_the_old_file(tmp_path: Path) -> None:
 def test_a_loop_that_still_reads_when_the_file_is_replaced(tmp_path: Path, reader: str) -> None:
     path, source = make_file(tmp_path, 400), make_source(tmp_path / "new", range(400, 401))
     with (
-        h5chunk.ChunkLoader(path, 8, reader=reader, window_chunks=2) as loader,
+        make_loader(path, 8, reader=reader, window_chunks=2) as loader,
         pytest.raises(FileError, match="replaced or changed since it was first opened: start again"),
     ):
         for number, _ in enumerate(loader):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from foreign import make_file, values
+from loader_options import make_loader
 from torch.utils.data import DataLoader
 
 from h5chunk.errors import FieldError, OptionError
@@ -35,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     "fields", [5, [5], b"images", {"a": 5}, {5: "images"}, [None], [["images"]], Ellipsis], ids=str
 )
 def test_fields(path: Path, fields: Any) -> None:
-    for make in (ChunkDataset, lambda path, **options: ChunkLoader(path, 4, **options)):
+    for make in (ChunkDataset, lambda path, **options: make_loader(path, 4, **options)):
         with pytest.raises(OptionError, match=r"fields (is|has) .*: give names of datasets"):
             make(path, fields=fields)
 
@@ -55,22 +56,30 @@ def test_numbers_that_are_complex(path: Path) -> None:
 def test_weights(path: Path, weights: Any) -> None:
     match = r"weights (are of type .*: give numbers, or the name of a field|cannot be made one array)"
     with pytest.raises(OptionError, match=match):
-        ChunkLoader(path, 4, weights=weights)
+        make_loader(path, 4, weights=weights)
     with pytest.raises(OptionError, match=match):
         ChunkSampler(ChunkDataset(path), 4, weights=weights)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("subset", RAGGED), ("transform", 5), ("trusted", 5), ("trusted", [5]), ("checksums", 5), ("timeout", None)],
+    [
+        ("subset", RAGGED),
+        ("transforms", 5),
+        ("sampler", 5),
+        ("trusted", 5),
+        ("trusted", [5]),
+        ("checksums", 5),
+        ("timeout", None),
+    ],
     ids=str,
 )
 def test_of_a_loader(path: Path, name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name):
-        ChunkLoader(path, 4, **{name: value})
+        make_loader(path, 4, **{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("transform", 5), ("trusted", 5), ("checksums", 5), ("cache", 5)])
+@pytest.mark.parametrize(("name", "value"), [("transform", 5), ("trusted", 5), ("checksums", 5)])
 def test_of_a_data_set(path: Path, name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name):
         ChunkDataset(path, **{name: value})

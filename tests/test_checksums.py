@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from foreign import make_file
+from loader_options import make_loader
 from test_matrices import random_matrix, write
 from test_pipeline import nothing_is_left
 from torch.utils.data import DataLoader
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.store.guard import checksums
 from h5chunk.store.read.chunktable import list_chunks
@@ -113,7 +113,7 @@ def message(path: Path, name: str, chunk: int) -> str:
 
 def read_loader(path: Path | list[Path], mode: str, **options: Any) -> list[bytes]:
     """All samples, in the order of the file, by a `ChunkLoader`."""
-    with ChunkLoader(path, 16, shuffle=False, checksums=mode, **options) as loader:
+    with make_loader(path, 16, shuffle=False, checksums=mode, **options) as loader:
         return [as_bytes(batch) for batch in loader]
 
 
@@ -172,15 +172,15 @@ def test_off_gives_what_is_there(images: Path, tmp_path: Path, way: str) -> None
 def test_first_checks_each_chunk_once_and_always_every_time(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    monkeypatch.setattr("h5chunk.feed.pipeline.WHOLE_BYTES", 0)  # labels as well are read of the file each epoch
+    monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 0)  # labels as well are read of the file each epoch
     path = tmp_path / "a.h5"
     path.write_bytes(images.read_bytes())
     options: dict[str, Any] = {"window_chunks": 1, "reader": reader}
     for name, chunk in (("images", 3), ("labels", -1)):
         with (
-            ChunkLoader(path, 16, checksums="first", **options) as first,
-            ChunkLoader(path, 16, checksums="always", **options) as always,
-            ChunkLoader(path, 16, **options) as off,
+            make_loader(path, 16, checksums="first", **options) as first,
+            make_loader(path, 16, checksums="always", **options) as always,
+            make_loader(path, 16, **options) as off,
         ):
             epochs = [[as_bytes(batch) for batch in loader] for loader in (first, always, off)]
             assert epochs[0] == epochs[1] == epochs[2]
@@ -201,7 +201,7 @@ def test_sums_are_computed_once_a_chunk(images: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(checksums, "crc32", lambda data, start=0: summed.append(len(data)) or crc32(data, start))
     monkeypatch.setattr(checksums, "PIECE_BYTES", 1000)  # of chunks of 9600 and of 64 bytes
     num_chunks = -(-N // CHUNK)
-    with ChunkLoader(images, 16, shuffle=False, num_threads=1, checksums="first") as loader:
+    with make_loader(images, 16, shuffle=False, num_threads=1, checksums="first") as loader:
         for _ in range(3):
             assert sum(len(batch[0]) for batch in loader) == N
     assert sorted(summed) == sorted([64, *[1000] * 9, 600] * num_chunks)
@@ -230,9 +230,9 @@ def test_a_single_sample_checks_its_chunk_alone(images: Path, tmp_path: Path) ->
     part = dataset.subset([1, 2 * CHUNK + 1])
     with pytest.raises(FileError, match=message(path, "images", 2)):
         part[[0, 1]]
-    with ChunkLoader(dataset, 4, subset=np.arange(2 * CHUNK)) as loader:
+    with make_loader(dataset, 4, subset=np.arange(2 * CHUNK)) as loader:
         assert len(list(loader)) == CHUNK // 2
-    with ChunkLoader(dataset, 4, subset=[0, 2 * CHUNK]) as loader, pytest.raises(FileError, match="'images', chunk 2"):
+    with make_loader(dataset, 4, subset=[0, 2 * CHUNK]) as loader, pytest.raises(FileError, match="'images', chunk 2"):
         list(loader)
 
 
@@ -265,12 +265,12 @@ def test_several_files(images: Path, tmp_path: Path, reader: str) -> None:
     paths = [tmp_path / f"a{i}.h5" for i in range(2)]
     for each in paths:
         each.write_bytes(images.read_bytes())
-    with ChunkLoader(paths, 16, checksums="first", reader=reader) as loader:
+    with make_loader(paths, 16, checksums="first", reader=reader) as loader:
         assert sum(len(batch[0]) for batch in loader) == 2 * N
     for name in ("images", "labels"):
         flip(paths[1], name, -1)
         with (
-            ChunkLoader(paths, 16, checksums="first", reader=reader) as loader,
+            make_loader(paths, 16, checksums="first", reader=reader) as loader,
             pytest.raises(FileError, match=message(paths[1], name, -1)),
         ):
             list(loader)
@@ -308,7 +308,7 @@ def test_a_row_in_two_chunks_checks_both(matrix: Path, tmp_path: Path, reader: s
     for damaged in (chunk, chunk + 1):
         flip(path, "X/indices", damaged)
         with (
-            ChunkLoader(path, 1, subset=[row], checksums="first", reader=reader) as loader,
+            make_loader(path, 1, subset=[row], checksums="first", reader=reader) as loader,
             pytest.raises(FileError, match=message(path, "X/indices", damaged)),
         ):
             list(loader)
@@ -319,7 +319,7 @@ def test_a_row_in_two_chunks_checks_both(matrix: Path, tmp_path: Path, reader: s
 def test_files_without_checksums(tmp_path: Path, images: Path, mode: str) -> None:
     theirs = make_file(tmp_path / "b.h5", images=(np.zeros((9, 4), np.uint8), {"chunks": (2, 4)}))
     remedy = rf"checksums is '{mode}', but .*b\.h5 has no checksums of 'images': .* h5chunk repack"
-    for make in (ChunkDataset, H5Reader, lambda path, **options: ChunkLoader(path, 4, **options)):
+    for make in (ChunkDataset, H5Reader, lambda path, **options: make_loader(path, 4, **options)):
         with pytest.raises(OptionError, match=remedy):
             make(theirs, checksums=mode)
     with pytest.raises(OptionError, match=remedy):
@@ -331,11 +331,9 @@ def test_files_without_checksums(tmp_path: Path, images: Path, mode: str) -> Non
 
 
 def test_modes_that_are_none(images: Path) -> None:
-    for make in (ChunkDataset, lambda path, **options: ChunkLoader(path, 4, **options)):
+    for make in (ChunkDataset, lambda path, **options: make_loader(path, 4, **options)):
         with pytest.raises(OptionError, match="checksums is 'sometimes': give off, first or always"):
             make(images, checksums="sometimes")
-    with pytest.raises(OptionError, match="checksums is given, but the data set has its own"):
-        ChunkLoader(ChunkDataset(images), 4, checksums="first")
 
 
 def test_tables_that_cannot_be(images: Path, tmp_path: Path) -> None:
@@ -363,13 +361,13 @@ def test_a_matrix_of_ones_and_one_of_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("resident", [False, True])
 def test_on_a_gpu(path: Path, resident: bool) -> None:
-    with ChunkLoader(path, 16, device="cuda", resident=resident, checksums="first") as loader:
+    with make_loader(path, 16, device="cuda", resident=resident, checksums="first") as loader:
         assert sum(len(batch[0]) for batch in loader) in (N, ROWS)
     for name in parts_of(path):
         flip(path, name, -1)
         with (
             pytest.raises(FileError, match=message(path, name, -1)),
-            ChunkLoader(path, 16, device="cuda", resident=resident, checksums="first") as loader,
+            make_loader(path, 16, device="cuda", resident=resident, checksums="first") as loader,
         ):
             list(loader)
         flip(path, name, -1)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from conftest import pixels
+from loader_options import make_loader
 from PIL import Image
 from test_convert import check_file, expectation, source_index
 
@@ -91,7 +92,7 @@ def test_all_shards_are_shuffled_as_one(class_folder: Make, tmp_path: Path) -> N
     assert list(chain(*orders)) == source_index(tmp_path / "one.h5")
     epochs = []
     for path in (tmp_path / "one.h5", tmp_path / "set"):
-        with h5chunk.ChunkLoader(path, 8, window_chunks=3) as loader:
+        with make_loader(path, 8, window_chunks=3) as loader:
             epochs.append([[image.tolist() for image in images] for images, _ in loader])
     assert epochs[0] == epochs[1]
     convert(source, tmp_path / "plain", shards=4, shuffle=False)

@@ -234,10 +234,6 @@ def test_workers_share_the_cache(path):
     assert told_caches(path, 3) == dict.fromkeys(range(3), 6 * chunk_bytes)
 
 
-def test_a_given_cache_is_as_given_in_each_worker(path):
-    assert told_caches(path, 2, cache=(521, 12345, 0.5)) == {0: 12345, 1: 12345}
-
-
 def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch):
     dataset = ChunkDataset(path)
     ChunkSampler(dataset, 4, window_chunks=2, interleave=6)

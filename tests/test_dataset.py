@@ -176,11 +176,11 @@ def test_transform_is_applied_per_sample(tmp_path):
 
 def test_pickles_without_handles(tmp_path):
     path = make_images(tmp_path / "a.h5", 20, 4)
-    dataset = ChunkDataset(path, transform=double, cache=(9, 100, 0.5))
+    dataset = ChunkDataset(path, transform=double)
     before = dataset[3]
     again = pickle.loads(pickle.dumps(dataset))
     assert again[3][0].equal(before[0])
-    assert again.caches_in_force() == dataset.caches_in_force() == {"images": CacheSettings(9, 100, 0.5)}
+    assert again.caches_in_force() == dataset.caches_in_force()
 
 
 def test_closing_and_reading_on(tmp_path):
@@ -200,15 +200,6 @@ def test_batches_are_not_overwritten(tmp_path):
 # Cache
 
 
-@pytest.mark.parametrize("cache", [(521, 1 << 20, 0.75), (1, 0, 0.0), CacheSettings(7, 12345, 0.5)])
-def test_a_given_cache_is_in_force(tmp_path, cache):
-    dataset = ChunkDataset(make_images(tmp_path / "a.h5", 200, 4), cache=cache)
-    assert dataset.cache == CacheSettings.of(cache)
-    assert dataset.caches_in_force()["images"] == CacheSettings.of(cache)
-    ChunkSampler(dataset, 4, window_chunks=1, interleave=1)
-    assert dataset.caches_in_force()["images"] == CacheSettings.of(cache)
-
-
 def test_the_samplers_order_decides_the_cache(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 2000, 4))
     dataset[0]
@@ -221,11 +212,6 @@ def test_the_samplers_order_decides_the_cache(tmp_path):
     ChunkSampler(other, 8, window_chunks=2)  # windows of one batch: no more than is read in passing
     dataset.close()  # HDF5 would share the cache of the dataset that is open already
     assert other.caches_in_force()["images"] == CacheSettings(500, 2 * 4 * 50, 0.75)
-
-
-def test_w0_of_one_is_refused(tmp_path):
-    with pytest.raises(OptionError, match=r"w0 is 1\.0: HDF5 then never evicts partly read chunks"):
-        ChunkDataset(make_images(tmp_path / "a.h5", 20, 4), cache=(521, 1 << 20, 1.0))
 
 
 def test_a_file_with_huge_bands_keeps_memory_bounded(tmp_path, monkeypatch):
@@ -251,8 +237,6 @@ def test_errors_come_at_once(tmp_path):
         ChunkDataset(tmp_path / "b.h5")
     with pytest.raises(OptionError, match="fields is empty"):
         ChunkDataset(path, fields=[])
-    with pytest.raises(OptionError, match="cache is 5"):
-        ChunkDataset(path, cache=5)
 
 
 def test_a_type_that_torch_lacks(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from foreign import make_file
 from loader_files import IMAGES, LABELS, N, path
+from loader_options import make_loader
 from rank_processes import ORDER, TAILS, WAIT_S, in_ranks, read_epoch, read_part, start_ranks, train
 from test_matrices import random_matrix, write
 from test_pipeline import nothing_is_left
@@ -22,8 +23,7 @@ from torch.utils.data import DataLoader
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.ranks import find_ranks
+from h5chunk.feed.epoch import find_ranks
 from h5chunk.feed.sampler import ChunkSampler
 
 __all__ = ["nothing_is_left", "path"]
@@ -101,7 +101,7 @@ def test_ranks_without_samples_in_their_last_batch(path, tmp_path, kind, reader,
         path, options["sparse"] = write(tmp_path / "matrix.h5", random_matrix(N, 30, 4), chunk_samples=4), kind
     sizes = []
     for rank in range(16):
-        with ChunkLoader(path, 3, **ORDER, **{**options, "rank": rank, "world_size": 16}) as loader:
+        with make_loader(path, 3, **ORDER, **{**options, "rank": rank, "world_size": 16}) as loader:
             sizes.append([[len(batch[0]) for batch in loader] for _ in range(2)])
     assert sizes == [[[3] * 4 + [1]] * 2] * 11 + [[[3] * 4 + [0]] * 2] * 5
 
@@ -137,7 +137,7 @@ def as_views(image: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_saved_by_two_ranks_and_resumed_by_four_and_by_one(path, tmp_path):
     before = in_ranks(tmp_path / "two", 2, read_part, path, 24, None, 4)
     assert before[0]["state"] == before[1]["state"]
-    with ChunkLoader(path, 24, **ORDER, lanes=4) as loader:
+    with make_loader(path, 24, **ORDER, lanes=4) as loader:
         whole = [sorted(labels.tolist()) for _, labels in loader]
         loader.load_state_dict(before[0]["state"])
         by_one = [sorted(labels.tolist()) for _, labels in loader]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import weakref
 from collections import Counter
 from fractions import Fraction
@@ -16,18 +15,17 @@ from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_files import IMAGES, LABELS, N, epoch_of, large, path
+from loader_options import make_loader
 from test_pipeline import nothing_is_left, reading_threads
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.device import CpuSlot
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.pipeline import Load
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, check_echo, echo_pass, num_echoed
+from h5chunk.feed.slots import CpuSlot
 from h5chunk.plan.order import Order
 from h5chunk.plan.permute import permutation
-from h5chunk.store.read.ranges import VectorPart
+from h5chunk.plan.slots import check_echo, echo_pass, num_echoed
 
 __all__ = ["large", "nothing_is_left", "path"]
 
@@ -59,14 +57,14 @@ def test_a_pass_is_a_permutation_of_its_own():
     assert echo_pass(0, 0, 0, 0, 0).tolist() == []
 
 
-@pytest.mark.parametrize("echo", [1, 1.0, 1.5, 2, 999, AUTO])
+@pytest.mark.parametrize("echo", [1, 1.0, 1.5, 2, 999, np.float32(2)])
 def test_echoes_that_can_be(echo):
     check_echo(echo)
 
 
-@pytest.mark.parametrize("echo", [0, 0.99, -1, -2.0, 1000, math.inf, math.nan, True, None, "2", "Auto", [2], (), 2j])
+@pytest.mark.parametrize("echo", [0, 0.99, -1, -2.0, 1000, math.inf, math.nan, True, None, "2", "auto", [2], (), 2j])
 def test_echoes_that_cannot_be(path, echo):
-    with pytest.raises(OptionError, match=r"echo is .*give how often each sample is trained, 1 or more, or 'auto'"):
+    with pytest.raises(OptionError, match=r"echo is .*give the number of times that each sample is used"):
         ChunkLoader(path, 16, echo=echo)
 
 
@@ -117,7 +115,7 @@ def test_every_sample_as_often_as_it_should_be(
         else (IMAGES[:num_samples], {}),
         labels=(LABELS[:num_samples], {}),
     )
-    with ChunkLoader(path, batch_size, echo=echo, reuse=reuse, reader=reader, **order) as loader:
+    with make_loader(path, batch_size, echo=echo, reuse=reuse, reader=reader, **order) as loader:
         assert loader.order.interleave == 1
         for _ in range(3):
             now = loader.order
@@ -134,19 +132,18 @@ def test_every_sample_as_often_as_it_should_be(
             assert report.fresh_samples == (fresh if batches else 0)
 
 
-@pytest.mark.parametrize("echo", [1.5, 2, AUTO])
-def test_the_fresh_batches_are_those_of_the_sampler(path, monkeypatch, echo):
-    monkeypatch.setattr(Load, "is_ready", property(lambda load: load._ready.wait(30)))  # "auto" echoes nothing then
+@pytest.mark.parametrize("echo", [1.5, 2])
+def test_the_fresh_batches_are_those_of_the_sampler(path, echo):
     dataset = ChunkDataset(path)
     sampler = ChunkSampler(dataset, 16, seed=3, window_chunks=17, interleave=1)
-    with ChunkLoader(path, 16, seed=3, window_chunks=17, echo=echo) as loader:
+    with make_loader(path, 16, seed=3, window_chunks=17, echo=echo) as loader:
         for epoch in range(2):
             order = loader.order
             fresh, batches = [], iter(epoch_of(loader))
             for window in order.windows():
                 fresh += [next(batches) for _ in window.batches]
                 end = len(fresh)
-                due = 0 if echo == AUTO else num_echoed(echo, end) - num_echoed(echo, end - len(window.batches))
+                due = num_echoed(echo, end) - num_echoed(echo, end - len(window.batches))
                 for _ in range(due):
                     next(batches)
             assert list(batches) == []
@@ -156,7 +153,7 @@ def test_the_fresh_batches_are_those_of_the_sampler(path, monkeypatch, echo):
 
 def test_echoes_are_another_cut(path):
     """The blog's scheme: what was split in A and B is split in C and D."""
-    with ChunkLoader(path, 16, window_chunks=16, echo=3) as loader:
+    with make_loader(path, 16, window_chunks=16, echo=3) as loader:
         batches = [frozenset(batch) for batch in epoch_of(loader)]
     first, second, third = batches[:4], batches[4:8], batches[8:12]
     assert frozenset.union(*first) == frozenset.union(*second) == frozenset.union(*third)
@@ -179,13 +176,13 @@ def test_without_shuffling_each_epoch_has_other_echoes(path):
 
 def test_a_function_of_seed_and_epoch(path):
     options = {"window_chunks": 16, "echo": 2.5}
-    with ChunkLoader(path, 16, seed=1, **options) as loader:
+    with make_loader(path, 16, seed=1, **options) as loader:
         epochs = [epoch_of(loader) for _ in range(3)]
-    with ChunkLoader(path, 16, seed=1, num_threads=1, reuse=True, memory_bytes=1 << 20, **options) as again:
+    with make_loader(path, 16, seed=1, num_threads=1, reuse=True, memory_bytes=1 << 20, **options) as again:
         for epoch in (2, 0, 1):
             again.set_epoch(epoch)
             assert epoch_of(again) == epochs[epoch]
-    with ChunkLoader(path, 16, seed=2, **options) as other:
+    with make_loader(path, 16, seed=2, **options) as other:
         epochs.append(epoch_of(other))
     for one in range(4):
         for two in range(one):
@@ -203,11 +200,11 @@ def test_one_is_no_echo(path):
 # Windows
 
 
-@pytest.mark.parametrize("echo", [1.5, 2, AUTO])
+@pytest.mark.parametrize("echo", [1.5, 2])
 @pytest.mark.parametrize("batch_size", [1, 3, 16, 30, 50, 101])
 def test_windows_are_of_two_batches_at_least(path, echo, batch_size):
     assert ChunkLoader(path, batch_size, echo=echo).order.window_batches >= 2
-    assert ChunkLoader(path, batch_size, echo=echo, window_chunks=1).order.window_chunks == 1
+    assert make_loader(path, batch_size, echo=echo, window_chunks=1).order.window_chunks == 1
     plain, echoed = (ChunkLoader(path, 2, echo=some).order for some in (1, echo))
     assert plain.window_chunks == echoed.window_chunks  # they are large enough already
 
@@ -232,86 +229,26 @@ def test_memory_bytes_makes_windows_smaller_but_not_of_one_batch(tmp_path):
         assert Counter(label for _, labels in loader for label in labels.tolist()) == dict.fromkeys(range(600), 2)
 
 
-@pytest.mark.parametrize("echo", [1.5, 3, AUTO])
+@pytest.mark.parametrize("echo", [1.5, 3])
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("window_chunks", [1, 8, 100])
 def test_the_least_memory_is_enough(path, echo, reuse, window_chunks):
     """No deadlock, whatever number of slots."""
     options = {"echo": echo, "reuse": reuse, "window_chunks": window_chunks, "num_threads": 1}
     with pytest.raises(OptionError, match="memory_bytes is 0") as refused:
-        ChunkLoader(path, 16, memory_bytes=0, **options)
+        make_loader(path, 16, memory_bytes=0, **options)
     needed = int(str(refused.value).split("need ")[1].split(":")[0])
-    with ChunkLoader(path, 16, memory_bytes=needed, **options) as loader:
+    with make_loader(path, 16, memory_bytes=needed, **options) as loader:
         for _ in range(2):
             counts = Counter(sample for batch in epoch_of(loader) for sample in batch)
             assert len(counts) == N and loader.report.fresh_samples == N
 
 
-@pytest.mark.parametrize("echo", [2, AUTO])
-def test_repr_and_length(path, echo):
-    loader = ChunkLoader(path, 16, echo=echo)
-    assert f"echo {echo}" in repr(loader)
-    assert len(loader) == (13 if echo == AUTO else 26)
-    assert len(ChunkLoader(path, 16, echo=echo, drop_last=True)) == (12 if echo == AUTO else 24)
-
-
-# "auto": only what waiting asks for
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """Windows come only when the loop has nothing left to do but to wait for them."""
-    allowed, over, wait, read = threading.Semaphore(0), threading.Event(), Load.wait, VectorPart.__call__
-
-    def wait_and_allow(load, timeout_s=None):
-        if not load.is_ready:
-            allowed.release()
-        wait(load, timeout_s)
-
-    def read_if_allowed(*arguments):
-        while not over.is_set() and not allowed.acquire(timeout=0.01):
-            pass
-        read(*arguments)
-
-    monkeypatch.setattr(Load, "wait", wait_and_allow)
-    monkeypatch.setattr(VectorPart, "__call__", read_if_allowed)
-    yield over
-    over.set()
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_auto_while_reading_is_slow(path, late, reuse):
-    """Every window but the last one is trained as often as it may be; that one waits for the next epoch."""
-    with ChunkLoader(path, 16, echo=AUTO, window_chunks=16, num_threads=1, reuse=reuse) as loader:
-        *others, last = (window.samples.tolist() for window in loader.order.windows())
-        counts = Counter(sample for batch in epoch_of(loader) for sample in batch)
-        assert counts == {s: MAX_AUTO_PASSES for samples in others for s in samples} | dict.fromkeys(last, 1)
-        assert (loader.report.fresh_samples, loader.report.samples) == (N, counts.total())
-        echoes = epoch_of(loader)[: (MAX_AUTO_PASSES - 1) * math.ceil(len(last) / 16)]
-        assert Counter(s for batch in echoes for s in batch) == dict.fromkeys(last, MAX_AUTO_PASSES - 1)
-        late.set()
-
-
-def test_auto_while_reading_is_fast(path, monkeypatch):
-    monkeypatch.setattr(Load, "is_ready", property(lambda load: load._ready.wait(30)))
-    with ChunkLoader(path, 16, echo=AUTO) as loader:
-        for _ in range(3):
-            assert sorted(sample for batch in epoch_of(loader) for sample in batch) == list(range(N))
-            assert loader.report.samples == loader.report.fresh_samples == N
-            assert loader.report.batches == len(loader)
-
-
-@pytest.mark.parametrize("window_chunks", [8, 16, 50])
-def test_auto_with_the_least_memory_never_waits_for_itself(path, late, window_chunks):
-    """The window that is echoed, the one that is read and the one in use have a slot each."""
-    options = {"echo": AUTO, "window_chunks": window_chunks, "num_threads": 1}
-    with pytest.raises(OptionError) as refused:
-        ChunkLoader(path, 16, memory_bytes=0, **options)
-    needed = int(str(refused.value).split("need ")[1].split(":")[0])
-    with ChunkLoader(path, 16, memory_bytes=needed, **options) as loader:
-        for _ in range(3):
-            assert len({sample for batch in epoch_of(loader) for sample in batch}) == N
-        late.set()
+def test_repr_and_length(path):
+    loader = ChunkLoader(path, 16, echo=2)
+    assert "; echo 2; " in repr(loader)
+    assert len(loader) == 26
+    assert len(ChunkLoader(path, 16, echo=2, drop_last=True)) == 24
 
 
 # Memory, and what is left behind
@@ -319,13 +256,13 @@ def test_auto_with_the_least_memory_never_waits_for_itself(path, late, window_ch
 
 def test_echoes_take_little_memory(large):
     """Two buffers for echoes, as a loop holds one batch, and one for two fresh batches; not some for each slot."""
-    with ChunkLoader(large, 60, echo=3, window_chunks=20, reuse=True, drop_last=True) as loader:
+    with make_loader(large, 60, echo=3, window_chunks=20, reuse=True, drop_last=True) as loader:
         assert len({images.data_ptr() for _ in range(4) for images, _ in loader}) <= 4
 
 
 def test_echoes_that_are_held_are_never_overwritten(large):
     images = {}
-    with ChunkLoader(large, 60, echo=3, window_chunks=20) as loader:
+    with make_loader(large, 60, echo=3, window_chunks=20) as loader:
         held = [batch for _ in range(2) for batch in loader]
         for some, labels in held:
             for image, label in zip(some[::20], labels[::20].tolist(), strict=True):
@@ -349,21 +286,19 @@ def slots(monkeypatch):
     gc.enable()
 
 
-@pytest.mark.parametrize("echo", [2, 1.5, AUTO])
+@pytest.mark.parametrize("echo", [2, 1.5])
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("batch", [0, 3, 5, 8, 11])
 def test_a_break_leaves_nothing(path, slots, echo, reuse, batch):
     """Not even for the garbage collector to find: a slot on a GPU is much memory."""
-    loader = ChunkLoader(path, 16, window_chunks=16, echo=echo, reuse=reuse)
+    loader = make_loader(path, 16, window_chunks=16, echo=echo, reuse=reuse)
     for number, _ in enumerate(loader):
         assert slots
         if number == batch:
             break
     assert not reading_threads() and not slots
-    if echo != AUTO:
-        loader.set_epoch(0)
-        batches = epoch_of(loader)
-        check_windows(batches, Order(N, 4, 16, 16, interleave=1), echo)
+    loader.set_epoch(0)
+    check_windows(epoch_of(loader), Order(N, 4, 16, 16, interleave=1), echo)
     loader.close()
     assert not slots
 
@@ -390,7 +325,7 @@ def test_an_exception_in_the_loop(path, slots, kind):
             if number == 6:
                 raise kind
 
-    loader = ChunkLoader(path, 16, echo=2, window_chunks=16)
+    loader = make_loader(path, 16, echo=2, window_chunks=16)
     with pytest.raises(kind):
         loop()
     assert not reading_threads() and not slots
@@ -399,11 +334,11 @@ def test_an_exception_in_the_loop(path, slots, kind):
 def test_windows_that_were_echoed_are_no_rubbish(path, slots):
     """Nor are their orders, which hold much memory until the garbage collector runs."""
     kept: list[weakref.ref] = []
-    with ChunkLoader(path, 16, echo=2, window_chunks=16) as loader:
+    with make_loader(path, 16, echo=2, window_chunks=16) as loader:
         for number, _ in enumerate(loader):
             if number == 5:
-                kept += [weakref.ref(opened) for opened, _ in loader._feed._places.values()]
-        assert kept and all(ref() is None or ref() in [o for o, _ in loader._feed._places.values()] for ref in kept)
+                kept += [weakref.ref(opened) for opened, _ in loader._feed._open.values()]
+        assert kept and all(ref() is None or ref() in [o for o, _ in loader._feed._open.values()] for ref in kept)
 
 
 # What is done to batches
@@ -413,7 +348,7 @@ def test_windows_that_were_echoed_are_no_rubbish(path, slots):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_echoes_are_converted_as_fresh_ones_are(path, options, reuse):
     seen: dict[int, torch.Tensor] = {}
-    with ChunkLoader(path, 16, echo=2, reuse=reuse, **options) as loader, ChunkLoader(path, 16, **options) as plain:
+    with make_loader(path, 16, echo=2, reuse=reuse, **options) as loader, make_loader(path, 16, **options) as plain:
         for images, labels in plain:
             seen.update(zip(labels.tolist(), images.clone(), strict=True))
         for images, labels in loader:
@@ -426,9 +361,9 @@ def test_each_echo_is_transformed_anew(path):
     """So that random augmentation differs."""
     calls: list[int] = []
 
-    def transform(batch):
-        calls.append(len(batch[0]))
-        return batch
+    def transform(images):
+        calls.append(len(images))
+        return images
 
-    with ChunkLoader(path, 16, echo=3, transform=transform) as loader:
+    with ChunkLoader(path, 16, echo=3, transforms=[transform]) as loader:
         assert sum(len(batch[0]) for batch in loader) == sum(calls) == 3 * N

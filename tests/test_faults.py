@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from foreign import make_file, values
+from loader_options import make_loader, transforms_of
 from test_matrices import random_matrix, write
 from test_pipeline import WAIT_S, in_fork, nothing_is_left, reading_threads
 from torch.utils.data import DataLoader
@@ -65,9 +66,9 @@ def overwrite(path: Path) -> None:
 
 LOADER = {"window_chunks": 1, "num_threads": 2}
 WAYS: dict[str, Callable[[Path], Any]] = {
-    "direct": lambda path: ChunkLoader(path, 16, reader="direct", **LOADER),
-    "mapped": lambda path: ChunkLoader(path, 16, reader="mapped", **LOADER),
-    "h5py": lambda path: ChunkLoader(path, 16, reader="h5py", **LOADER),
+    "direct": lambda path: make_loader(path, 16, reader="direct", **LOADER),
+    "mapped": lambda path: make_loader(path, 16, reader="mapped", **LOADER),
+    "h5py": lambda path: make_loader(path, 16, reader="h5py", **LOADER),
     "dataset": lambda path: dataset_loader(path),
     "workers": lambda path: dataset_loader(path, num_workers=1, prefetch_factor=1),
 }
@@ -120,7 +121,7 @@ def test_a_mapped_file_that_is_cut_short_ends_the_process(path: Path) -> None:
 
     def work() -> None:
         faulthandler.disable()
-        with ChunkLoader(path, 16, reader="mapped", **LOADER) as loader:
+        with make_loader(path, 16, reader="mapped", **LOADER) as loader:
             for _ in loader:
                 cut(path)
 
@@ -131,8 +132,8 @@ def test_a_mapped_file_that_is_cut_short_ends_the_process(path: Path) -> None:
 def test_a_matrix_that_changes_in_an_epoch(tmp_path: Path, sparse: str) -> None:
     matrix = random_matrix(4000, 300, 20)
     path = write(tmp_path / "a.h5", matrix)
-    dataset = ChunkDataset(path, sparse=sparse)
-    loader = ChunkLoader(path, 8, window_chunks=1, sparse=sparse)
+    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse))
+    loader = make_loader(path, 8, window_chunks=1, sparse=sparse)
     batches = iter(loader)
     next(batches), dataset[[0, 1]]
     write(tmp_path / "b.h5", matrix).replace(path)
@@ -182,7 +183,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type, str], N
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bool) -> None:
     hanging(*((VectorPart, "__call__") if reader == "direct" else (H5Reader, "read")))
-    loader = ChunkLoader(path, 16, reader=reader, resident=resident, timeout=0.2, window_chunks=1)
+    loader = make_loader(path, 16, reader=reader, resident=resident, timeout=0.2, window_chunks=1)
     with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: a reading thread .* raise timeout"):
         list(loader)
     loader.close()
@@ -212,7 +213,7 @@ def test_without_a_timeout_it_waits(path: Path, monkeypatch: pytest.MonkeyPatch)
     waited: list[Any] = []
     wait = threading.Event.wait
     monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waited.append(seconds) or wait(self))
-    with ChunkLoader(path, 16, timeout=0, window_chunks=1) as loader:
+    with make_loader(path, 16, timeout=0, window_chunks=1) as loader:
         assert check_batches(iter(loader), path) == N // 16 + 1
     assert set(waited) <= {None}
 
@@ -274,15 +275,15 @@ TRAINING = """
 import sys, time, h5chunk, torch
 path, workers = sys.argv[1], int(sys.argv[2])
 dataset = h5chunk.ChunkDataset(path)
-sampler = h5chunk.ChunkSampler(dataset, 16)
+sampler, windows = (h5chunk.ChunkSampler(dataset, 16, window_chunks=size) for size in (None, 1))
 loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=2) if workers else None
-batches = iter(loader or h5chunk.ChunkLoader(path, 16, window_chunks=1))
+batches = iter(loader or h5chunk.ChunkLoader(dataset, sampler=windows))
 next(batches)
 print(*([worker.pid for worker in batches._workers] if workers else []), flush=True)
 while True:
     for _ in batches:
         time.sleep(0.01)
-    batches = iter(loader or h5chunk.ChunkLoader(path, 16, window_chunks=1))
+    batches = iter(loader or h5chunk.ChunkLoader(dataset, sampler=windows))
 """
 
 
@@ -310,7 +311,7 @@ def test_the_end_of_the_main_process(path: Path) -> None:
 
 
 def test_ctrl_c_in_the_loop_leaves_no_threads(path: Path) -> None:
-    loader = ChunkLoader(path, 16, window_chunks=1)
+    loader = make_loader(path, 16, window_chunks=1)
 
     def loop() -> None:
         for _ in loader:

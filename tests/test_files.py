@@ -19,6 +19,7 @@ import torch
 from foreign import chunk_table, counted, make_file, read_epochs, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_options import make_loader
 from test_pipeline import nothing_is_left
 from torch.utils.data import DataLoader
 
@@ -118,7 +119,7 @@ def test_every_sample_once_the_same_by_every_reader(tmp_path_factory, sizes, bat
     fields, _ = files_fields(dataset._reader)
     mapped = ("mapped",) if all(field.is_one_run for field in fields.values()) else ()
     for reader in ("direct", "h5py", *mapped):
-        with ChunkLoader(folder, batch_size, shuffle=shuffle, seed=seed, window_chunks=3, reader=reader) as loader:
+        with make_loader(folder, batch_size, shuffle=shuffle, seed=seed, window_chunks=3, reader=reader) as loader:
             assert [epoch_of(loader) for _ in range(2)] == epochs
     dataset.close()
 
@@ -130,9 +131,9 @@ def test_even_chunks_give_the_order_of_one_file(tmp_path: Path, options: dict[st
     reader = open_reader(tmp_path / "set")
     assert isinstance(reader, FileSet) and reader.chunk_starts is None and reader.chunk_samples == 8
     for window in (None, 3):
-        with ChunkLoader(one, 24, window_chunks=window, **options) as whole:
+        with make_loader(one, 24, window_chunks=window, **options) as whole:
             expected = [epoch_of(whole) for _ in range(2)]
-        with ChunkLoader(tmp_path / "set", 24, window_chunks=window, **options) as loader:
+        with make_loader(tmp_path / "set", 24, window_chunks=window, **options) as loader:
             assert [epoch_of(loader) for _ in range(2)] == expected
 
 
@@ -171,8 +172,8 @@ def test_batches_are_of_few_chunks(tmp_path: Path) -> None:
 
 def test_ranks_read_all_samples_once(paths: list[Path]) -> None:
     count = len(ChunkDataset(paths))
-    loaders = [ChunkLoader(paths, 8, lanes=4, rank=rank, world_size=2) for rank in range(2)]
-    alone = ChunkLoader(paths, 16, lanes=4, rank=0, world_size=1)
+    loaders = [make_loader(paths, 8, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+    alone = make_loader(paths, 16, lanes=4, rank=0, world_size=1)
     parts = [epoch_of(loader) for loader in loaders]
     assert sorted(flat([*parts[0], *parts[1]])) == list(range(count))
     for mine, theirs, whole in zip(*parts, epoch_of(alone), strict=True):
@@ -186,7 +187,7 @@ def test_parts(paths: list[Path]) -> None:
     count = len(dataset)
     some = np.flatnonzero(np.arange(count) % 3 == 1)
     assert dataset.subset(some)[[0, 5]][1].tolist() == some[[0, 5]].tolist()
-    with ChunkLoader(paths, 10, subset=some, window_chunks=2) as loader:
+    with make_loader(paths, 10, subset=some, window_chunks=2) as loader:
         assert sorted(flat(epoch_of(loader))) == some.tolist()
     parts = dataset.split((0.5, 0.3, 0.2), seed=2)
     assert sorted(np.concatenate([part.samples for part in parts])) == list(range(count))
@@ -194,7 +195,7 @@ def test_parts(paths: list[Path]) -> None:
         assert sorted(flat(epoch_of(loader))) == parts[1].samples.tolist()
     weights = np.zeros(count)
     weights[[3, count - 1]] = 1, 3
-    with ChunkLoader(dataset, 10, weights=weights) as loader:
+    with make_loader(dataset, 10, weights=weights) as loader:
         drawn = flat(epoch_of(loader))
     assert len(drawn) == count and abs(drawn.count(3) - count / 4) < 1 and set(drawn) == {3, count - 1}
 
@@ -202,7 +203,7 @@ def test_parts(paths: list[Path]) -> None:
 @pytest.mark.parametrize("reader", ["direct", "h5py", "mapped"])
 def test_resident(paths: list[Path], reader: str) -> None:
     with ChunkLoader(paths, 16, resident=True, reader=reader) as loader, ChunkLoader(paths, 16) as streamed:
-        assert loader.resident
+        assert loader.is_resident
         assert epoch_of(loader) == epoch_of(streamed)
 
 
@@ -270,7 +271,7 @@ def _of(file: Any, tables: dict[frozenset[int], set[int]]) -> set[int]:
 def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
     paths = make_set(tmp_path / "set", [(40, 8)] * 8, compression="gzip")
     with ChunkLoader(paths, 16, num_threads=4) as loader:
-        (field,) = [field for name, field in loader._supply._direct.items() if name == "images"]
+        (field,) = [field for name, field in loader._source.direct.items() if name == "images"]
         chunk_bytes = 8 * IMAGES[0].nbytes
         assert field.scratch_bytes(4) == (3 * 4 + 8 * 2) * chunk_bytes
         assert len({id(chunks._local) for chunks in field._encoded._each}) == 1
@@ -424,7 +425,7 @@ def test_byte_order_may_differ(tmp_path: Path) -> None:
     dataset = ChunkDataset(tmp_path, fields=["x"])
     assert dataset[list(range(20))][0].tolist() == [*numbers, *numbers]
     with pytest.warns(UserWarning, match=r"'x' is read through h5py, in one thread: .*1.h5: its type"):
-        loader = ChunkLoader(tmp_path, 7, fields=["x"])
+        loader = make_loader(tmp_path, 7, fields=["x"])
     assert sorted(x for (batch,) in loader for x in batch.tolist()) == sorted([*numbers, *numbers])
 
 
@@ -458,7 +459,7 @@ def test_classes(converted: Callable[..., Path], tmp_path: Path, class_folder: C
 
 def test_states_go_on_through_another_reader(paths: list[Path]) -> None:
     def loader(**options: Any) -> ChunkLoader:
-        return ChunkLoader(paths, 16, seed=3, window_chunks=3, **options)
+        return make_loader(paths, 16, seed=3, window_chunks=3, **options)
 
     with loader() as whole:
         expected = epoch_of(whole)
@@ -469,7 +470,7 @@ def test_states_go_on_through_another_reader(paths: list[Path]) -> None:
         second.load_state_dict(state)
         assert batches + epoch_of(second) == expected
     with (
-        ChunkLoader(paths[::-1], 16, seed=3, window_chunks=3) as other,
+        make_loader(paths[::-1], 16, seed=3, window_chunks=3) as other,
         pytest.raises(StateError, match="another file"),
     ):
         other.load_state_dict(state)
@@ -507,7 +508,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_file_that_changes(tmp_path: Path, reader: str, change: Callable[[Path], Any], when: str) -> None:
     paths = make_set(tmp_path / "set", EVEN)
-    loader = ChunkLoader(paths, 8, reader=reader, window_chunks=1, fields=["images"])
+    loader = make_loader(paths, 8, reader=reader, window_chunks=1, fields=["images"])
     batches = iter(loader)
     if when == "meanwhile":
         next(batches)

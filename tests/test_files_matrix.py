@@ -16,6 +16,7 @@ import torch
 from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_options import make_loader, transforms_of
 from test_matrices import check_epoch, dense, random_matrix, write, write_anndata
 from test_pipeline import in_fork, nothing_is_left
 from torch.utils.data import DataLoader
@@ -72,10 +73,10 @@ def test_rows_are_those_of_the_whole(
     if kind == "gzip":
         options = {"chunks": (50,), "maxshape": (None,), "compression": "gzip"}
     make_set(folder, "ours" if kind == "ours" else "anndata", (0, *sorted(cuts), 203), **options)
-    with ChunkLoader(folder, batch_size, sparse=sparse, reader=reader, resident=resident, window_chunks=2) as loader:
+    with make_loader(folder, batch_size, sparse=sparse, reader=reader, resident=resident, window_chunks=2) as loader:
         for _ in range(2):
             check_epoch(loader, WHOLE.toarray().astype(float), sparse=sparse, tolerance=1e-6)
-    dataset = ChunkDataset(folder, sparse=sparse)
+    dataset = ChunkDataset(folder, transform=transforms_of(sparse=sparse))
     numbers = np.random.default_rng(batch_size).integers(-203, 203, 30)
     np.testing.assert_array_equal(dense(dataset[numbers][0]), rows_of(numbers % 203))
     dataset.close()
@@ -88,7 +89,7 @@ def test_through_workers(tmp_path: Path, sparse: str, options: dict[str, Any]) -
     expected = WHOLE.toarray() / options.get("scale", 1)
     if "pattern" in options:
         expected = (expected > 0).astype(float)
-    dataset = ChunkDataset(tmp_path / "set", sparse=sparse)
+    dataset = ChunkDataset(tmp_path / "set", transform=transforms_of(sparse=sparse))
     assert dataset[7][0].to_dense().tolist() == expected[7].tolist()  # the file is open before the fork
     sampler = ChunkSampler(dataset, 16, seed=3)
     numbers = list(ChunkSampler(ChunkDataset(tmp_path / "set"), 16, seed=3))
@@ -109,12 +110,12 @@ def test_labels_subsets_and_ranks(tmp_path: Path) -> None:
     for data in (dataset, dataset.subset(wanted)):
         seen: list[int] = []
         for rank in range(2):
-            with ChunkLoader(data, 8, rank=rank, world_size=2, lanes=4, seed=1) as loader:
+            with make_loader(data, 8, rank=rank, world_size=2, lanes=4, seed=1) as loader:
                 for rows, labels in loader:
                     np.testing.assert_array_equal(rows, rows_of(labels.numpy()))
                     seen += labels.tolist()
         assert sorted(seen) == (list(range(203)) if data is dataset else wanted.tolist())
-    with ChunkLoader(dataset, 50, weights=(np.arange(203) == 17).astype(float)) as loader:
+    with make_loader(dataset, 50, weights=(np.arange(203) == 17).astype(float)) as loader:
         assert [labels.tolist() for _, labels in loader] == [[17] * 50] * 4 + [[17] * 3]
 
 

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from loader_options import make_loader
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -328,7 +329,7 @@ def test_what_python_shows(foreign: Path, recwarn: pytest.WarningsRecorder) -> N
     """Reports, errors, warnings and reprs are as safe without the command line."""
     name = f"images1{TEXT}"
     dataset = h5chunk.ChunkDataset(foreign, fields={TEXT: name})
-    loader = h5chunk.ChunkLoader(foreign, 8, fields={TEXT: name}, reader="h5py")
+    loader = make_loader(foreign, 8, fields={TEXT: name}, reader="h5py")
     shown = [repr(dataset), repr(loader), str(loader.report), str(h5chunk.info(foreign)), str(h5chunk.verify(foreign))]
     for call in (lambda: dataset[99], lambda: dataset.values(TEXT), lambda: h5chunk.ChunkDataset(foreign)):
         with pytest.raises((IndexError, H5ChunkError)) as caught:

@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "plan": {"errors"},
     "sources": {"errors"},
     "store": {"sources", "plan", "errors"},
-    "feed": {"store", "plan", "errors"},
+    "transforms": {"store", "errors"},
+    "feed": {"transforms", "store", "plan", "errors"},
     "tools.progress": set(),
     "tools.model": {"plan", "errors"},
     "tools.measure": {"tools.model", "tools.progress", "plan", "store", "feed", "errors", "__init__"},
@@ -33,7 +34,7 @@ MAY_IMPORT = {
 }
 PURE = ("plan", "tools.model")  # of other packages, these import numpy alone
 ONLY_IN = {
-    "torch": {"feed", "tools.measure"},
+    "torch": {"feed", "transforms", "tools.measure"},
     "lightning": {"lightning"},
     "pytorch_lightning": {"lightning"},
     "click": {"cli"},
@@ -157,6 +158,6 @@ def test_doctests(path):
 
 
 def test_the_planners_carry_doctests():
-    names = [f"plan.{name}" for name in ("order", "layout", "cache", "echo", "slots")]
+    names = [f"plan.{name}" for name in ("order", "layout", "cache", "slots")]
     names += [f"tools.model.{name}" for name in ("accesses", "cost", "hdf5_cache", "mixing", "row_reads", "settings")]
     assert all(doctest.testmod(importlib.import_module(f"h5chunk.{name}")).attempted for name in names)

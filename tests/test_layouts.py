@@ -14,10 +14,11 @@ import numpy as np
 import odd_files as odd
 import pytest
 import scipy.sparse
+from loader_options import make_loader
 from odd_files import CASES, DIRECT, HDF5, PARTS, REFUSED, Case, make
 from torch.utils.data import default_collate
 
-from h5chunk import ChunkDataset, ChunkLoader, info, verify
+from h5chunk import ChunkDataset, info, verify
 from h5chunk.errors import FileError, H5ChunkError, OptionError
 from h5chunk.sources.sparse import hdf5calls
 from h5chunk.store.read.reader import H5Reader
@@ -35,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 def loaded(path: Path, reader: str, trusted: bool = False) -> np.ndarray:
     with quiet():
-        loader = ChunkLoader(path, 8, shuffle=False, reader=reader, trusted=trusted)
+        loader = make_loader(path, 8, shuffle=False, reader=reader, trusted=trusted)
     batches = [images.numpy() for (images,) in loader]
     return np.concatenate(batches) if batches else np.empty(0, np.uint16)
 

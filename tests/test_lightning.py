@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import pixels
 from loader_files import N, path
+from loader_options import make_loader
 from PIL import Image
 from test_pipeline import nothing_is_left
 from torch import nn
@@ -24,6 +25,7 @@ from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.transforms import ToDtype
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -106,7 +108,7 @@ def expected_epochs(path: Path, **options: Any) -> Seen:
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_loader_in_a_trainer(path, tmp_path, resident):
-    whole = check_resume(tmp_path, lambda: ChunkLoader(path, 16, **ORDER, resident=resident))
+    whole = check_resume(tmp_path, lambda: make_loader(path, 16, **ORDER, resident=resident))
     assert whole.seen == expected_epochs(path)
     for epoch in range(3):
         assert sorted(label for at, _, labels in whole.seen for label in labels if at == epoch) == list(range(N))
@@ -120,13 +122,13 @@ def test_the_next_epoch_is_read_ahead(path, tmp_path):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             feeds.add(id(trainer.train_dataloader._feed))
 
-    fit(tmp_path, ChunkLoader(path, 16, **ORDER), Looking())
+    fit(tmp_path, make_loader(path, 16, **ORDER), Looking())
     assert len(feeds) == 1
 
 
 def test_a_trainer_that_takes_fewer_batches(path, tmp_path):
     """Epochs of five batches are those that the order begins with."""
-    model = fit(tmp_path, ChunkLoader(path, 16, **ORDER), limit_train_batches=5)
+    model = fit(tmp_path, make_loader(path, 16, **ORDER), limit_train_batches=5)
     assert model.seen == [each for each in expected_epochs(path) if each[1] < 5]
 
 
@@ -165,7 +167,7 @@ def test_a_stateful_dataloader_in_a_trainer(path, tmp_path):
 
 
 def make_module(path: Path, **options: Any) -> ChunkDataModule:
-    return ChunkDataModule(path, 16, train_options=ORDER, **options)
+    return ChunkDataModule(path, 16, train_order=ORDER, **options)
 
 
 def test_one_file_in_three_loaders_out(path, tmp_path):
@@ -192,7 +194,7 @@ from pathlib import Path
 from test_lightning import ChunkDataModule, ModelCheckpoint, Noting, lightning
 folder = Path(sys.argv[1])
 options = {"lanes": 4, "window_chunks": 5, "drop_last": False}
-data = ChunkDataModule(folder / "a.h5", 12, split=(0.75, 0.25), train_options=options)
+data = ChunkDataModule(folder / "a.h5", 12, split=(0.75, 0.25), train_order=options)
 every = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
 quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[every], **quiet)
@@ -213,7 +215,7 @@ def test_two_processes_and_then_one(path, tmp_path):
         for (epoch, number, labels), (_, _, others) in zip(ranks[0][0], ranks[1][0], strict=True)
     ]
     options = {"lanes": 4, "window_chunks": 5, "drop_last": False}
-    data = ChunkDataModule(path, 24, split=(0.75, 0.25), train_options=options)
+    data = ChunkDataModule(path, 24, split=(0.75, 0.25), train_order=options)
     resumed = fit(tmp_path, data, checkpoint=tmp_path / "step=3.ckpt", max_epochs=2)
     assert [(epoch, number, sorted(labels)) for epoch, number, labels in resumed.seen] == steps[3:]
     parts = [dataset.samples.tolist() for dataset in data.datasets[:2]]
@@ -275,13 +277,14 @@ def test_no_sample_is_left_out_unless_asked(path):
     with data.train_dataloader() as loader, ChunkLoader(path, 16) as plain:
         assert (loader.order.drop_last, loader.order.pad) == (plain.order.drop_last, plain.order.pad) == (False, False)
         assert sum(len(labels) for _, labels in loader) == N
-    data = ChunkDataModule(path, 16, split=(1.0, 0.0), train_options={"drop_last": True})
+    data = ChunkDataModule(path, 16, split=(1.0, 0.0), train_order={"drop_last": True})
     with data.train_dataloader() as loader:
         assert sum(len(labels) for _, labels in loader) == N // 16 * 16
 
 
 def test_pad_and_options_of_training(path):
-    data = ChunkDataModule(path, 16, split=(1.0, 0.0), train_options={"pad": True, "lanes": 4}, dtype=torch.float64)
+    order, transforms = {"pad": True, "lanes": 4}, [ToDtype(torch.float64)]
+    data = ChunkDataModule(path, 16, split=(1.0, 0.0), train_order=order, transforms=transforms)
     with data.train_dataloader() as loader:
         sizes = [len(images) for images, _ in loader]
         assert (loader.order.lanes, loader.order.drop_last) == (4, False)

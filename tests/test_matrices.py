@@ -13,14 +13,16 @@ import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_options import make_loader, transforms_of
 from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
-from h5chunk.feed.orders import recommended_window
+from h5chunk.feed.order import recommended_window
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.csr import write_csr
+from h5chunk.transforms import L2, Binarize, Csr, Dense, Log1p, Normalize, ToDtype
 
 TIGHT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -116,8 +118,8 @@ def test_rows_are_those_of_the_source(
     expected = expected_rows(matrix, scale, binarize, normalize)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3}[dtype]
     options = {"sparse": sparse, "dtype": dtype, "binarize": binarize, "normalize": normalize, "resident": resident}
-    with ChunkLoader(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
-        assert loader.resident == resident
+    with make_loader(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
+        assert loader.is_resident == resident
         for _ in range(2):
             check_epoch(loader, expected, sparse=sparse, tolerance=tolerance)
 
@@ -132,9 +134,9 @@ def test_files_of_others(tmp_path, options, kind, sparse):
     path = write_anndata(tmp_path / "a.h5ad", matrix, **options)
     expected = matrix.toarray().astype(np.float64)
     for reader in ("direct", "h5py"):
-        with ChunkLoader(path, 30, sparse=sparse, dtype=torch.float64, reader=reader) as loader:
+        with make_loader(path, 30, sparse=sparse, dtype=torch.float64, reader=reader) as loader:
             check_epoch(loader, expected, sparse=sparse, tolerance=0)
-    dataset = ChunkDataset(path, sparse=sparse, dtype=torch.float64)
+    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse, dtype=torch.float64))
     rows = [5, 199, 5, 0, 7]
     assert np.array_equal(dense(dataset[rows][0]).numpy(), expected[rows])
 
@@ -144,7 +146,7 @@ def test_files_of_others(tmp_path, options, kind, sparse):
 @pytest.mark.parametrize("device", DEVICES)
 def test_echoes_are_rows_of_the_window(tmp_path, echo, sparse, device):
     matrix = random_matrix(200, 50, 6)
-    with ChunkLoader(write(tmp_path / "a.h5", matrix), 20, echo=echo, sparse=sparse, device=device) as loader:
+    with make_loader(write(tmp_path / "a.h5", matrix), 20, echo=echo, sparse=sparse, device=device) as loader:
         found = torch.cat([dense(batch).cpu() for (batch,) in loader]).numpy()
     known = {tuple(row) for row in matrix.toarray().tolist()}
     assert len(found) == 200 * echo and {tuple(row) for row in found.tolist()} == known
@@ -156,7 +158,7 @@ def test_batches_that_are_kept_stay_what_they_are(tmp_path, sparse):
     matrix = random_matrix(400, 40, 8)
     matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
     for reuse in (False, True):
-        loader = ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 25, sparse=sparse, reuse=reuse)
+        loader = make_loader(write_anndata(tmp_path / "a.h5", matrix), 25, sparse=sparse, reuse=reuse)
         numbers = list(loader.order.batches())
         kept = [batch.clone() if reuse else batch for (batch,) in loader]
         list(loader)
@@ -171,7 +173,7 @@ def test_dataloader(tmp_path, sparse, workers):
     matrix = random_matrix(300, 60, 9)
     labels = np.arange(300)
     path = write(tmp_path / "a.h5", matrix, scale=2.0, fields={"labels": labels})
-    dataset = ChunkDataset(path, sparse=sparse, normalize="l2")
+    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse, normalize="l2"))
     assert dataset.fields == ("X", "labels")
     sampler = ChunkSampler(dataset, 32)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers[0], multiprocessing_context=workers[1])
@@ -188,7 +190,7 @@ def test_single_samples(tmp_path):
     matrix = random_matrix(50, 30, 5)
     path = write(tmp_path / "a.h5", matrix)
     assert torch.equal(ChunkDataset(path)[7][0], torch.from_numpy(matrix[7].toarray()[0]).float())
-    row = ChunkDataset(path, sparse="csr")[7][0]
+    row = ChunkDataset(path, transform=Csr())[7][0]
     assert row.layout == torch.sparse_coo and np.array_equal(row.to_dense().numpy(), matrix[7].toarray()[0])
     doubled = ChunkDataset(path, transform=lambda row: row * 2)
     assert torch.equal(doubled[[3, 4]][0], torch.from_numpy(matrix[[3, 4]].toarray()).float() * 2)
@@ -202,12 +204,13 @@ def test_dense_rows_of_ours(tmp_path):
     h5chunk.convert(tmp_path / "a.npz", tmp_path / "a.h5", dense=True, shuffle=False)
     for normalize in (None, "l2"):
         expected = expected_rows(matrix, 1.0, None, normalize)
-        with ChunkLoader(tmp_path / "a.h5", 20, normalize=normalize) as loader:
+        transforms = [L2()] if normalize else []
+        with ChunkLoader(tmp_path / "a.h5", 20, transforms=transforms) as loader:
             check_epoch(loader, expected, sparse="dense", tolerance=1e-6)
-        dataset = ChunkDataset(tmp_path / "a.h5", normalize=normalize)
+        dataset = ChunkDataset(tmp_path / "a.h5", transform=transforms)
         np.testing.assert_allclose(dataset[[8, 2]][0].numpy(), expected[[8, 2]], rtol=1e-6)
-    with pytest.raises(OptionError, match="sparse is 'csr' but field 'X' holds dense rows"):
-        ChunkLoader(tmp_path / "a.h5", 20, sparse="csr")
+    with pytest.raises(OptionError, match="Csr is for sparse rows but field 'X' holds dense ones"):
+        make_loader(tmp_path / "a.h5", 20, sparse="csr")
 
 
 def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
@@ -220,7 +223,7 @@ def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
     reader = H5Reader(path)
     assert recommended_window(reader) < reader.header.window_chunks
     with ChunkLoader(path, 40, memory_bytes=3 << 20) as loader:
-        space = loader._supply.spaces["X"]
+        space = loader._source.layouts["X"]
         bound = space.most_bytes(loader._plan.window_samples)
         taken = [
             sum(np.prod(shape) * dtype.itemsize for shape, dtype in space.window(window.samples).shapes)
@@ -237,7 +240,7 @@ def test_a_column_beyond_the_matrix_is_an_error(tmp_path, device):
     with h5py.File(path, "r+") as file:
         file["X/indices"][1234] = 300
     for options in ({}, {"resident": True}, {"sparse": "csr"}, {"reader": "h5py"}):
-        loader = ChunkLoader(path, 10, device=device, **options)
+        loader = make_loader(path, 10, device=device, **options)
         with pytest.raises(FileError, match=r"a\.h5: 'X' is damaged: it has an entry in column 300 of 300"):
             list(loader)
     with pytest.raises(FileError, match="column 300 of 300"):
@@ -256,15 +259,15 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparse": "coo"}, "sparse is 'coo': give 'dense' or 'csr'"),
-        ({"dtype": torch.bool}, "dtype is torch.bool: give a torch.dtype of numbers"),
-        ({"dtype": torch.uint8}, r"dtype is torch.uint8, which may not hold the values of field 'X' \(uint8 over 2\)"),
-        ({"binarize": "4"}, "binarize is '4': give the least value"),
-        ({"binarize": float("nan")}, "binarize is nan"),
-        ({"normalize": "l1"}, "normalize is 'l1', but 'X' is a matrix: give 'l2'"),
-        ({"normalize": (0.5, 0.5)}, "but 'X' is a matrix: give 'l2'"),
-        ({"normalize": "l2", "dtype": torch.int32, "binarize": 1}, "normalize='l2' gives fractions"),
-        ({"channels_last": True}, "channels_last is for images"),
+        ({"transforms": [Dense(torch.uint8)]}, r"may not hold the values of field 'X' \(uint8 over 2\)"),
+        ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X' is a matrix: give Dense, Csr, L2 or Log1p"),
+        ({"transforms": [ToDtype(torch.float16)]}, "field 'X' is a matrix"),
+        ({"transforms": [Binarize(1), L2(), Dense(torch.int32)]}, r"L2\(\) gives fractions but Dense"),
+        ({"transforms": {"labels": [Csr()]}}, "field 'labels' is no matrix: use ToDtype"),
+        ({"transforms": {"labels": [Log1p()]}}, r"field 'labels' is torch.int64: put ToDtype\(torch.float32\) first"),
+        ({"transforms": {"genes": []}}, "transforms are of field 'genes', but the fields are 'X', 'labels'"),
+        ({"transforms": [L2]}, "transforms has <class .*: give objects of h5chunk.transforms"),
+        ({"transforms": L2()}, r"transforms is L2\(\): give a list"),
         ({"fields": ("labels", "X")}, "field 'X' is a matrix: name it first"),
         ({"reader": "mapped"}, "field 'X' cannot be mapped"),
     ],
@@ -272,7 +275,7 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
 def test_options_that_do_not_fit(tmp_path, options, message):
     path = write(tmp_path / "a.h5", random_matrix(20, 30, 5), scale=2.0, fields={"labels": np.arange(20)})
     with pytest.raises(OptionError, match=message):
-        ChunkLoader(path, 10, **options)
+        make_loader(path, 10, **options)
 
 
 @pytest.mark.parametrize("userblock", [0, 512])
@@ -295,18 +298,18 @@ def test_what_a_matrix_says_it_is_in_a_string_of_variable_length(tmp_path, userb
 
 def test_options_of_the_dataset_that_do_not_fit(tmp_path):
     path = write(tmp_path / "a.h5", random_matrix(20, 30, 5))
-    with pytest.raises(OptionError, match="transform is for single samples"):
-        ChunkDataset(path, sparse="csr", transform=abs)
+    with pytest.raises(OptionError, match="Csr gives batches: use collate_fn"):
+        ChunkDataset(path, transform=[Csr(), abs])
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["images"] = np.zeros((4, 3, 8, 8), np.uint8)
-    for options, message in (
-        ({"sparse": "dense"}, "sparse is for CSR matrices"),
-        ({"binarize": 1}, "binarize is for CSR matrices"),
-        ({"dtype": torch.float32}, "dtype is for matrices here"),
-        ({"normalize": "l2"}, "'l2' is for matrices"),
+    for transform, message in (
+        (Dense(), "field 'images' is no matrix"),
+        (Binarize(1), r"field 'images' is torch.uint8: put ToDtype\(torch.float32\) first"),
+        (ToDtype(torch.float32, channels_last=True), "channels_last is for batches"),
+        ([5], "transform has 5"),
     ):
         with pytest.raises(OptionError, match=message):
-            ChunkDataset(tmp_path / "b.h5", **options)
+            ChunkDataset(tmp_path / "b.h5", transform=transform)
 
 
 def test_other_layouts_are_refused(tmp_path):
@@ -321,7 +324,7 @@ def test_other_layouts_are_refused(tmp_path):
         file["X"].attrs["encoding-type"] = "csr_matrix"
         file["raw"].attrs["encoding-type"] = "csr_matrix"
     with pytest.raises(FieldError, match="fields name 2 sparse matrices"):
-        ChunkLoader(path, 10, fields=("X", "raw"))
+        make_loader(path, 10, fields=("X", "raw"))
     with pytest.raises(FieldError, match="sparse matrix, which bench does not measure"):
         h5chunk.bench(path)
 
@@ -340,9 +343,9 @@ def test_a_file_that_changes_is_an_error(tmp_path):
 def test_auto_keeps_a_small_matrix_on_the_gpu(tmp_path):
     path = write(tmp_path / "a.h5", random_matrix(200, 30, 5))
     with ChunkLoader(path, 10, device="cuda") as loader:
-        assert loader.resident and "all 200 samples resident" in repr(loader)
+        assert loader.is_resident and "all 200 samples resident" in repr(loader)
     with ChunkLoader(path, 10, device="cuda", memory_bytes=24_000) as loader:
-        assert not loader.resident
+        assert not loader.is_resident
 
 
 @pytest.mark.gpu
@@ -352,13 +355,13 @@ def test_the_kernel_gives_what_torch_does(tmp_path):
     path = write(tmp_path / "a.h5", random_matrix(300, 70_000, 30), scale=10.0)
     with ChunkLoader(path, 50, device="cuda", resident=False) as loader:
         first = [batch for (batch,) in loader]
-        assert loader._convert._kernel.wait()
+        assert loader._pipelines[0].converter._kernel.wait()
         loader.set_epoch(0)
         again = [batch for (batch,) in loader]
-        kernel, loader._convert._kernel = loader._convert._kernel, None
+        kernel, loader._pipelines[0].converter._kernel = loader._pipelines[0].converter._kernel, None
         loader.set_epoch(0)
         plain = [batch for (batch,) in loader]
-        loader._convert._kernel = kernel
+        loader._pipelines[0].converter._kernel = kernel
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, plain, strict=True))
 
 
@@ -369,7 +372,7 @@ def test_negative_columns_are_an_error(tmp_path):
     matrix.indices[5] = -3
     for options in ({}, {"sparse": "csr"}, {"reader": "h5py"}):
         with pytest.raises(FileError, match=r"an entry in column -\d+ of 40000"):
-            list(ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
+            list(make_loader(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
 
 
 @pytest.mark.parametrize("part", ["data", "indices"])
@@ -399,7 +402,7 @@ def test_entries_behind_a_link_are_not_taken_from_this_file(tmp_path):
 def test_changing_a_csr_batch_changes_no_echo(tmp_path):
     matrix = random_matrix(400, 40, 8)
     matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
-    for (batch,) in ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 50, sparse="csr", echo=2):
+    for (batch,) in make_loader(write_anndata(tmp_path / "a.h5", matrix), 50, sparse="csr", echo=2):
         assert (batch.values() > 0).all()
         batch.values().fill_(-1)
         batch.col_indices().fill_(0)
@@ -414,10 +417,10 @@ def test_windows_of_lanes_and_of_padding_fit(tmp_path, reuse, sparse):
     indices = np.concatenate([np.arange(count) for count in counts])
     matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
     path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
-    loader = ChunkLoader(path, 64, lanes=16, shuffle=False, reuse=reuse, sparse=sparse)
+    loader = make_loader(path, 64, lanes=16, shuffle=False, reuse=reuse, sparse=sparse)
     assert sum(batch.shape[0] for (batch,) in loader) == 4096
     small = write(tmp_path / "b.h5", matrix[:50])
-    (batch,) = next(iter(ChunkLoader(small, 256, pad=True, reuse=reuse, sparse=sparse, shuffle=False)))
+    (batch,) = next(iter(make_loader(small, 256, pad=True, reuse=reuse, sparse=sparse, shuffle=False)))
     assert np.array_equal(dense(batch).numpy(), matrix[np.arange(256) % 50].toarray())
 
 

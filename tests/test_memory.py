@@ -10,7 +10,8 @@ import pytest
 import torch
 from test_pipeline import in_fork
 
-from h5chunk.feed.memory import KEPT, BatchMemory, SharedMemory, shared_empty
+from h5chunk.feed.shared_memory import SharedMemory, shared_empty
+from h5chunk.feed.slots import KEPT, BatchMemory
 
 
 def test_memory_is_used_again_when_the_tensor_is_gone() -> None:

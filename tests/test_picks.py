@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_files import LABELS, N, epoch_of, path  # noqa: F401
+from loader_options import make_loader
 from test_matrices import dense, random_matrix, write
 from torch.utils.data import DataLoader
 
@@ -75,7 +76,7 @@ def test_a_subset_by_every_reader(path, options, as_mask):  # noqa: F811
     part = ChunkDataset(path).subset(mask if as_mask else SUBSET)
     assert len(part) == 71 and part.samples.tolist() == sorted(SUBSET.tolist())
     sampler = ChunkSampler(part, 16, seed=4)
-    with ChunkLoader(path, 16, subset=mask if as_mask else SUBSET, seed=4, **options) as loader:
+    with make_loader(path, 16, subset=mask if as_mask else SUBSET, seed=4, **options) as loader:
         for _ in range(2):
             found = epoch_of(loader)
             assert found == [part[rows][1].tolist() for rows in sampler]
@@ -89,7 +90,7 @@ def test_a_subset_of_a_subset_and_workers(path):  # noqa: F811
     assert sorted(torch.cat([labels for _, labels in loader]).tolist()) == part.samples.tolist()
     assert part[-1][1] == part.samples[-1]
     assert [labels.tolist() for _, labels in ChunkLoader(part, 8)] == epoch_of(
-        ChunkLoader(path, 8, subset=part.samples)
+        make_loader(path, 8, subset=part.samples)
     )
 
 
@@ -99,7 +100,7 @@ def test_chunks_without_a_wanted_sample_are_not_read(path, monkeypatch):  # noqa
     wanted = np.arange(2 * size, 3 * size)
     sampler = ChunkSampler(dataset.subset(wanted), 5)
     assert sampler.order.picks.num_chunks == 1
-    assert sorted(chain(*epoch_of(ChunkLoader(path, 5, subset=wanted)))) == wanted.tolist()
+    assert sorted(chain(*epoch_of(make_loader(path, 5, subset=wanted)))) == wanted.tolist()
 
 
 def test_split(path):  # noqa: F811
@@ -118,7 +119,7 @@ def test_split_of_a_shuffled_file_is_by_chunks(tmp_path):
     assert len(train) == 720 and len(test) == 280
     shared = set((train.samples // 50).tolist()) & set((test.samples // 50).tolist())
     assert len(shared) == 1
-    found = torch.cat([dense(rows) for (rows,) in ChunkLoader(test, 32, sparse="csr")]).sum(0)
+    found = torch.cat([dense(rows) for (rows,) in make_loader(test, 32, sparse="csr")]).sum(0)
     np.testing.assert_array_equal(found.numpy(), matrix[test.samples].sum(0).A1.astype(np.float32))
 
 
@@ -136,9 +137,9 @@ def test_weights(tmp_path, sparse):
     classes = np.repeat([0, 1], [380, 20])
     matrix = random_matrix(400, 50, 6)
     path = write(tmp_path / "a.h5", matrix, fields={"labels": classes}, chunk_samples=8)  # noqa: F811
-    dataset = ChunkDataset(path, fields=("X", "labels"), sparse=sparse)
+    dataset = ChunkDataset(path, fields=("X", "labels"))
     sampler = ChunkSampler(dataset, 32, weights="labels", window_chunks=4)
-    loader = ChunkLoader(dataset, 32, weights="labels", window_chunks=4, sparse=sparse)
+    loader = make_loader(dataset, 32, weights="labels", window_chunks=4, sparse=sparse)
     for _ in range(2):
         drawn = Counter()
         for rows, (found, labels) in zip(sampler, loader, strict=True):
@@ -151,20 +152,20 @@ def test_weights(tmp_path, sparse):
 def test_weights_of_a_subset(path):  # noqa: F811
     weights = np.zeros(71)
     weights[[3, 50]] = 1, 3
-    loader = ChunkLoader(path, 10, subset=SUBSET, weights=weights)
+    loader = make_loader(path, 10, subset=SUBSET, weights=weights)
     drawn = Counter(chain(*epoch_of(loader)))
     wanted = np.sort(SUBSET)[[3, 50]].tolist()
     assert set(drawn) == set(wanted) and abs(drawn[wanted[1]] - 53) <= 1
 
 
 def test_states_of_other_samples_are_refused(path):  # noqa: F811
-    state = ChunkLoader(path, 10, subset=SUBSET).state_dict()
-    ChunkLoader(path, 10, subset=np.sort(SUBSET)).load_state_dict(state)
+    state = make_loader(path, 10, subset=SUBSET).state_dict()
+    make_loader(path, 10, subset=np.sort(SUBSET)).load_state_dict(state)
     ChunkSampler(ChunkDataset(path).subset(SUBSET), 10).load_state_dict(state)
     other = np.append(np.sort(SUBSET)[:-1], N - 1 if N - 1 not in SUBSET else N - 2)
     for options in ({"subset": other}, {"subset": SUBSET, "weights": np.ones(71)}, {}):
         with pytest.raises(StateError, match="state is of"):
-            ChunkLoader(path, 10, **options).load_state_dict(state)
+            make_loader(path, 10, **options).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +193,15 @@ def test_what_cannot_be(call, message):
 
 def test_fields_that_cannot_be_weights(path):  # noqa: F811
     with pytest.raises(FieldError, match="has no dataset 'nothing'"):
-        ChunkLoader(path, 10, weights="nothing")
+        make_loader(path, 10, weights="nothing")
     with pytest.raises(FieldError, match="name one of a value a sample"):
         ChunkDataset(path).split((1.0,), stratify="images")
     with pytest.raises(OptionError, match="the name of a field is wanted, but this is a ndarray"):
         ChunkDataset(path).split((1.0,), stratify=LABELS)
-    with pytest.raises(OptionError, match="the data set has its own"):
-        ChunkLoader(ChunkDataset(path), 10, fields=("images",))
     assert balanced_weights(LABELS).tolist() == [1.0] * N
 
 
 @pytest.mark.parametrize("weight", [1e308, 1e-320, 1.0])
 def test_huge_and_tiny_weights_are_equal_ones(path, weight):  # noqa: F811
-    with ChunkLoader(path, 16, weights=np.full(N, weight)) as loader:
+    with make_loader(path, 16, weights=np.full(N, weight)) as loader:
         assert sorted(chain(*epoch_of(loader))) == list(range(N))

@@ -6,15 +6,16 @@ import gc
 import os
 import threading
 import time
+from contextlib import closing
 
 import h5py
 import numpy as np
 import pytest
 from foreign import make_file, values
 
-import h5chunk.feed.pipeline
+import h5chunk.feed.read_pool
 from h5chunk.errors import FileError, WorkerError
-from h5chunk.feed.pipeline import Load, Progress, Readers
+from h5chunk.feed.read_pool import Progress, ReadPool, WindowRead
 from h5chunk.plan.order import Window
 from h5chunk.store.read import ranges
 from h5chunk.store.read.direct import direct_field
@@ -59,11 +60,11 @@ def path(tmp_path):
     )
 
 
-def make_readers(path, num_threads: int = 2, direct: tuple[str, ...] = ("x", "y")) -> Readers:
+def make_readers(path, num_threads: int = 2, direct: tuple[str, ...] = ("x", "y")) -> ReadPool:
     reader = H5Reader(path, FIELDS)
     with h5py.File(path) as file:
         fields = {name: direct_field(path, file, reader.fields[name]) for name in direct}
-    return Readers(reader, fields, num_threads)
+    return ReadPool(reader, fields, num_threads)
 
 
 def descriptors() -> set[str]:
@@ -104,10 +105,10 @@ def nothing_is_left():
 @pytest.mark.parametrize("direct", [(), ("x",), ("x", "y")])
 @pytest.mark.parametrize(("whole_row_bytes", "quick_bytes"), [(64, 1 << 20), (1024, 1 << 20), (1024, 0)])
 def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct, whole_row_bytes, quick_bytes):
-    monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_ROW_BYTES", whole_row_bytes)
-    monkeypatch.setattr(h5chunk.feed.pipeline, "QUICK_BYTES", quick_bytes)
+    monkeypatch.setattr(h5chunk.feed.read_pool, "WHOLE_ROW_BYTES", whole_row_bytes)
+    monkeypatch.setattr(h5chunk.feed.read_pool, "QUICK_BYTES", quick_bytes)
     monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
-    monkeypatch.setattr(h5chunk.feed.pipeline, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(h5chunk.feed.read_pool, "WHOLE_BYTES", whole_bytes)
     readers = make_readers(path, 3, direct)
     shuffled = np.random.default_rng(0).permutation(N)
     cuts = [shuffled[:80], shuffled[80:81], shuffled[81:], np.arange(N), np.arange(N)[::-1]]
@@ -143,7 +144,7 @@ def test_parts_are_shared_out(path, monkeypatch):
 @pytest.mark.parametrize("field", ["x", "z"])
 def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field):
     monkeypatch.setattr(ranges, "PART_BYTES", 1)
-    owner, name = {"x": (VectorPart, "__call__"), "z": (Readers, "_read_by_hdf5")}[field]
+    owner, name = {"x": (VectorPart, "__call__"), "z": (ReadPool, "_read_by_hdf5")}[field]
     original = getattr(owner, name)
     failed: list[int] = []
 
@@ -189,7 +190,9 @@ def test_a_file_that_is_not_the_one_that_was_looked_at(path, change):
     if change == "replaced":
         make_file(path, x=(DATA["x"], {}))
     with pytest.raises(FileError, match=r"a\.h5: (replaced|cannot be opened: No such file)"):
-        Readers(reader, {}, 2)
+        pool = ReadPool(reader, {}, 2)
+        with closing(pool):
+            pool.load(window(range(N)), MemorySlot()).wait(WAIT_S)
 
 
 def test_a_thread_that_does_not_start_leaves_nothing(path, monkeypatch):
@@ -282,7 +285,7 @@ def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
 
 
 def test_slow_reading_is_no_error(path):
-    load = Load(MemorySlot(), window([0]), 4, path, Progress())
+    load = WindowRead(MemorySlot(), window([0]), 4, path, Progress())
     waits = iter([False, False, False, True])
 
     class Slowly:
@@ -292,7 +295,7 @@ def test_slow_reading_is_no_error(path):
 
     load._ready = Slowly()
     load.wait(0.01)
-    load = Load(MemorySlot(), window([0]), 4, path, Progress())
+    load = WindowRead(MemorySlot(), window([0]), 4, path, Progress())
     load._ready = type("Never", (), {"wait": lambda *_: False})()
     with pytest.raises(WorkerError, match="hangs"):
         load.wait(0.01)
@@ -300,7 +303,7 @@ def test_slow_reading_is_no_error(path):
 
 def test_a_window_of_nothing_to_read_is_ready(path):
     readers = make_readers(path)
-    load = Load(MemorySlot(), window([]), 0, path, Progress())
+    load = WindowRead(MemorySlot(), window([]), 0, path, Progress())
     load.finish(readers)
     load.wait(0)
     readers.close()

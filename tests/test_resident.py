@@ -17,13 +17,14 @@ from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_files import IMAGES, LABELS, N, epoch_of, large, path
+from loader_options import make_loader
 from test_pipeline import descriptors, in_fork, nothing_is_left, reading_threads
 
+import h5chunk.feed.budget
 import h5chunk.feed.resident
-import h5chunk.feed.room
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.pipeline import Load, Readers
+from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.resident import LOADING_SLOTS
 from h5chunk.store.read.ranges import VectorPart
 
@@ -35,16 +36,16 @@ WAIT_S = 30
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Many pieces of 30 samples."""
-    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 30 * 98)
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 30 * 98)
 
 
 def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
-    return ChunkLoader(path, batch_size, resident=True, **options)
+    return make_loader(path, batch_size, resident=True, **options)
 
 
 def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list[int]]:
     """The batches of a loader that reads window by window."""
-    order = ChunkLoader(path, batch_size, resident=False, **options).order
+    order = make_loader(path, batch_size, resident=False, **options).order
     return [batch.tolist() for batch in replace(order, epoch=epoch).batches()]
 
 
@@ -52,13 +53,13 @@ def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list
 def reads(monkeypatch):
     """How many samples were asked of the file."""
     counts: list[int] = []
-    load = Readers.load
+    load = ReadPool.load
 
     def note(readers, window, slot):
         counts.append(len(window.samples))
         return load(readers, window, slot)
 
-    monkeypatch.setattr(Readers, "load", note)
+    monkeypatch.setattr(ReadPool, "load", note)
     return counts
 
 
@@ -81,7 +82,7 @@ def reads(monkeypatch):
 def test_the_order_of_the_file(
     tmp_path, monkeypatch, num_samples, chunk_samples, batch_size, loading_samples, reuse, reader, compression, **order
 ):
-    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", loading_samples * 98)
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", loading_samples * 98)
     options = {"chunks": (chunk_samples, 3, 5, 6), "maxshape": (None, 3, 5, 6), "compression": compression}
     path = make_file(
         tmp_path / "a.h5",
@@ -89,7 +90,7 @@ def test_the_order_of_the_file(
         labels=(LABELS[:num_samples], {}),
     )
     with load_whole(path, batch_size, reuse=reuse, reader=reader, **order) as loader:
-        assert loader.resident
+        assert loader.is_resident
         for epoch in range(3):
             expected = in_order(path, batch_size, epoch, **order)
             assert len(loader) == len(expected)
@@ -154,7 +155,7 @@ def test_a_break_and_on(path, reads):
 
 @pytest.mark.parametrize("loading_bytes", [1, 98 * 30, 8 << 20])
 def test_each_sample_is_read_once(path, reads, monkeypatch, loading_bytes):
-    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", loading_bytes)
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", loading_bytes)
     with load_whole(path) as loader:
         assert not reads
         for _ in range(2):
@@ -209,21 +210,11 @@ def test_a_part_of_an_echo(path):
         assert len(set(echoed)) == len(echoed) == 6 * 16
 
 
-def test_auto_echoes_nothing(path):
-    """Nothing is waited for."""
-    with load_whole(path, echo="auto") as loader:
-        assert [epoch_of(loader), epoch_of(loader)] == [
-            in_order(path, echo="auto"),
-            in_order(path, epoch=1, echo="auto"),
-        ]
-        assert len(loader) == 13
-
-
 @pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"normalize": (0.5, 0.25)}, {"channels_last": True}])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_conversion(path, options, reuse):
     seen: dict[int, torch.Tensor] = {}
-    with ChunkLoader(path, 16, **options) as plain:
+    with make_loader(path, 16, **options) as plain:
         for images, labels in plain:
             seen.update(zip(labels.tolist(), images.clone(), strict=True))
     with load_whole(path, reuse=reuse, **options) as loader:
@@ -235,10 +226,9 @@ def test_conversion(path, options, reuse):
 
 
 def test_transform(path):
-    with load_whole(path, transform=lambda batch: (batch[1] * 2, type(batch))) as loader:
-        found = list(loader)
-    assert [labels.tolist() for labels, _ in found] == [[2 * n for n in batch] for batch in in_order(path)]
-    assert {kind for _, kind in found} == {tuple}
+    with load_whole(path, transforms={"labels": [lambda labels: labels * 2]}) as loader:
+        found = [labels.tolist() for _, labels in loader]
+    assert found == [[2 * n for n in batch] for batch in in_order(path)]
 
 
 def test_changing_a_batch_changes_no_other(path):
@@ -262,7 +252,7 @@ def test_fields_through_hdf5(tmp_path, options):
 def test_no_samples(tmp_path):
     path = make_file(tmp_path / "a.h5", images=(values((0, 2), np.uint8), {}))
     with load_whole(path) as loader:
-        assert not loader.resident and len(loader) == 0
+        assert not loader.is_resident and len(loader) == 0
         assert [list(loader), list(loader)] == [[], []]
 
 
@@ -282,7 +272,7 @@ def test_repr(path):
 
 def test_on_the_cpu_only_if_asked(path):
     for loader in (ChunkLoader(path, 16), ChunkLoader(path, 16, memory_bytes=1 << 30), ChunkLoader(path, 16, echo=2)):
-        assert not loader.resident
+        assert not loader.is_resident
 
 
 @pytest.mark.parametrize("resident", ["yes", None, 1, 0, "Auto"])
@@ -302,34 +292,34 @@ def test_memory_bytes(path, monkeypatch):
     with pytest.raises(OptionError, match=f"room for {needed - 1}"):
         load_whole(path, memory_bytes=needed - 1)
     sizes: list[int] = []
-    start = h5chunk.feed.device.CpuSlot.__init__
+    start = h5chunk.feed.slots.CpuSlot.__init__
 
     def note(slot, spaces, num_samples, *rest):
         sizes.append(num_samples * 98)
         start(slot, spaces, num_samples, *rest)
 
-    monkeypatch.setattr(h5chunk.feed.device.CpuSlot, "__init__", note)
+    monkeypatch.setattr(h5chunk.feed.slots.CpuSlot, "__init__", note)
     with load_whole(path, memory_bytes=needed) as loader:
         assert epoch_of(loader) == in_order(path)
     assert len(sizes) == LOADING_SLOTS and held + sum(sizes) <= needed
 
 
 def test_little_data_is_loaded_in_little_memory(path, monkeypatch):
-    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 8 << 20)
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 8 << 20)
     with load_whole(path, memory_bytes=3 * N * 98) as loader:
         assert epoch_of(loader) == in_order(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])
 def test_memory_of_batches_is_used_again(large, monkeypatch, options):
-    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 1 << 20)
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
     with load_whole(large, 60, drop_last=True, **options) as loader:
         places = {images.data_ptr() for _ in range(6) for images, _ in loader}
     assert len(places) <= 3
 
 
 def test_batches_that_are_held_are_never_overwritten(large, monkeypatch):
-    monkeypatch.setattr(h5chunk.feed.room, "LOADING_BYTES", 1 << 20)
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
     seen: dict[int, torch.Tensor] = {}
     with load_whole(large, 60) as loader:
         for images, labels in [batch for _ in range(3) for batch in loader]:
@@ -363,7 +353,7 @@ def test_closing_frees_the_data(path, suspended):
 @pytest.mark.parametrize("how", ["del", "cycle", "transform"])
 def test_garbage_collection(path, how):
     known = []
-    loader = load_whole(path, transform=lambda batch, known=known: batch)
+    loader = load_whole(path, transforms=[lambda batch, known=known: batch])
     if how == "cycle":
         loader.itself = loader
     if how == "transform":
@@ -422,7 +412,7 @@ def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch):
 
 
 def test_interrupted_while_loading(path, monkeypatch):
-    wait, calls = Load.wait, []
+    wait, calls = WindowRead.wait, []
 
     def interrupt(*arguments):
         calls.append(1)
@@ -432,7 +422,7 @@ def test_interrupted_while_loading(path, monkeypatch):
 
     loader = load_whole(path)
     with monkeypatch.context() as patch:
-        patch.setattr(Load, "wait", interrupt)
+        patch.setattr(WindowRead, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(loader)
     assert not reading_threads()

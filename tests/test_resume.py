@@ -13,6 +13,7 @@ import pytest
 import torch
 from foreign import make_file, values
 from loader_files import IMAGES, LABELS, N, path
+from loader_options import make_loader
 from test_matrices import random_matrix, write
 from test_pipeline import nothing_is_left
 from torch.utils.data import DataLoader
@@ -97,14 +98,14 @@ LOADERS = {
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_resumes_at_every_batch(path, name):
-    check_resume(lambda: ChunkLoader(path, 16, **ORDER, **LOADERS[name]))
+    check_resume(lambda: make_loader(path, 16, **ORDER, **LOADERS[name]))
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
 def test_another_reader_goes_on(path):
     ways = [
         lambda: ChunkSampler(ChunkDataset(path), 16, **ORDER),
-        *(lambda name=name: ChunkLoader(path, 16, **ORDER, **LOADERS[name]) for name in ("direct", "h5py", "resident")),
+        *(lambda name=name: make_loader(path, 16, **ORDER, **LOADERS[name]) for name in ("direct", "h5py", "resident")),
     ]
     for number, way in enumerate(ways):
         check_resume(way, other=ways[(number + 1) % len(ways)], cuts=[(0, 0), (0, 5), (1, 1), (1, NUM_BATCHES)])
@@ -116,15 +117,15 @@ def test_rows_of_a_matrix(tmp_path, resident):
     matrix = random_matrix(101, 40, 5)
     path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
     options = {"seed": 2, "window_chunks": 3, "resident": resident}
-    with ChunkLoader(path, 10, **options) as loader:
+    with make_loader(path, 10, **options) as loader:
         rows = [batch.clone() for (batch,) in loader]
     for cut in range(len(rows) + 1):
-        with ChunkLoader(path, 10, **options) as loader:
+        with make_loader(path, 10, **options) as loader:
             batches = iter(loader)
             seen = [batch.clone() for (batch,) in islice(batches, cut)]
             state = through_json(loader.state_dict())
             batches.close()
-        with ChunkLoader(path, 10, **options) as loader:
+        with make_loader(path, 10, **options) as loader:
             loader.load_state_dict(state)
             seen += [batch.clone() for (batch,) in loader]
         assert len(seen) == len(rows) and all(map(torch.equal, seen, rows))
@@ -133,7 +134,7 @@ def test_rows_of_a_matrix(tmp_path, resident):
 @pytest.mark.parametrize("options", [{"resident": False}, {"resident": True}, {"resident": False, "reuse": True}])
 def test_a_used_loader_loads_a_state(path, options):
     """Its threads are at another place, or the data is on the device already."""
-    with ChunkLoader(path, 16, **ORDER, **options) as loader:
+    with make_loader(path, 16, **ORDER, **options) as loader:
         epochs = [labels_of(iter(loader)) for _ in range(3)]
         loader.set_epoch(1)
         batches = iter(loader)
@@ -149,7 +150,7 @@ def test_a_used_loader_loads_a_state(path, options):
         feed = loader._feed
         loader.load_state_dict(state)  # of the epoch whose first windows are there, which nobody would take
         assert labels_of(iter(loader)) == epochs[1][4:]
-        assert (loader._feed is feed) == loader.resident
+        assert (loader._feed is feed) == loader.is_resident
 
 
 # Between epochs
@@ -159,7 +160,7 @@ def test_a_used_loader_loads_a_state(path, options):
 def make(request, path):
     if request.param == "sampler":
         return lambda **options: ChunkSampler(ChunkDataset(path), 16, **{**ORDER, **options})
-    return lambda **options: ChunkLoader(path, 16, **{**ORDER, **LOADERS[request.param], **options})
+    return lambda **options: make_loader(path, 16, **{**ORDER, **LOADERS[request.param], **options})
 
 
 def test_after_the_last_batch_and_after_the_epoch(make):
@@ -227,7 +228,7 @@ def test_saving_disturbs_nothing(make):
 
 def test_a_loader_whose_batches_are_counted_reads_on_at_the_seam(path):
     """As Lightning does: as many batches as it has are taken, and the end is never looked for."""
-    with ChunkLoader(path, 16, **ORDER) as loader:
+    with make_loader(path, 16, **ORDER) as loader:
         expected = [labels_of(iter(loader)) for _ in range(2)]
         loader.set_epoch(0)
         first = iter(loader)
@@ -347,7 +348,7 @@ def test_another_world_size_goes_on(path, kind, tail):
             if kind == "sampler":
                 feed = ChunkSampler(ChunkDataset(path), 24 // world_size, **options)
             else:
-                feed = ChunkLoader(path, 24 // world_size, **options)
+                feed = make_loader(path, 24 // world_size, **options)
             if state is not None:
                 feed.load_state_dict(state)
             batches = iter(feed)
@@ -391,7 +392,7 @@ def test_a_state_of_another_order_is_named(make, name):
     with pytest.raises(StateError, match=message):
         if "batch_size" in options:
             feed = make()
-            feed._order = replace(feed._order, **options)
+            feed._template = replace(feed._template, **options)
         else:
             feed = make(**options)
         feed.load_state_dict(state)
@@ -414,7 +415,7 @@ def test_the_interleave_of_a_sampler_is_named(path):
 def test_another_file_is_named(path, tmp_path, class_folder):
     state = ChunkLoader(path, 16).state_dict()
     other = make_file(tmp_path / "b.h5", images=(IMAGES[:-1], {"chunks": (4, 3, 5, 6)}), labels=(LABELS[:-1], {}))
-    for feed in (ChunkLoader(other, 16), ChunkLoader(path, 16, fields=["labels"])):
+    for feed in (ChunkLoader(other, 16), make_loader(path, 16, fields=["labels"])):
         with pytest.raises(StateError, match="state is of another file"):
             feed.load_state_dict(state)
     for seed, name in ((1, "c.h5"), (2, "d.h5")):  # of the same shape: checksums tell
@@ -479,8 +480,6 @@ def test_echoes_are_refused_by_name(path):
         pytest.raises(OptionError, match="echo is 2: the state of a loader that echoes cannot be saved, nor loaded"),
     ):
         loader.state_dict()
-    with ChunkLoader(path, 16, echo="auto") as loader, pytest.raises(OptionError, match="echo is 'auto'"):
-        loader.state_dict()
     state = ChunkSampler(ChunkDataset(path), 16).state_dict()
     with ChunkLoader(path, 16, echo=2) as loader, pytest.raises(OptionError, match="nor loaded: use echo=1"):
         loader.load_state_dict(state)
@@ -493,7 +492,7 @@ def test_a_state_with_each_batch_looks_at_the_data_once(path, monkeypatch):
     monkeypatch.setattr(ChunkDataset, "fingerprint", property(lambda dataset: looks.append(1) or whole(dataset)))
     dataset = ChunkDataset(path).subset(range(50))
     sampler = ChunkSampler(dataset, 8, weights=np.ones(50))
-    with ChunkLoader(dataset, 8, weights=np.ones(50)) as loader:
+    with make_loader(dataset, 8, weights=np.ones(50)) as loader:
         states = [
             (sampler.state_dict()["batch"], loader.state_dict()["batch"]) for _ in zip(sampler, loader, strict=True)
         ]

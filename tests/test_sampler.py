@@ -8,12 +8,14 @@ import itertools
 import pytest
 import torch
 from foreign import chunk_table, counted, make_file, make_images, read_epochs, values
+from loader_options import make_loader
 from torch.utils.data import DataLoader, TensorDataset
 
 import h5chunk
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.plan.cache import CacheSettings
 
 __all__ = ["counted"]
 
@@ -137,23 +139,12 @@ def test_set_epoch_checks(dataset):
         ChunkSampler(dataset, 4).set_epoch(-1)
 
 
-def test_a_cache_that_is_too_small_warns(tmp_path):
-    path = make_images(tmp_path / "a.h5", 2000, 4)
-    options = {"batch_size": 8, "window_chunks": 6, "interleave": 4}
-    with pytest.warns(
-        UserWarning, match=r"cache of 3\.9 KiB is smaller than the 4\.7 KiB of the 24 chunks that are open"
-    ):
-        ChunkSampler(ChunkDataset(path, cache=(500, 4000, 0.0)), **options)
-    ChunkSampler(ChunkDataset(path, cache=(500, 4800, 0.0)), **options)
-    ChunkSampler(ChunkDataset(path, cache=(1, 0, 0.0)), **options)  # no cache and no filter: the bytes wanted are read
-
-
 # What is read
 
 
-def amplification(path, counted, num_epochs=2, fields=("images",), cache=None, drop_last=False, **options) -> float:
+def amplification(path, counted, num_epochs=2, fields=("images",), drop_last=False, **options) -> float:
     """Stored bytes of chunks that HDF5 read, over those that each epoch needs once."""
-    dataset = ChunkDataset(path, fields=fields, cache=cache)
+    dataset = ChunkDataset(path, fields=fields)
     sampler = ChunkSampler(dataset, drop_last=drop_last, **options)
     dataset[0]
     counted[-1].reads.clear()
@@ -229,11 +220,11 @@ def test_labels_are_read_once(tmp_path, counted):
     assert sum(offset in table for offset, _ in counted[-1].reads) <= len(table)
 
 
-def test_a_cache_that_is_too_small_reads_more(tmp_path, counted):
+def test_a_cache_that_is_too_small_reads_more(tmp_path, counted, monkeypatch):
     """The measurement notices."""
     path = make_images(tmp_path / "a.h5", 4000, 8, (20_000,))
-    with pytest.warns(UserWarning, match="chunks will be read more than once"):
-        assert amplification(path, counted, cache=(500, 320_000, 0.0), **DRAWS["two batches a window"]) > 1.5
+    monkeypatch.setattr(ChunkDataset, "cache", CacheSettings(500, 320_000, 0.0))
+    assert amplification(path, counted, **DRAWS["two batches a window"]) > 1.5
 
 
 def test_converted_files_are_read_once(tmp_path, counted, class_folder):
@@ -272,7 +263,7 @@ def test_loaders_of_other_data_are_left_alone():
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("make", [ChunkSampler, h5chunk.ChunkLoader])
+@pytest.mark.parametrize("make", [ChunkSampler, make_loader])
 def test_too_few_samples_to_pad_are_refused_at_once(tmp_path, make):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 5, 2))
     with pytest.raises(OptionError, match=r"of 8 lanes .* there are only 5 samples"):

@@ -1,77 +1,162 @@
-"""Windows under way: enough of them, none too large, all within their memory."""
+"""Slots: windows lie in them unharmed, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
+import gc
+
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from foreign import values
 
-from h5chunk.errors import OptionError
-from h5chunk.plan.order import Order
-from h5chunk.plan.slots import AHEAD, AHEAD_BYTES, largest_window, num_ahead, num_open_windows, plan_slots
+from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, FieldLayout, PinnedMemory, slot_bytes
 
-orders = st.builds(
-    Order,
-    num_samples=st.integers(0, 400),
-    chunk_samples=st.integers(1, 20),
-    batch_size=st.integers(1, 30),
-    window_chunks=st.integers(1, 12),
-    interleave=st.sampled_from([1, 2, 3, 24]),
-    drop_last=st.booleans(),
-    shuffle=st.booleans(),
-)
+LAYOUTS = {"x": FieldLayout((3, 70, 50), torch.uint8), "y": FieldLayout((), torch.int64)}
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def most_open(order: Order) -> int:
-    """Windows that are open at one time, counted along the batches of an epoch."""
-    spans = [(window.batches[0], window.batches[-1]) for window in order.windows()]
-    return max((sum(first <= batch <= last for first, last in spans) for batch in range(order.num_batches)), default=1)
+def fill(buffers: dict[str, np.ndarray], data: dict[str, np.ndarray]) -> None:
+    for name, buffer in buffers.items():
+        assert buffer.nbytes == data[name].nbytes
+        buffer[:] = data[name].reshape(buffer.shape[0], -1).view(np.uint8)
 
 
-@given(orders)
-def test_windows_of_an_epoch_fit(order):
-    """What the planner says without looking at every window is what the windows are."""
-    plan = plan_slots(order, lambda samples: samples, lambda _: 0)
-    assert plan.order == order
-    assert all(len(window.samples) <= plan.window_samples for window in order.windows())
-    assert plan.num_slots == num_open_windows(order) + num_ahead(order)
-    assert most_open(order) < plan.num_slots
-    assert num_ahead(order) == min(AHEAD, max(1, sum(1 for _ in order.windows())))
-    if order.num_batches:
-        assert largest_window(order) == max(len(window.samples) for window in order.windows())
+def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
+    return {
+        "x": values((num_samples, *LAYOUTS["x"].sample_shape), np.uint8, seed),
+        "y": values((num_samples,), np.int64, seed),
+    }
 
 
-@given(orders, st.integers(0, 5000), st.integers(0, 300), st.integers(0, 1), st.sampled_from([None, 1, 2]))
-def test_memory_is_bounded(order, memory_bytes, others, num_spare, least_chunks):
-    try:
-        plan = plan_slots(
-            order,
-            lambda samples: 3 * samples,
-            lambda _: others,
-            memory_bytes=memory_bytes,
-            num_spare=num_spare,
-            least_chunks=least_chunks,
-        )
-    except OptionError as error:
-        named = int(str(error).split("need ")[1].split(":")[0])
-        assert named > memory_bytes and ("num_threads" in str(error)) == (others > 0)
-        return
-    assert plan.num_slots * 3 * plan.window_samples + others <= memory_bytes
-    assert num_open_windows(plan.order) + num_spare < plan.num_slots <= num_open_windows(plan.order) + num_spare + AHEAD
-    if plan.order != order:
-        assert least_chunks is not None
-        assert least_chunks <= plan.order.window_chunks < order.window_chunks
+def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed: int) -> torch.Tensor:
+    """A window goes through the slot; gives "x" of its first batch."""
+    data = window_data(num_samples, seed)
+    fill(slot.begin(np.arange(num_samples)), data)
+    slot.send()
+    slot.receive()
+    batches = list(zip(*(field.split(batch_size) for field in slot.window), strict=True))
+    for number, batch in enumerate(batches):
+        some = slice(number * batch_size, min((number + 1) * batch_size, num_samples))
+        check_fields(batch, data, np.arange(num_samples)[some])
+    assert sum(len(batch[0]) for batch in batches) == num_samples
+    order = np.random.default_rng(seed).permutation(num_samples)[: num_samples // 2 + 1]
+    check_fields(slot.gather(order), data, order)
+    return batches[0][0]
 
 
-def test_large_windows_are_read_ahead_too():
-    order = Order(num_samples=100, chunk_samples=10, batch_size=10, window_chunks=1)
-    assert plan_slots(order, lambda _: 2 * AHEAD_BYTES, lambda _: 0).num_slots == 2
-    assert plan_slots(order, lambda _: AHEAD_BYTES // 3, lambda _: 0).num_slots == 4
+def check_fields(batch: tuple[torch.Tensor, ...], data: dict[str, np.ndarray], samples: np.ndarray) -> None:
+    for (name, layout), tensor in zip(LAYOUTS.items(), batch, strict=True):
+        assert (tensor.dtype, tensor.shape[0]) == (layout.dtype, len(samples))
+        np.testing.assert_array_equal(tensor.cpu().numpy(), data[name][samples])
 
 
-def test_the_message_names_what_is_needed():
-    order = Order(num_samples=100, chunk_samples=10, batch_size=10, window_chunks=1)
-    with pytest.raises(
-        OptionError, match=r"memory_bytes is 39 but 2 windows of 1 batches need 40: give that, smaller window"
-    ):
-        plan_slots(order, lambda samples: 2 * samples, lambda _: 0, memory_bytes=39)
+def test_sample_bytes():
+    assert [layout.sample_bytes for layout in LAYOUTS.values()] == [3 * 70 * 50, 8]
+    assert FieldLayout((2, 3), torch.float64).sample_bytes == 48
+
+
+@pytest.mark.parametrize("num_samples", [120, 120, 7])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_cpu_slot(reuse, num_samples):
+    slot = CpuSlot(LAYOUTS, 120, None if reuse else BatchMemory())
+    for seed in range(3):
+        check_slot(slot, num_samples, 50, seed)
+        slot.release()
+
+
+def test_cpu_slot_with_reuse_is_one_place():
+    slot = CpuSlot(LAYOUTS, 120, None)
+    places = set()
+    for seed in range(4):
+        places.add(check_slot(slot, 120 - seed, 50, seed).data_ptr())
+        slot.release()
+    assert len(places) == 1
+
+
+def test_cpu_slot_without_reuse_never_overwrites_what_is_held():
+    slot = CpuSlot(LAYOUTS, 120, BatchMemory())
+    held = []
+    for seed in range(6):
+        held.append(check_slot(slot, 120, 50, seed)[3:5])
+        slot.release()
+    for seed, part in enumerate(held):
+        np.testing.assert_array_equal(part.numpy(), window_data(120, seed)["x"][3:5])
+
+
+def test_cpu_slot_gives_memory_back_when_batches_are_gone():
+    memory = BatchMemory()
+    slot = CpuSlot(LAYOUTS, 120, memory)
+    place = check_slot(slot, 120, 50, 0).data_ptr()
+    slot.release()
+    gc.collect()
+    assert check_slot(slot, 120, 50, 1).data_ptr() == place
+
+
+def test_cpu_slot_of_no_bytes():
+    slot = CpuSlot({"x": FieldLayout((0, 4), torch.uint8)}, 5, None)
+    assert [buffer.nbytes for buffer in slot.begin(np.arange(5)).values()] == [0]
+    assert slot.window[0].shape == (5, 0, 4)
+
+
+class TestCuda:
+    """On a GPU."""
+
+    pytestmark = gpu
+
+    @pytest.fixture
+    def device(self):
+        return torch.device("cuda")
+
+    @pytest.fixture
+    def slot(self, device):
+        memory = PinnedMemory(slot_bytes(LAYOUTS, 120))
+        slot = CudaSlot(LAYOUTS, memory.bytes[: slot_bytes(LAYOUTS, 120)], torch.cuda.Stream(device))
+        yield slot
+        torch.cuda.synchronize()
+        memory.close()
+
+    def test_memory_that_is_still_in_use_is_not_overwritten(self, device):
+        """A slot may get memory that kernels queued before still write."""
+        num_bytes = slot_bytes(LAYOUTS, 120)
+        memory = PinnedMemory(num_bytes)
+        data = window_data(120, 0)
+        for _ in range(3):
+            old = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            torch.cuda._sleep(100_000_000)
+            old.fill_(7)
+            del old
+            slot = CudaSlot(LAYOUTS, memory.bytes[:num_bytes], torch.cuda.Stream(device))
+            fill(slot.begin(np.arange(120)), data)
+            slot.send()
+            slot.receive()
+            check_fields(slot.window, data, np.arange(120))
+            del slot
+        torch.cuda.synchronize()
+        memory.close()
+
+    def test_pinned_memory(self, device):
+        memory = PinnedMemory(100_000)
+        tensor = torch.from_numpy(memory.bytes)
+        assert tensor.is_pinned()
+        memory.close()
+        assert not tensor.is_pinned()
+
+    def test_slot(self, slot):
+        for seed, num_samples in enumerate((120, 7, 120, 50, 51)):
+            check_slot(slot, num_samples, 50, seed)
+            slot.release()
+
+    def test_nothing_is_overwritten_while_it_is_used(self, slot):
+        """The consumer's stream is late; the slot is filled with others at once."""
+        sums, expected = [], []
+        for seed in range(8):
+            data = window_data(120, seed)
+            expected.append(int(data["x"].astype(np.int64).sum()))
+            fill(slot.begin(np.arange(120)), data)
+            slot.send()
+            slot.receive()
+            torch.cuda._sleep(50_000_000)
+            sums.append(slot.window[0].long().sum())
+            slot.release()
+        assert [int(total) for total in sums] == expected

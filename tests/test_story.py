@@ -23,6 +23,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from loader_options import make_loader
 from PIL import Image
 
 import h5chunk
@@ -263,9 +264,7 @@ class Story(RuleBasedStateMachine):
             np.testing.assert_array_equal(images.numpy(), CHANNELS_FIRST[order[rows]])
 
     def loader(self, reader: str, seed: int, **options: Any) -> h5chunk.ChunkLoader:
-        return h5chunk.ChunkLoader(
-            self.path, BATCH, reader=reader, seed=seed, window_chunks=WINDOW, num_threads=2, **options
-        )
+        return make_loader(self.path, BATCH, reader=reader, seed=seed, window_chunks=WINDOW, num_threads=2, **options)
 
     @step(reader=READERS, seed=SEEDS, drop_last=st.booleans())
     def epoch(self, reader: str, seed: int, drop_last: bool) -> None:

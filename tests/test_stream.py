@@ -13,15 +13,17 @@ from foreign import make_file, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_files import IMAGES, LABELS, N, epoch_of, path
+from loader_options import make_loader
 from test_pipeline import nothing_is_left, reading_threads
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.batchmaker import GROUP_BYTES, BatchMaker
-from h5chunk.feed.device import CudaSlot
+from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
+from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.normalize import Convert
-from h5chunk.feed.pipeline import Load, Readers
+from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.slots import CudaSlot
 from h5chunk.plan.order import Order
+from h5chunk.transforms import Normalize, ToDtype
 
 __all__ = ["nothing_is_left", "path"]
 
@@ -34,21 +36,21 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def loads(monkeypatch):
     """Every window that was asked for, in order."""
     asked: list[tuple[list[int], object]] = []
-    load = Readers.load
+    load = ReadPool.load
 
     def note(readers, window, slot):
         asked.append((window.samples.tolist(), slot))
         return load(readers, window, slot)
 
-    monkeypatch.setattr(Readers, "load", note)
+    monkeypatch.setattr(ReadPool, "load", note)
     return asked
 
 
-@pytest.mark.parametrize("echo", [1, 2, 1.5, "auto"])
+@pytest.mark.parametrize("echo", [1, 2, 1.5])
 @pytest.mark.parametrize("options", [{"window_chunks": 8}, {"shuffle": False}, {"window_chunks": 30}])
 def test_windows_are_read_once_and_in_order(path, loads, echo, options):
     """However often they are trained, over the seams between epochs too."""
-    with ChunkLoader(path, 8, echo=echo, **options) as loader:
+    with make_loader(path, 8, echo=echo, **options) as loader:
         orders = [loader.order]
         for epoch in range(1, 12):
             orders.append(Order(**{**orders[0].__dict__, "epoch": epoch}))
@@ -73,13 +75,13 @@ def test_a_slot_is_filled_again_once_its_batches_were_used(path, loads, reuse):
 
 
 def test_a_window_is_read_while_others_are_used_and_kept_for_echoes(path, loads):
-    """Even in the least memory: with "auto" that is a third one."""
-    for echo in (1, 2, "auto"):
+    """Even in the least memory."""
+    for echo in (1, 2):
         options = {"echo": echo, "window_chunks": 8}
         with pytest.raises(OptionError) as refused:
-            ChunkLoader(path, 16, memory_bytes=0, **options)
+            make_loader(path, 16, memory_bytes=0, **options)
         needed = int(str(refused.value).split("need ")[1].split(":")[0])
-        with ChunkLoader(path, 16, memory_bytes=needed, **options) as loader:
+        with make_loader(path, 16, memory_bytes=needed, **options) as loader:
             del loads[:]
             batches = iter(loader)
             for _ in range(3 if echo != 2 else 5):  # the first batch of the second window
@@ -95,16 +97,16 @@ def test_a_window_is_read_while_others_are_used_and_kept_for_echoes(path, loads)
     num_threads=st.sampled_from([1, 2, 5]),
     reuse=st.booleans(),
     shuffle=st.booleans(),
-    echo=st.sampled_from([1, 2, 1.3, "auto"]),
+    echo=st.sampled_from([1, 2, 1.3]),
     more=st.integers(0, 5000),
     breaks=st.lists(st.integers(0, 300), max_size=4),
 )
 def test_epochs_and_breaks_in_any_memory(path, batch_size, echo, more, breaks, **options):
     """Right data, never a deadlock, and after a break the next epoch."""
     with pytest.raises(OptionError) as refused:
-        ChunkLoader(path, batch_size, echo=echo, memory_bytes=0, **options)
+        make_loader(path, batch_size, echo=echo, memory_bytes=0, **options)
     needed = int(str(refused.value).split("need ")[1].split(":")[0])
-    with ChunkLoader(path, batch_size, echo=echo, memory_bytes=needed + more, **options) as loader:
+    with make_loader(path, batch_size, echo=echo, memory_bytes=needed + more, **options) as loader:
         for epoch, stop in enumerate([*breaks, 1 << 30]):
             assert loader.order.epoch == epoch
             seen: Counter[int] = Counter()
@@ -114,7 +116,7 @@ def test_epochs_and_breaks_in_any_memory(path, batch_size, echo, more, breaks, *
                 if number == stop:
                     break
         assert len(seen) == N and loader.report.fresh_samples == N
-        assert echo == "auto" or loader.report.batches == len(loader)
+        assert loader.report.batches == len(loader)
 
 
 def test_several_loaders_at_a_time(path):
@@ -162,7 +164,7 @@ def test_changing_a_batch_changes_no_other(path, echo):
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
     with ChunkLoader(path, 16, echo=echo, shuffle=False, num_threads=1) as loader:
-        finish, calls = Load.finish, []
+        finish, calls = WindowRead.finish, []
 
         def fail(load, readers):
             calls.append(1)
@@ -170,7 +172,7 @@ def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
                 load.error = MemoryError("no room")
             finish(load, readers)
 
-        monkeypatch.setattr(Load, "finish", fail)
+        monkeypatch.setattr(WindowRead, "finish", fail)
         found: list[list[int]] = []
         with pytest.raises(MemoryError, match="no room"):
             for _, labels in loader:
@@ -182,13 +184,17 @@ def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
 # Batches that are made together
 
 
+def make_maker(path, transforms: list, keep: bool) -> BatchMaker:
+    dataset = ChunkDataset(path)
+    fields = {"images": transforms, "labels": []}
+    return BatchMaker([FieldPipeline(fields[name], dataset.field(name), reuse=False) for name in fields], keep=keep)
+
+
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("convert", [{}, {"normalize": (MEAN, STD)}])
-def test_batches_made_together_are_those_made_alone(keep, convert):
+@pytest.mark.parametrize("transforms", [[], [Normalize(MEAN, STD)]])
+def test_batches_made_together_are_those_made_alone(path, keep, transforms):
     images, labels = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
-    maker = BatchMaker(
-        Convert(torch.uint8, convert.get("dtype"), convert.get("normalize"), False, (3, 5, 6), 0), None, keep=keep
-    )
+    maker = make_maker(path, transforms, keep)
     together = maker.make((images, labels), 16)
     assert len(together) == 13
     for number, batch in enumerate(together):
@@ -198,17 +204,16 @@ def test_batches_made_together_are_those_made_alone(keep, convert):
         assert (batch[1].data_ptr() == labels[some].data_ptr()) == keep
 
 
-def test_how_many_batches_are_made_together():
+def test_how_many_batches_are_made_together(path):
     """Views of what is there: all; copies: as many as are small together."""
-    as_it_is = Convert(torch.uint8, None, None, False, (3, 5, 6), 0)
-    changed = Convert(torch.uint8, torch.float32, None, False, (3, 5, 6), 0)
-    assert BatchMaker(as_it_is, None, keep=True).num_together(16) > 1 << 20
-    assert BatchMaker(changed, None, keep=True).num_together(16) == 1
+    changed = [ToDtype(torch.float32)]
+    assert make_maker(path, [], True).num_together(16) > 1 << 20
+    assert make_maker(path, changed, True).num_together(16) == 1
     for keep in (False, True):
-        few = BatchMaker(as_it_is, None, keep=keep).num_together(16, gathered=True)
+        few = make_maker(path, [], keep).num_together(16, gathered=True)
         assert few * 16 * 90 <= GROUP_BYTES < (few + 1) * 16 * 90
-        assert BatchMaker(changed, None, keep=keep).num_together(16, gathered=True) == GROUP_BYTES // (16 * 360)
-    assert BatchMaker(changed, None, keep=False).num_together(1 << 20) == 1
+        assert make_maker(path, changed, keep).num_together(16, gathered=True) == GROUP_BYTES // (16 * 360)
+    assert make_maker(path, changed, False).num_together(1 << 20) == 1
 
 
 class TestCuda:
@@ -271,10 +276,10 @@ class TestCuda:
         if resident:
             options = {name: value for name, value in options.items() if name != "memory_bytes"}
         options = {"batch_size": 64, "echo": echo, "resident": resident, "seed": 2, **options}
-        with ChunkLoader(images, **options) as loader:
+        with make_loader(images, **options) as loader:
             expected = self.sums(loader, 2)
-        with ChunkLoader(images, device="cuda", **options) as loader:
-            assert loader.resident == resident
+        with make_loader(images, device="cuda", **options) as loader:
+            assert loader.is_resident == resident
             assert self.sums(loader, 2, delay=10_000_000) == expected
 
     @pytest.mark.parametrize("kind", [{"compression": "gzip"}, {"chunks": (8, 3, 32, 64)}])
@@ -286,37 +291,29 @@ class TestCuda:
             found = []
             for device, delay in (("cpu", 0), ("cuda", 10_000_000)):
                 options = {"dtype": torch.float32, "device": device, "resident": resident}
-                with ChunkLoader(path, 32, **options) as loader:
+                with make_loader(path, 32, **options) as loader:
                     found.append(self.sums(loader, 2, delay))
             assert found[0] == found[1]
 
     def test_another_stream_of_the_consumer(self, images, poisoned):
-        with ChunkLoader(images, 64, dtype=torch.float32, resident=False) as loader:
+        with make_loader(images, 64, dtype=torch.float32, resident=False) as loader:
             expected = self.sums(loader, 2)
         stream = torch.cuda.Stream()
         options = {"dtype": torch.float32, "resident": False, "device": "cuda"}
-        with ChunkLoader(images, 64, **options) as loader, torch.cuda.stream(stream):
+        with make_loader(images, 64, **options) as loader, torch.cuda.stream(stream):
             assert self.sums(loader, 2, delay=10_000_000) == expected
 
     def test_auto(self, images):
         """Resident where it fits; the reason is in the repr."""
         loader = ChunkLoader(images, 64, device="cuda")
-        assert loader.resident and "resident" in repr(loader)
+        assert loader.is_resident and "resident" in repr(loader)
         with ChunkLoader(images, 64, resident=True) as cpu, loader:
             assert [labels.tolist() for _, labels in loader] == [labels.tolist() for _, labels in cpu]
         for memory_bytes in (1003 * 3 * 64 * 64, 8 << 20):
-            assert not ChunkLoader(images, 64, device="cuda", memory_bytes=memory_bytes).resident
-        assert ChunkLoader(images, 64, device="cuda", memory_bytes=1 << 30).resident
+            assert not ChunkLoader(images, 64, device="cuda", memory_bytes=memory_bytes).is_resident
+        assert ChunkLoader(images, 64, device="cuda", memory_bytes=1 << 30).is_resident
         with pytest.raises(OptionError, match="there is room for 100"):
             ChunkLoader(images, 64, device="cuda", memory_bytes=100, resident=True)
-
-    @pytest.mark.parametrize("resident", [False, True])
-    def test_auto_echo(self, images, resident):
-        with ChunkLoader(images, 64, device="cuda", echo="auto", resident=resident) as loader:
-            for _ in range(3):
-                seen = Counter(label for _, labels in loader for label in labels.tolist())
-                assert len(seen) == loader.report.fresh_samples == 1003
-                assert max(seen.values()) <= 4 + 3
 
     @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
     @pytest.mark.parametrize("resident", [False, True])
@@ -324,7 +321,7 @@ class TestCuda:
     def test_the_loop_never_waits_for_the_device(self, images, resident, echo):
         """Nothing in it synchronises: the loop runs ahead of the GPU."""
         options = {"echo": echo, "resident": resident, "normalize": (MEAN, STD)}
-        with ChunkLoader(images, 64, device="cuda", **options) as loader:
+        with make_loader(images, 64, device="cuda", **options) as loader:
             list(loader)
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -364,7 +361,7 @@ class TestCuda:
         """Batches are gathered a few at a time."""
         gc.collect()
         data, before = 1003 * 3 * 64 * 64, torch.cuda.memory_allocated()
-        with ChunkLoader(images, 16, device="cuda", resident=True, **options) as loader:
+        with make_loader(images, 16, device="cuda", resident=True, **options) as loader:
             batches = iter(loader)
             next(batches)  # all is loaded
             torch.cuda.reset_peak_memory_stats()

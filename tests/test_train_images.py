@@ -289,7 +289,7 @@ def test_command_line(packed, tmp_path, capsys):
     assert "ChunkLoader(" in printed and "images/s" in printed
     assert json.loads(figures.read_text())["epochs"][0]["num_images"] == 128
     with pytest.raises(SystemExit):
-        train_images.main([str(packed), "--loader", "dataset", "--echo", "auto"])
+        train_images.main([str(packed), "--loader", "dataset", "--echo", "2"])
     assert "--echo is ChunkLoader's" in capsys.readouterr().err
 
 

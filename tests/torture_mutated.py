@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from loader_options import make_loader
 from support.children import Outcome, in_children
 from support.good_files import PLUGINS, GoodFile, make_good
 from support.mutations import Mutated, mutated, targets_of
@@ -144,7 +145,7 @@ def through_hdf5(path: Path, **options: Any) -> list[np.ndarray]:
 
 def by_ranges(path: Path, **options: Any) -> list[np.ndarray]:
     """All samples by a ChunkLoader."""
-    with h5chunk.ChunkLoader(path, BATCH, shuffle=False, num_threads=2, reader="direct", **options) as loader:
+    with make_loader(path, BATCH, shuffle=False, num_threads=2, reader="direct", **options) as loader:
         batches = [batch for batch, _ in zip(loader, range(MAX_SAMPLES // BATCH), strict=False)]
         return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
 

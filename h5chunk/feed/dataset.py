@@ -17,13 +17,14 @@ from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.errors import FieldError, OptionError, printable
 from h5chunk.feed.collate import Batch, Sample, collate, no_samples
-from h5chunk.feed.drawn import Numbering, check_drawn, numbering_of
-from h5chunk.feed.matrixrows import Loaded, MatrixRows
-from h5chunk.feed.memory import BatchMemory, SharedMemory
-from h5chunk.feed.orders import recommendation, recommended_window
-from h5chunk.feed.rowconvert import matrix_convert
-from h5chunk.feed.spaces import torch_dtype
-from h5chunk.plan.cache import CacheSettings
+from h5chunk.feed.matrix_rows import Loaded, MatrixRows, copy_all
+from h5chunk.feed.names import common_table, decoded, sample_table, source_names
+from h5chunk.feed.order import recommendation, recommended_window
+from h5chunk.feed.sample_transforms import SampleTransforms
+from h5chunk.feed.shared_memory import SharedMemory
+from h5chunk.feed.slots import BatchMemory, torch_dtype
+from h5chunk.feed.tagged_batch import Numbering, check_batch, numbering_of
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.line import ChunkLine, Line, PickLine, Picks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.plan.permute import SPLIT, permutation
@@ -32,12 +33,14 @@ from h5chunk.store.format import Header
 from h5chunk.store.guard.checksums import OFF
 from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.amplification import NOTABLE, read_amplification
+from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, chunk_starts, open_other, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader, model_cache
 
 Fields = Mapping[str, str] | Sequence[str]
+SAMPLE_NUMBER = "sample_number"
 
 
 class ChunkDataset(Dataset[Any]):
@@ -56,23 +59,21 @@ class ChunkDataset(Dataset[Any]):
         and so must the classes that labels stand for; their chunks may differ. A folder that lacks a shard is an error.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
-        Default: ``images``, or the matrix ``X``, and ``labels`` if there are any.
-    transform : callable, optional
-        Applied to the first field of each sample, as torchvision's ``transform`` is to the image. Where the last batch
-        of a rank is empty, it tells the shape by a sample that is not used.
-    sparse, dtype, binarize, normalize
-        Of the rows of a matrix, as for `ChunkLoader`: ``sparse="dense"`` gives rows as tensors, ``"csr"`` a batch as
-        one ``torch.sparse_csr`` tensor, which a DataLoader's worker can send too, and a single row as a sparse one.
-    cache : CacheSettings or (nslots, nbytes, w0), optional
-        Chunk cache of the largest field in each process; others get room for the same samples. Default: the file's
-        recommendation, or what the model in `h5chunk.plan` says the sampler's windows need; a DataLoader's workers
-        share it out.
+        Default: ``images``, or the matrix ``X``, and ``labels`` if there are any. ``sample_number`` is the number of
+        each sample in this data set, (n,) int64: with it ``source_names``, ``row_ids`` and `values` tell what is in a
+        batch. (Name a dataset that is called so ``/sample_number``.)
     trusted : bool, path or sequence of paths
-        Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
-        the file; or in these folders.
+        Whether to follow links, views of other files and external storage, and to run unknown filters. False: never.
+        True: within the file's folder. Paths: within these folders.
     checksums : {"off", "first", "always"}
-        Whether chunks are checked against the checksums that a file of ours has: each when a process first reads of it,
-        or whenever it does. A chunk is read whole for that, however few of its samples are asked for.
+        Check chunks against the checksums that a converted file has: each when a process first reads of it, or whenever
+        it does. A chunk is read whole for that, however few of its samples are asked for.
+    transform : callable or list of callables, optional
+        Applied to the first field of each sample, as torchvision's ``transform`` is to the image. Of a matrix, the
+        objects of `h5chunk.transforms` that come first are applied to whole batches as they are read, as
+        `ChunkLoader` does it: ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32.
+        With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, which a DataLoader's worker can send too, and a
+        single row a sparse one. Where the last batch of a rank is empty, a sample that is not used tells the shape.
 
     Raises
     ------
@@ -81,7 +82,7 @@ class ChunkDataset(Dataset[Any]):
     FieldError
         A dataset is missing, or cannot be a field; fields of several files differ.
     OptionError
-        The cache cannot be, such as ``w0=1.0``; checksums shall be checked, but there are none.
+        An argument is invalid; checksums shall be checked, but there are none.
     """
 
     def __init__(
@@ -89,33 +90,48 @@ class ChunkDataset(Dataset[Any]):
         path: Paths,
         *,
         fields: Fields | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        sparse: str | None = None,
-        dtype: torch.dtype | None = None,
-        binarize: float | None = None,
-        normalize: str | None = None,
-        cache: CacheSettings | Sequence[float] | None = None,
         trusted: Trusted = False,
         checksums: str = OFF,
+        transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     ) -> None:
-        self._reader = open_reader(path, field_mapping(fields), trusted=trusted, checksums=checksums)
-        convert = matrix_convert(self._reader, sparse=sparse, dtype=dtype, binarize=binarize, normalize=normalize)
-        if convert is None and (dtype is not None or normalize is not None):
-            name = "dtype" if dtype is not None else "normalize"
-            raise OptionError(f"{name} is for matrices here: use transform, or a ChunkLoader")
-        if transform is not None and not callable(transform):
-            raise OptionError(f"transform is {transform!r}: give a function of a sample's first field")
-        if convert is not None and convert.makes_csr and transform is not None:
-            raise OptionError("transform is for single samples, and sparse='csr' gives batches: use collate_fn")
-        self._matrix = None if convert is None else MatrixRows(self._reader, convert)
-        self._dtypes = {name: torch_dtype(field.dtype, name) for name, field in self._reader.fields.items()}
+        named = field_mapping(fields)
+        self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
+        stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
+        if self._numbered and not stored:
+            raise OptionError(f"fields is {fields!r}: name a dataset of the file, too")
+        self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums)
+        self._names = tuple(self._reader.fields if named is None else named)
+        self._check_matrix_first()
         self.transform = transform
+        self._transforms = SampleTransforms(transform, self.field(self._names[0]))
+        rows = self._transforms.rows
+        self._matrix = None if rows is None else MatrixRows(self._reader, rows)
+        self._dtypes = {name: torch_dtype(self.field(name).dtype, name) for name in self._names}
         self._samples: np.ndarray | None = None  # of a subset
         self._numbering: Numbering | None = None
-        self._given_cache = None if cache is None else CacheSettings.of(cache)
         self._memory, self._shared = BatchMemory(), SharedMemory()
         self._order: Order | None = None  # what a sampler said
         self._cache_known: tuple[int, CacheSettings] | None = None  # by number of workers
+
+    def _check_matrix_first(self) -> None:
+        for name in self._names[1:]:
+            if self.field(name).scale is not None:
+                raise OptionError(f"field {name!r} is a matrix: name it first")
+
+    def field(self, name: str) -> Field | MatrixField:
+        """What is known of a field without reading it: shape, dtype, chunks."""
+        if name in self._numbered:
+            return Field(name, "", ChunkGrid((self._reader.num_samples,), None, 8, False), np.dtype(np.int64))
+        return self._reader.fields[name]
+
+    @property
+    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+        """The fields that are not in the file; the function gives the values of samples by their numbers there."""
+        return dict.fromkeys(self._numbered, self._positions)
+
+    def _positions(self, rows: np.ndarray) -> np.ndarray:
+        """The numbers in this data set of samples by their numbers in the file."""
+        return rows if self._samples is None else np.searchsorted(self._samples, rows)
 
     @property
     def fingerprint(self) -> int:
@@ -138,6 +154,16 @@ class ChunkDataset(Dataset[Any]):
         if self._numbering is None:
             self._numbering = numbering_of(self._reader.num_samples, self._samples)
         return self._numbering
+
+    @property
+    def num_file_samples(self) -> int:
+        """Samples of the file, or of all files."""
+        return self._reader.num_samples
+
+    @property
+    def subset_samples(self) -> np.ndarray | None:
+        """The number in the file of each sample, (n,) int64, ascending; None: all samples of the file."""
+        return self._samples
 
     def new_reader(self) -> H5Reader:
         """Another reader of the same fields."""
@@ -228,7 +254,7 @@ class ChunkDataset(Dataset[Any]):
             raise FieldError(f"field {name!r} has samples of shape {field.sample_shape}: name one of a value a sample")
         found = np.empty(len(self), field.dtype)
         reader.read(name, self.samples, found)
-        return _decoded(found)
+        return decoded(found)
 
     @property
     def read_amplification(self) -> float:
@@ -253,7 +279,7 @@ class ChunkDataset(Dataset[Any]):
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields, in the order of a sample's tuple."""
-        return tuple(self._reader.fields)
+        return self._names
 
     @property
     def header(self) -> Header | None:
@@ -264,6 +290,53 @@ class ChunkDataset(Dataset[Any]):
     def classes(self) -> tuple[str, ...]:
         """Names of the classes: ``classes[label]``; empty if the file has none."""
         return self._reader.header.class_names if self._reader.header else ()
+
+    @property
+    def source_names(self) -> np.ndarray:
+        """The path of each sample below the source that it was converted from: (n,) of str.
+
+        Raises
+        ------
+        FieldError
+            The file has none.
+        """
+        return source_names(self._reader)[self._kept]
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """The id of each sample of a matrix in the source: (n,), whole numbers or str.
+
+        Raises
+        ------
+        FieldError
+            The file has none.
+        """
+        return sample_table(self._reader, "row_ids")[self._kept]
+
+    @property
+    def column_ids(self) -> np.ndarray:
+        """The id of each column of a matrix in the source, such as names of genes: (columns,), whole numbers or str.
+
+        Raises
+        ------
+        FieldError
+            The file has none, or files differ.
+        """
+        return common_table(self._reader, "column_ids")
+
+    def categories(self, field: str) -> np.ndarray:
+        """The meaning of a field's codes, (num_categories,) of str: ``categories(field)[code]``; -1 is missing.
+
+        Raises
+        ------
+        FieldError
+            The field has no categories, or files differ.
+        """
+        return common_table(self._reader, f"categories/{field}")
+
+    @property
+    def _kept(self) -> slice | np.ndarray:
+        return slice(None) if self._samples is None else self._samples
 
     @property
     def chunk_samples(self) -> int:
@@ -283,8 +356,6 @@ class ChunkDataset(Dataset[Any]):
     @property
     def cache(self) -> CacheSettings:
         """The chunk cache of the largest field in this process, as it will be set."""
-        if self._given_cache is not None:
-            return self._given_cache
         worker = get_worker_info()
         num_workers = worker.num_workers if worker is not None else 1
         if self._cache_known is None or self._cache_known[0] != num_workers:
@@ -322,7 +393,7 @@ class ChunkDataset(Dataset[Any]):
         return self._reader.caches_in_force()
 
     def expect_order(self, order: Order) -> None:
-        """Make room for the chunks that this order leaves partly read; a sampler says it. A given cache stays.
+        """Make room for the chunks that this order leaves partly read; a sampler says it.
 
         Of several samplers, the one that leaves most chunks open decides.
         """
@@ -341,34 +412,26 @@ class ChunkDataset(Dataset[Any]):
             index = range(*index.indices(len(self)))
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
             batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
-            return self._transformed(batch[0])
-        check_drawn(index, self.numbering)
-        batch = self._read(_numbers(index), shared=get_worker_info() is not None)
-        return batch.fields if self.transform is None else tuple(collate(self._each_transformed(batch)))
+            return self._transforms.of_sample(batch[0])
+        batch = self._batch(index)
+        return batch.fields if not self._transforms.each else tuple(collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """A whole batch, each chunk read once; torch's DataLoader calls this."""
-        check_drawn(indices, self.numbering)
-        batch = self._read(_numbers(indices), shared=get_worker_info() is not None)
-        return batch if self.transform is None else self._each_transformed(batch)
+        batch = self._batch(indices)
+        return batch if not self._transforms.each else self._each_transformed(batch)
+
+    def _batch(self, indices: Any) -> Batch:
+        check_batch(indices, self.numbering)
+        return self._read(_numbers(indices), shared=get_worker_info() is not None)
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
         if not len(batch) and len(self):  # a last one that only other ranks have: what would it be?
             return no_samples(self[0])
-        return [self._transformed(sample) for sample in batch]
+        return [self._transforms.of_sample(sample) for sample in batch]
 
-    def _transformed(self, sample: Sample) -> Sample:
-        return sample if self.transform is None else Sample((self.transform(sample[0]), *sample[1:]))
-
-    def _read(self, rows: np.ndarray, shared: bool) -> Batch:
-        if rows.ndim != 1:
-            raise IndexError(f"indices have {rows.ndim} axes: give one number or a list of them")
-        if rows.size and not (-len(self) <= rows.min() and rows.max() < len(self)):
-            wrong = rows[(rows < -len(self)) | (rows >= len(self))][0]
-            raise IndexError(f"sample {wrong} of {len(self)}: {printable(self.path)} has samples 0 to {len(self) - 1}")
-        rows = np.where(rows < 0, rows + len(self), rows)
-        if self._samples is not None:
-            rows = self._samples[rows]
+    def _read(self, positions: np.ndarray, shared: bool) -> Batch:
+        rows = self._rows(positions)
         self._reader.set_caches(self.cache)
         numbers = [name for name, dtype in self._dtypes.items() if dtype is not None]
         loaded = [self._load(name, rows) for name in numbers]
@@ -388,20 +451,33 @@ class ChunkDataset(Dataset[Any]):
         there = dict(zip(numbers, fields, strict=True))
         return Batch(tuple(there[name] if name in there else self._read_text(name, rows) for name in self.fields))
 
+    def _rows(self, positions: np.ndarray) -> np.ndarray:
+        """The numbers in the file of samples by their numbers in this data set."""
+        if positions.ndim != 1:
+            raise IndexError(f"indices have {positions.ndim} axes: give one number or a list of them")
+        if positions.size and not (-len(self) <= positions.min() and positions.max() < len(self)):
+            wrong = positions[(positions < -len(self)) | (positions >= len(self))][0]
+            raise IndexError(f"sample {wrong} of {len(self)}: {printable(self.path)} has samples 0 to {len(self) - 1}")
+        positions = np.where(positions < 0, positions + len(self), positions)
+        return positions if self._samples is None else self._samples[positions]
+
     def _load(self, name: str, rows: np.ndarray) -> Loaded:
-        """What puts these samples of a field where they shall be."""
+        """The samples of a field, to be put where they shall be."""
         if self._matrix is not None and name == self.fields[0]:
             return self._matrix.load(rows)
-        shape = (len(rows), *self._reader.fields[name].sample_shape)
+        shape = (len(rows), *self.field(name).sample_shape)
         dtype = self._dtypes[name]
         assert dtype is not None
+        if name in self._numbered:
+            positions = (torch.from_numpy(self._positions(rows)),)
+            return Loaded([(shape, dtype)], lambda tensors: copy_all(positions, tensors))
         return Loaded([(shape, dtype)], lambda tensors: self._reader.read(name, rows, tensors[0].numpy()))
 
     def _read_text(self, name: str, rows: np.ndarray) -> list[str]:
         field = self._reader.fields[name]
         text = np.empty((len(rows), *field.sample_shape), field.dtype)
         self._reader.read(name, rows, text)
-        return _decoded(text).tolist()
+        return decoded(text).tolist()
 
     def __repr__(self) -> str:
         fields = ", ".join(
@@ -427,11 +503,6 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     if twice is not None:
         raise OptionError(f"fields names {twice!r} twice: give each a name of its own: fields={{'name': {twice!r}}}")
     return {name: name for name in names}
-
-
-def _decoded(values: np.ndarray) -> np.ndarray:
-    """Decode fixed-length strings from UTF-8; a byte that is not UTF-8 becomes ``\\xNN``. Numbers stay as they are."""
-    return np.char.decode(values, "utf-8", "backslashreplace") if values.dtype.kind == "S" else values
 
 
 def _numbers(indices: Any) -> np.ndarray:

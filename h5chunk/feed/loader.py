@@ -1,215 +1,187 @@
-"""ChunkLoader: shuffled batches at the rate at which the machine can move bytes, on the device that wants them."""
+"""ChunkLoader: shuffled batches on the target device, at the rate at which the machine can move bytes."""
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError, printable
-from h5chunk.feed.asked import check_asked, counts_of, dataset_of, order_of
-from h5chunk.feed.batchmaker import Normalize, Tensors, make_convert
-from h5chunk.feed.dataset import ChunkDataset, Fields
-from h5chunk.feed.device import find_device
-from h5chunk.feed.orders import DataIdentity
-from h5chunk.feed.pipeline import TIMEOUT_S
-from h5chunk.feed.ranks import check_ranks, find_ranks
-from h5chunk.feed.resident import Resident
-from h5chunk.feed.room import Room
-from h5chunk.feed.state import Resumable, State, save_state
-from h5chunk.feed.stream import EpochReport, WindowStream
-from h5chunk.feed.supply import Supply
-from h5chunk.plan.echo import AUTO, check_echo, num_echoed
-from h5chunk.store.guard.guard import Trusted
+from h5chunk.feed.batches import BatchMaker, FieldPipeline
+from h5chunk.feed.budget import (
+    MemoryBudget,
+    check_arguments,
+    describe_source,
+    epoch_amplification,
+    find_device,
+    hdf5_cache,
+    make_source,
+)
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.epoch import Resumable, State
+from h5chunk.feed.order import in_file
+from h5chunk.feed.read_pool import TIMEOUT_S
+from h5chunk.feed.resident import load_resident
+from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.feed.stream import BatchSource, EpochReport, open_stream
+from h5chunk.plan.order import Order
+from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
+from h5chunk.transforms import Transforms, transforms_by_field
 
 
 class ChunkLoader(Resumable):
-    """Batches of a file, read ahead by threads: one line is all that a training loop needs.
+    """Shuffled batches of a file, read ahead by threads, on the target device.
 
     ::
 
-        for images, labels in h5chunk.ChunkLoader("photos.h5", batch_size=256, device="cuda"):
+        for images, labels in h5chunk.ChunkLoader("photos.h5", 256, device="cuda"):
             ...
 
-    The order is that of `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes
-    windows smaller. Each iteration is an epoch, and the first windows of the next one are read while this one ends.
-    On a GPU, take the batches of an epoch on one stream. On the CPU a batch is a part of a window's memory:
-    who keeps one keeps the window; ``clone()`` it to keep it alone.
+    Each iteration is an epoch, and the first windows of the next one are read while this one ends. The order is that
+    of a `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
+
+    A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
+
+        dataset = h5chunk.ChunkDataset("photos.h5", fields=["images", "labels", "sample_number"])
+        for images, labels, numbers in h5chunk.ChunkLoader(dataset, 256):
+            names = dataset.source_names[numbers]
+
+    On a GPU, use the batches of an epoch on one stream. On the CPU, holding a batch keeps its whole window in memory:
+    ``clone()`` it to keep it alone.
 
     Parameters
     ----------
-    path : path, sequence of paths, or ChunkDataset
-        As for `ChunkDataset`. A data set stands for its files, fields and subset; not for its transform, or how it
-        makes rows.
-    batch_size : int
-    fields : sequence or mapping of str, optional
-        As for `ChunkDataset`; numbers only, and a matrix first.
-    shuffle, seed, window_chunks, drop_last, pad, lanes, rank, world_size
-        As for `ChunkSampler`.
-    subset : array of bool or of int, optional
-        A mask of all samples, or the numbers of those to visit; chunks in which there are none are not read.
-    weights : array or str, optional
-        As for `ChunkSampler`; of the samples of a subset, if there is one.
+    data : path, sequence of paths, or ChunkDataset
+        One or several files, as for `ChunkDataset`, or a data set, which chooses fields and a subset.
+    batch_size : int, optional
+        Needed without ``sampler``.
+    sampler : ChunkSampler, optional
+        The order of the samples of ``data``, for what the next three arguments do not say: the size of windows, ranks,
+        weights, padding. The loader takes its position from the sampler: the epoch, and after a state was loaded the
+        batch.
+    shuffle : bool
+        False: the order of the file.
+    seed : int
+        Of the order.
+    drop_last : bool
+        Leave out a last batch that is not full.
+    transforms : list or dict of lists, optional
+        What becomes of the first field, or of each field by its name: objects of `h5chunk.transforms`, such as
+        ``Normalize(mean, std)``, or functions of a batch. Default: images as they are stored, and rows of a matrix as
+        dense float32.
     device : str or torch.device
-        Where batches shall be: ``"cpu"`` or a CUDA device.
+        ``"cpu"`` or a CUDA device.
     memory_bytes : int, optional
-        Bound of what the loader holds in host memory (pinned for a GPU) plus device memory: windows under way, or the
-        resident data; chunk caches; memory to decode in. Not of the batches that it gave. Without ``window_chunks``,
-        windows are made smaller than the file recommends if they have to be.
+        Upper limit on host (for a GPU, pinned) plus device memory, in bytes: windows under way, or the resident data;
+        chunk caches; memory to decode in. Batches that were handed out do not count. Unless ``sampler`` was given
+        ``window_chunks``, windows are made smaller than the file recommends if they have to be.
     num_threads : int, optional
-        Number of reading threads. Default: one per core, at most 10, and no more than decode compressed chunks in
-        1 GiB together: each holds three chunks.
-    normalize : (mean, std) or "l2", optional
-        Of the first field, a number or one a channel each; uint8 counts as 0..1, as torchvision does it. Where a file
-        does not say which axis holds the channels, it is the one of 1, 3 or 4. ``"l2"`` for a matrix: each row is
-        divided by its Euclidean length, if it has one.
-    dtype : torch.dtype, optional
-        Of the first field. Default: as in the file, or float32 with ``normalize`` and for a matrix; images of uint8
-        made floating give 0..1, codes of a matrix the values that they stand for.
-    channels_last : bool
-        Memory format of the first field's batches.
-    sparse : {"dense", "csr"}, optional
-        What rows of a sparse matrix become, on the device: (batch_size, columns) tensors, dense (the default) or
-        ``torch.sparse_csr``. They are read and sent as they are in the file.
-    binarize : float, optional
-        Of a matrix: values from here on become 1, others 0 (in a CSR batch they stay among the entries).
-    transform : callable, optional
-        Applied to the tuple of tensors of a batch, on the device; of no samples where the last one of a rank is empty.
-    echo : float or "auto"
-        How often each sample is trained: whenever a window of chunks has been trained, its samples are shuffled again
-        and cut into other batches. 1.5 does so for every second batch, ``"auto"`` only while the next window is not
-        there yet, and at most three times. For training that reading cannot keep up with; windows are of two batches
-        at least then, unless ``window_chunks`` says otherwise. `report` tells fresh from echoed samples. There is no
-        state to save then.
+        Number of reader threads. Default: one per core, at most 10, and no more than decode compressed chunks in 1 GiB
+        together: each holds three chunks.
     resident : bool or "auto"
         Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
-        if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of the memory that
-        is free there.
-    reuse : bool
-        On the CPU, give batches that are valid only until the next one: none is ever allocated anew. (Without it,
-        memory is used again as well, once nothing refers to it.)
+        if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of its free memory.
     reader : {"auto", "direct", "mapped", "h5py"}
-        How bytes are read: by byte ranges, through HDF5, or by ranges where the file allows it. ``"mapped"`` copies
-        them out of mapped memory, which is faster where few cores are the limit; but a file that is cut short meanwhile
-        ends the process without a message, where the others raise an error.
-    trusted : bool, path or sequence of paths
-        As for `ChunkDataset`.
-    checksums : {"off", "first", "always"}, optional
-        As for `ChunkDataset`, before anything goes to the device; what stays in memory is checked when it is read.
-        Default: off, or as the data set has it. ``"first"`` takes processor time in the first epoch alone.
+        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows it. ``"mapped"`` copies
+        bytes out of mapped memory, which is faster where few cores are the limit; but a file that is cut short
+        meanwhile ends the process without a message, where the others raise an error.
+    reuse : bool
+        On the CPU, give batches that are valid only until the next one: no memory is ever allocated anew. (Without it,
+        memory is used again as well, once nothing refers to it.)
+    echo : float
+        Data-echoing factor: the number of times that each sample is used. Whenever a window has been used, its samples
+        are shuffled again and cut into other batches; 1.5 does so for every second batch. For training that reading
+        cannot keep up with. Windows are of two batches at least then, unless ``sampler`` was given ``window_chunks``.
+        `report` tells fresh from echoed samples. An echoing loader has no state to save.
     timeout : float
-        Seconds after which threads that finish nothing are an error; 0: never.
+        Raise `WorkerError` if no read completes for this many seconds; 0: wait for ever.
 
     Attributes
     ----------
     report : EpochReport
         What the last epoch gave so far: samples/s, fresh ones, and how long its batches were waited for.
-    resident : bool
+    is_resident : bool
         Whether the data stays on the device.
+    batch_sampler : ChunkSampler
+        The sampler whose position this is, given or made; Lightning's Trainer looks here for a ``set_epoch``.
 
     Raises
     ------
     FileError, FieldError
-        As for `ChunkDataset`; while iterating: what a reading thread met, with file and chunk.
+        As for `ChunkDataset`; while iterating: the error of a reading thread, with file and chunk.
     WorkerError
-        While iterating: for ``timeout`` no thread finished anything.
+        While iterating: no read was completed for ``timeout``.
     OptionError
-        An argument cannot be; ``reader="direct"`` or ``"mapped"`` with the reason why the file does not allow it.
+        An argument is invalid; ``reader="direct"`` or ``"mapped"`` with the reason why the file does not allow it.
     """
 
     def __init__(
         self,
-        path: Paths | ChunkDataset,
-        batch_size: int,
+        data: Paths | ChunkDataset,
+        batch_size: int | None = None,
         *,
-        fields: Fields | None = None,
+        sampler: ChunkSampler | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        window_chunks: int | None = None,
         drop_last: bool = False,
-        pad: bool = False,
-        lanes: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        subset: Any = None,
-        weights: Any = None,
+        transforms: Transforms | None = None,
         device: str | torch.device = "cpu",
         memory_bytes: int | None = None,
         num_threads: int | None = None,
-        normalize: Normalize | None = None,
-        dtype: torch.dtype | None = None,
-        channels_last: bool = False,
-        sparse: str | None = None,
-        binarize: float | None = None,
-        transform: Callable[[Tensors], Any] | None = None,
-        echo: float | str = 1,
         resident: bool | str = "auto",
-        reuse: bool = False,
         reader: str = "auto",
-        trusted: Trusted = False,
-        checksums: str | None = None,
+        reuse: bool = False,
+        echo: float = 1,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        check_asked(reader, resident, num_threads, memory_bytes, timeout, transform)
+        check_arguments(reader, resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
-        self._device = find_device(device)
-        dataset = dataset_of(path, fields, subset, trusted, checksums)
-        self._reader = dataset.new_reader()
-        order, least_chunks = order_of(
-            dataset,
-            self._reader,
-            batch_size,
-            weights=weights,
-            echo=echo,
-            window_chunks=window_chunks,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            pad=pad,
-            ranks=find_ranks(lanes, rank, world_size),
+        target = find_device(device)
+        dataset = _dataset(data)
+        if sampler is None:
+            sampler = _sampler(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        else:
+            _check_sampler(sampler, dataset, batch_size, shuffle, seed, drop_last)
+        self.batch_sampler, self._position, self._identity = sampler, sampler._position, sampler._identity
+        self._given_rank = sampler._given_rank
+        order = in_file(sampler._template, dataset.subset_samples)
+        order, least_chunks = _with_echo(order, echo, may_shrink=sampler.chooses_window)
+        self._source = make_source(
+            dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
-        self._supply = Supply(
-            self._reader,
-            reader,
-            self._device,
-            num_threads,
-            counts=counts_of(dataset, order),
-            lanes=order.lanes // order.world_size,
-            timeout_s=timeout or None,
-        )
-        self._convert = make_convert(
-            self._reader,
-            normalize=normalize,
-            dtype=dtype,
-            channels_last=channels_last,
-            sparse=sparse,
-            binarize=binarize,
-            reuse=reuse,
-        )
-        self._transform, self._reuse, self._echo = transform, reuse, echo
-        self._identity = DataIdentity(dataset, weights, echo)
-        self._order = order
-        self._room = Room(self._supply, self._convert, self._device, memory_bytes, reuse=reuse)
-        self.resident = self._room.choose_resident(resident, order)
-        if not self.resident:
-            self._plan = self._room.plan_windows(order, echo=echo, least_chunks=least_chunks)
-            self._order = self._plan.order
+        by_field = transforms_by_field(transforms, dataset.fields)
+        self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
+        converters = [pipeline.converter for pipeline in self._pipelines]
+        self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
+        self.is_resident = self._budget.fits_device(resident, order)
+        self._plan = None if self.is_resident else self._budget.plan_windows(order, least_chunks=least_chunks)
+        self._template = order if self._plan is None else self._plan.order
+        for pipeline, layout in zip(self._pipelines, self._source.layouts.values(), strict=True):
+            pipeline.converter.prepare(target, layout.example)
+        # a batch that is changed in place shall change no echo of it
+        keep = self.is_resident or (target.type == "cpu" and echo == 1)
+        self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
         self.report = EpochReport()
-        self._given_rank = rank
-        self._feed: WindowStream | Resident | None = None
+        self._feed: BatchSource | None = None
         self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
 
     def __len__(self) -> int:
-        """Batches of an epoch; with ``echo="auto"`` those without echoes."""
-        fresh = self._order.num_batches
-        return fresh if self._echo == AUTO else fresh + num_echoed(float(self._echo), fresh)
+        """Batches of an epoch."""
+        fresh = self._template.num_batches
+        return fresh + num_echoed(self._echo, fresh)
+
+    @property
+    def read_ahead_samples(self) -> int:
+        """The most samples that are read ahead of those that were handed out; 0 where the data stays on the device."""
+        return 0 if self._plan is None else self._plan.num_slots * self._plan.window_samples
 
     @property
     def read_amplification(self) -> float:
@@ -219,22 +191,30 @@ class ChunkLoader(Resumable):
         compressed or small; less than 1 where samples come more than once. Fields that are kept in memory, and what
         ``checksums`` reads again, are not counted.
         """
-        return self._supply.read_amplification(self._order)
-
-    @property
-    def batch_sampler(self) -> Any:
-        """Its ``sampler`` is this loader: there Lightning's Trainer looks for what has a ``set_epoch``."""
-        return SimpleNamespace(sampler=self)
+        return epoch_amplification(self._source, self.order)
 
     def state_dict(self) -> State:
-        """Where the epoch stands: a few integers, for `load_state_dict` of any loader or sampler of the same file.
+        """The position in the epoch: a few integers, for `load_state_dict` of any loader or sampler of the same file.
 
         Raises
         ------
         OptionError
-            The loader echoes: how far a window has been trained is not kept.
+            The loader echoes: how far a window has been used is not kept.
         """
-        return save_state(*self._position(), self._identity())
+        self._check_state()
+        return self._state(*self._position.reached)
+
+    def load_state_dict(self, state: Any) -> None:
+        self._check_state()
+        super().load_state_dict(state)
+
+    load_state_dict.__doc__ = Resumable.load_state_dict.__doc__
+
+    def _check_state(self) -> None:
+        if self._echo != 1:
+            raise OptionError(
+                f"echo is {self._echo:g}: the state of a loader that echoes cannot be saved, nor loaded: use echo=1"
+            )
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -243,40 +223,56 @@ class ChunkLoader(Resumable):
             )
         if self._feed is not None and self._feed_is_at is None:
             raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
-        order, start = self._order, self._start_batch
-        check_ranks(order, self._given_rank)
+        self._check_ranks()
         report = EpochReport(started=time.perf_counter())
-        if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.resident):
-            self.close()
-            plan = None if self.resident else self._plan
-            self._feed, close = self._room.start(order, start, plan, self._transform, self._echo)
-            self._finalizer = weakref.finalize(self, close)
-        feed, self._feed_is_at, number = self._feed, None, start
+        order, start = self.order, self._position.batch
+        feed = self._feed_at(order, start)
+        number, self._feed_is_at = start, None
         try:
-            self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
-            self._running, self.report = (order, start), report
+            self._position.begin()
+            self.report = report
             batches = feed.batches(order, report, start)
             for number, batch in enumerate(batches, start + 1):
-                self._running = order, number
+                self._position.running = order.epoch, number
                 yield batch
                 if self._feed is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
-            self._running, self._feed_is_at = None, order.epoch + 1
+            self._position.running, self._feed_is_at = (order.epoch, None), order.epoch + 1
         finally:
             if self._feed is feed and self._feed_is_at is None:
                 # what is on the device stays right; who counts batches stops at the last one, and that is an end, too
                 at_last = not self._reuse and number == order.num_batches
-                if self.resident or (at_last and next(batches, self) is self):
+                if self.is_resident or (at_last and next(batches, self) is self):
                     self._feed_is_at = order.epoch + 1
                 else:
                     self.close()
+
+    def _feed_at(self, order: Order, start: int) -> BatchSource:
+        """What gives the batches of an order from ``start`` on: the one that runs, if it stands there."""
+        if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.is_resident):
+            self.close()
+            self._feed, close = self._start(order, start)
+            self._finalizer = weakref.finalize(self, close)
+        return self._feed
+
+    def _start(self, order: Order, start: int) -> tuple[BatchSource, Callable[[], None]]:
+        source = self._source
+        if self._plan is None:
+            resident = load_resident(source, self._budget.loading_samples(order), self._maker, self._echo)
+            return resident, resident.close
+        if source.why:
+            source.reader.set_caches(hdf5_cache(source, order))
+        lends_slot = self._reuse and source.device.type == "cpu"
+        plan = replace(self._plan, order=order)
+        return open_stream(source, plan, self._maker, lends_slot=lends_slot, echo=self._echo, start=start)
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
         if self._feed is not None:
             self._finalizer()
             self._feed = self._feed_is_at = None
-            self._convert.forget()
+            for pipeline in self._pipelines:
+                pipeline.release()
 
     def __getitem__(self, _: object) -> Any:
         raise OptionError("a ChunkLoader gives batches, not samples: iterate it, without a DataLoader around it")
@@ -291,6 +287,51 @@ class ChunkLoader(Resumable):
         self.close()
 
     def __repr__(self) -> str:
-        plan = None if self.resident else self._plan
-        batches = f"{len(self)} batches of {self._order.batch_size}"
-        return printable(f"ChunkLoader({self._room.describe(batches, self._order, plan, self._echo)})")
+        order, source = self.order, self._source
+        echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
+        return printable(
+            f"ChunkLoader({str(source.reader.path)!r} to {source.device}: {len(self)} batches of {order.batch_size}; "
+            f"{self._budget.describe(order, self._plan)}{echo}; {describe_source(source, order)})"
+        )
+
+
+def _dataset(data: Paths | ChunkDataset) -> ChunkDataset:
+    if not isinstance(data, ChunkDataset):
+        return ChunkDataset(data)
+    if data.transform is not None:
+        raise OptionError(
+            "the data set has a transform, which is for single samples in a DataLoader: give it to the loader, as "
+            "transforms=, and leave it out there"
+        )
+    return data
+
+
+def _sampler(dataset: ChunkDataset, batch_size: int | None, **options: Any) -> ChunkSampler:
+    if batch_size is None:
+        raise OptionError("batch_size is missing: give it, or a sampler")
+    return ChunkSampler(copy(dataset), batch_size, **options)  # whose cache stays what it is
+
+
+def _check_sampler(
+    sampler: ChunkSampler, dataset: ChunkDataset, batch_size: int | None, shuffle: bool, seed: int, drop_last: bool
+) -> None:
+    """Raise OptionError unless a sampler is one, of the same data, and alone says what the order is."""
+    if not isinstance(sampler, ChunkSampler):
+        raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
+    given = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
+    for name in (name for name, is_given in given.items() if is_given):
+        raise OptionError(f"{name} is given, but the sampler has its own: give it to the ChunkSampler")
+    sampler.check_data(dataset)
+
+
+def _with_echo(order: Order, echo: float, *, may_shrink: bool) -> tuple[Order, int | None]:
+    """The order of a loader, and the fewest chunks that its windows may have; None: windows stay as they are.
+
+    Windows of one batch would give the same batch again.
+    """
+    if echo != 1:
+        order = replace(order, interleave=1)
+    if not may_shrink:
+        return order, None
+    least = 1 if echo == 1 else math.ceil(2 * order.batch_size / order.chunk_samples)
+    return replace(order, window_chunks=max(order.window_chunks, least)), least

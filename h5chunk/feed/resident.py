@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.batchmaker import AsItIs, BatchMaker, Tensors
-from h5chunk.feed.device import gather, to_device
-from h5chunk.feed.memory import BatchMemory
-from h5chunk.feed.spaces import Fields, Numbers, Spaces
-from h5chunk.feed.stream import EpochReport
-from h5chunk.feed.supply import Supply
-from h5chunk.plan.echo import AUTO, echo_pass, num_echoed
+from h5chunk.feed.batches import BatchMaker, Passthrough, Tensors
+from h5chunk.feed.slots import BatchMemory, Fields, Layouts, gather, slot_bytes, to_device
+from h5chunk.feed.stream import DataSource, EpochReport, open_stream
 from h5chunk.plan.order import Order
+from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
+from h5chunk.transforms.csr import Numbers
 
 LOADING_SLOTS = 4  # pieces that are read at a time
 
@@ -32,7 +30,7 @@ class Resident:
 
     Parameters
     ----------
-    spaces : Spaces
+    layouts : Layouts
     num_samples : int
     device : torch.device
     pieces : iterator of tuples of Samples
@@ -48,7 +46,7 @@ class Resident:
 
     def __init__(
         self,
-        spaces: Spaces,
+        layouts: Layouts,
         num_samples: int,
         device: torch.device,
         pieces: Iterator[Fields],
@@ -56,11 +54,11 @@ class Resident:
         *,
         echo: float,
     ) -> None:
-        self._fields: list[Any] = [space.empty(num_samples, device) for space in spaces.values()]
+        self._fields: list[Any] = [layout.empty(num_samples, device) for layout in layouts.values()]
         done = 0
         for piece in pieces:
-            for space, field, part in zip(spaces.values(), self._fields, piece, strict=True):
-                space.put(field, done, part)
+            for layout, field, part in zip(layouts.values(), self._fields, piece, strict=True):
+                layout.put(field, done, part)
             done += len(piece[0])
         self._device, self._maker, self._echo = device, maker, echo
         self._memory = BatchMemory() if device.type == "cpu" else None
@@ -76,11 +74,8 @@ class Resident:
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches - start
         for number, batch in enumerate(self._batches(samples, order, fresh)):
-            report.batches += 1
-            report.samples += len(batch[0])
-            report.fresh_samples += len(batch[0]) if number < fresh else 0
-            report.seconds = time.perf_counter() - report.started
-            yield batch if self._maker.transform is None else self._maker.transform(batch)
+            report.add(len(batch[0]), fresh=number < fresh)
+            yield self._maker.finish(batch)
 
     def _batches(self, samples: np.ndarray, order: Order, fresh: int) -> Iterator[Tensors]:
         """Gathered several at a time, if they are small; after the fresh ones those of the echoes."""
@@ -113,17 +108,15 @@ class Resident:
         return plan
 
 
-def load_resident(
-    supply: Supply, piece_samples: int, device: torch.device, maker: BatchMaker, echo: float | str
-) -> Resident:
+def load_resident(source: DataSource, piece_samples: int, maker: BatchMaker, echo: float) -> Resident:
     """Read all samples of a file, in its order, in pieces of so many."""
-    num_samples = supply.num_samples
+    num_samples = source.reader.num_samples
     pieces = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
-    stream, close = supply.start(pieces, LOADING_SLOTS, piece_samples, AsItIs(), late=True)
+    plan = SlotPlan(pieces, LOADING_SLOTS, piece_samples, slot_bytes(source.layouts, piece_samples))
+    stream, close = open_stream(source, plan, Passthrough(), lends_slot=True, once=True)
     try:
         read = stream.batches(pieces, EpochReport())
-        times = 1.0 if echo == AUTO else float(echo)
-        return Resident(supply.spaces, num_samples, device, read, maker, echo=times)
+        return Resident(source.layouts, num_samples, source.device, read, maker, echo=echo)
     finally:
         close()
 

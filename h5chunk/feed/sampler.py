@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,10 @@ from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.drawn import DrawnBatch
-from h5chunk.feed.orders import DataIdentity, make_order, make_picks
-from h5chunk.feed.ranks import check_ranks, find_ranks
-from h5chunk.feed.state import Resumable, State, save_state
-from h5chunk.plan.layout import human_bytes
+from h5chunk.feed.epoch import DataIdentity, Position, Resumable, State, find_ranks
+from h5chunk.feed.order import make_order, make_picks
+from h5chunk.feed.tagged_batch import TaggedBatch, check_numbering
+from h5chunk.plan.order import Order
 
 
 class ChunkSampler(Resumable, Sampler[list[int]]):
@@ -51,13 +49,13 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         ``batch_size * world_size`` and ``lanes``, which ``world_size`` must divide, stay as they are, the batches of
         all ranks together are the same samples, however many ranks there are.
     weights : array or str, optional
-        How likely each sample of the data set is, (n,), 0 or more; or a field of classes that shall all be equally
-        likely. An epoch then draws as many samples as there are, each as often as it is due, up to a whole number,
-        and still chunk by chunk.
+        The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes that shall all
+        be equally likely. An epoch then draws as many samples as there are, each as often as it is due, up to a whole
+        number, and still chunk by chunk.
     interleave : int, optional
-        Windows whose batches alternate, for the workers. Default: 24, or a divisor of it where chunks are so large
-        that the windows would take more than 1 GiB, or where an epoch has fewer windows of the size that you ask for.
-        Make it a multiple of your number of workers if 24 is not.
+        Number of windows whose batches alternate, so that a DataLoader's workers get windows of their own. Default: 24,
+        or a divisor of it where chunks are so large that the windows would take more than 1 GiB, or where an epoch has
+        fewer windows of the size that you ask for. Make it a multiple of your number of workers if 24 is not.
 
     Raises
     ------
@@ -83,8 +81,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
-        reader, samples = dataset.new_reader(), None if dataset.is_whole else dataset.samples
-        self._order = make_order(
+        reader = dataset.new_reader()
+        order = make_order(
             reader,
             batch_size,
             shuffle=shuffle,
@@ -94,25 +92,28 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             interleave=interleave,
             ranks=find_ranks(lanes, rank, world_size),
             pad=pad,
-            picks=make_picks(reader, samples, weights, positions=True, values=dataset.values),
+            picks=make_picks(reader, dataset.subset_samples, weights, dataset.values),
         )
-        self._identity = DataIdentity(dataset, weights)
-        self._numbering = dataset.numbering
-        self._given_rank = rank
-        dataset.expect_order(self._order)
-        self._check_cache(dataset)
+        self._set(dataset, order, DataIdentity(dataset, weights), rank, chooses_window=window_chunks is None)
 
-    def _check_cache(self, dataset: ChunkDataset) -> None:
-        """Say so if a cache that the user gave cannot hold the windows."""
-        grid, cache = dataset._reader.main.grid, dataset.cache
-        needed = self._order.open_chunks * grid.band_bytes
-        if grid.chunks and cache.nbytes < needed and (grid.filtered or cache.nbytes >= grid.chunk_bytes):
-            warnings.warn(
-                f"the chunk cache of {human_bytes(cache.nbytes)} is smaller than the {human_bytes(needed)} of the "
-                f"{self._order.open_chunks} chunks that are open at one time: chunks will be read more than once; "
-                "leave out cache=, or take smaller window_chunks or interleave",
-                stacklevel=3,
-            )
+    @classmethod
+    def of_order(cls, dataset: ChunkDataset, order: Order) -> ChunkSampler:
+        """A sampler with this order of the data set's samples: for tools that compare orders."""
+        sampler = cls.__new__(cls)
+        sampler._set(dataset, order, DataIdentity(dataset, None), order.rank, chooses_window=False)
+        return sampler
+
+    def _set(
+        self, dataset: ChunkDataset, order: Order, identity: DataIdentity, rank: int | None, *, chooses_window: bool
+    ) -> None:
+        self._template, self._position, self._identity = order, Position(order.epoch), identity
+        self._given_rank, self.chooses_window = rank, chooses_window
+        self._numbering = dataset.numbering
+        dataset.expect_order(order)
+
+    def check_data(self, dataset: ChunkDataset) -> None:
+        """Raise OptionError if the samples of a data set are not those that this sampler draws."""
+        check_numbering(self._numbering, dataset.numbering)
 
     @property
     def sampler(self) -> ChunkSampler:
@@ -128,7 +129,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         OptionError
             They are dealt out already: each rank would get a part of its part.
         """
-        order = self._order
+        order = self._template
         if order.world_size > 1:
             raise OptionError(
                 f"this sampler gives rank {order.rank} its part of {order.world_size} already, and something, such as "
@@ -138,20 +139,20 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         raise AttributeError("batch_size")
 
     def __len__(self) -> int:
-        return self._order.num_batches
+        return self._template.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._running = None  # what was left of the last epoch is given up
+        self._position.running = None  # what was left of the last epoch is given up
         return self._batches()
 
     def _batches(self) -> Iterator[list[int]]:
-        check_ranks(self._order, self._given_rank)
-        order, start = self._order, self._start_batch  # at the first batch: torch may call iter() twice
-        self._order, self._start_batch = replace(order, epoch=order.epoch + 1), 0
+        self._check_ranks()
+        epoch, start = self._position.begin()  # at the first batch: torch may call iter() twice
+        order = replace(self._template, epoch=epoch)
         for number, batch in enumerate(order.batches(start), start + 1):
-            self._running = order, number
-            yield DrawnBatch(batch.tolist(), self._numbering)
-        self._running = order, None
+            self._position.running = epoch, number
+            yield TaggedBatch(batch.tolist(), self._numbering)
+        self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:
         """Where the epoch stands: a few integers, for `load_state_dict` of any sampler or loader of the same file.
@@ -170,13 +171,13 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         """
         if batches is not None and not (_is_whole(batches) and 0 <= batches <= len(self)):
             raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count those of this epoch alone")
-        order, batch = self._position()
-        if batches is not None:
-            order, batch = self._running[0] if self._running else self._order, batches
-        return save_state(order, batch, self._identity())
+        position = self._position
+        if batches is None:
+            return self._state(*position.reached)
+        return self._state(position.running[0] if position.running else position.epoch, batches)
 
     def __repr__(self) -> str:
-        return f"ChunkSampler({self._order})"
+        return f"ChunkSampler({self.order})"
 
 
 def _is_whole(number: object) -> bool:

@@ -1,17 +1,22 @@
-"""A stream of windows, epoch after epoch, and their batches in order; echoed if asked."""
+"""A stream of windows, epoch after epoch, and their batches in order; each window several times if asked."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, Protocol
 
-from h5chunk.feed.batchmaker import Maker, Tensors
-from h5chunk.feed.pipeline import Load, Readers
-from h5chunk.plan.echo import AUTO, MAX_AUTO_PASSES, echo_pass, num_echoed
+import numpy as np
+import torch
+
+from h5chunk.feed.batches import Maker, Tensors
+from h5chunk.feed.read_pool import Direct, ReadPool, WindowRead
+from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Layouts, PinnedMemory, slot_bytes
 from h5chunk.plan.order import Order, Window
+from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
+from h5chunk.store.read.reader import H5Reader
 
 
 @dataclass
@@ -23,11 +28,11 @@ class EpochReport:
     batches, samples : int
         Handed out, echoes included.
     fresh_samples : int
-        Of those, not echoed.
+        Of those, the samples that are no echoes.
     seconds : float
         From the first request to the last, with opening the file, and all that the caller did meanwhile.
     waited_s : float
-        Of those, in which the caller waited for data. On a GPU the copy may be waited for there, uncounted.
+        Of those, the seconds in which the caller waited for data. On a GPU the wait for a copy is not counted.
     """
 
     batches: int = 0
@@ -45,119 +50,212 @@ class EpochReport:
     def fresh_samples_per_s(self) -> float:
         return self.fresh_samples / self.seconds if self.seconds else 0.0
 
+    def add(self, num_samples: int, *, fresh: bool) -> None:
+        """Count a batch that is handed out now."""
+        self.batches += 1
+        self.samples += num_samples
+        self.fresh_samples += num_samples if fresh else 0
+        self.seconds = time.perf_counter() - self.started
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The fields of a file, and what they are read with.
+
+    Attributes
+    ----------
+    reader : H5Reader
+    direct : dict of str to Direct
+        The fields that are read by byte ranges.
+    why : dict of str to str
+        The fields that are read through HDF5, and why.
+    numbered : dict of str to callable
+        The fields that are not in the file: see `ReadPool`.
+    layouts : dict of str to FieldLayout or MatrixLayout
+    device : torch.device
+    num_threads : int
+    mapped : bool
+    timeout_s : float, optional
+    """
+
+    reader: H5Reader
+    direct: dict[str, Direct]
+    why: dict[str, str]
+    numbered: dict[str, Callable[[np.ndarray], np.ndarray]]
+    layouts: Layouts
+    device: torch.device
+    num_threads: int
+    mapped: bool
+    timeout_s: float | None
+
+    def open(self) -> ReadPool:
+        """Start the threads."""
+        return ReadPool(
+            self.reader,
+            self.direct,
+            self.num_threads,
+            numbered=self.numbered,
+            mapped=self.mapped,
+            timeout_s=self.timeout_s,
+        )
+
+
+def open_stream(
+    source: DataSource,
+    plan: SlotPlan,
+    maker: Maker,
+    *,
+    lends_slot: bool,
+    echo: float = 1,
+    once: bool = False,
+    start: int = 0,
+) -> tuple[WindowStream, Callable[[], None]]:
+    """Start reading the windows of a plan, and return the stream and the function that ends it.
+
+    ``lends_slot``, ``echo``, ``once`` and ``start`` are those of `WindowStream`.
+    """
+    resources = _Resources()
+    try:
+        slots = resources.slots(source, plan, lends_slot)
+        resources.pool = source.open()
+        stream = WindowStream(
+            resources.pool, slots, plan.order, maker, lends_slot=lends_slot, echo=echo, once=once, start=start
+        )
+        return stream, resources.close
+    except BaseException:
+        resources.close()
+        raise
+
+
+class _Resources:
+    """The pinned memory and threads of a stream."""
+
+    def __init__(self) -> None:
+        self.pool: ReadPool | None = None
+        self._pinned: PinnedMemory | None = None
+        self._copies: Any = None
+
+    def slots(self, source: DataSource, plan: SlotPlan, lends_slot: bool) -> list[Any]:
+        """The slots of a plan."""
+        if source.device.type == "cpu":
+            memory = None if lends_slot else BatchMemory()
+            gathered = BatchMemory()
+            return [CpuSlot(source.layouts, plan.window_samples, memory, gathered) for _ in range(plan.num_slots)]
+        self._copies = torch.cuda.Stream(source.device)
+        num_bytes = slot_bytes(source.layouts, plan.window_samples)
+        with torch.cuda.device(source.device):
+            self._pinned = PinnedMemory(plan.num_slots * num_bytes)
+        parts = self._pinned.bytes[: plan.num_slots * num_bytes].reshape(plan.num_slots, num_bytes)
+        return [CudaSlot(source.layouts, part, self._copies) for part in parts]
+
+    def close(self) -> None:
+        """End the threads, then give the memory back."""
+        if self.pool is not None:
+            self.pool.close()
+        if self._pinned is not None:
+            self._copies.synchronize()
+            self._pinned.close()
+            self._pinned = None
+
+
+class BatchSource(Protocol):
+    """Gives the batches of epochs: `WindowStream`, or `h5chunk.feed.resident.Resident`."""
+
+    def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch from ``start`` on."""
+
 
 class WindowStream:
     """Keeps windows coming and gives their batches.
 
     Parameters
     ----------
-    readers : Readers
+    pool : ReadPool
     slots : list of slots
-        One more than windows are open at a time, at least; another one with ``echo="auto"``.
+        One more than windows are open at a time, at least.
     order : Order
         Of the first epoch. With an echo its windows come one after the other (``interleave=1``).
     start : int
         The first epoch's first batch.
     maker : Maker
-    late : bool
+    lends_slot : bool
         A batch lies in its slot until the next one is asked for: the slot stays so long. Else it was copied, or has
         memory of its own.
-    echo : float or "auto"
+    echo : float
     once : bool
         One epoch alone: nothing is read beyond it.
     """
 
     def __init__(
         self,
-        readers: Readers,
+        pool: ReadPool,
         slots: list[Any],
         order: Order,
         maker: Maker,
         *,
-        late: bool,
-        echo: float | str = 1,
+        lends_slot: bool,
+        echo: float = 1,
         once: bool = False,
         start: int = 0,
     ) -> None:
-        self._readers, self._free, self._maker = readers, slots, maker
-        self._late, self._echo = late, echo
+        self._pool, self._free, self._maker = pool, slots, maker
+        self._lends_slot, self._echo = lends_slot, echo
         self._seed, self._batch_size = order.seed, order.batch_size
         self._windows = _windows(order, once, start)
-        self._places: dict[tuple[int, int], tuple[_Open, int]] = {}
-        self._echoing: _Open | None = None  # its batches were given; kept for more of them while others are late
+        self._open: dict[tuple[int, int], tuple[_OpenWindow, int]] = {}
         self._fill()
 
     def _fill(self) -> None:
         while self._free and (following := next(self._windows, None)) is not None:
             epoch, window = following
-            opened = _Open(self._readers.load(window, self._free.pop()), epoch, self._batch_size, self._maker)
-            for place, number in enumerate(window.batches):
-                self._places[epoch, number] = opened, place
+            opened = _OpenWindow(self._pool.load(window, self._free.pop()), epoch, self._batch_size, self._maker)
+            for number, batch in enumerate(window.batches):
+                self._open[epoch, batch] = opened, number
 
     def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from ``start`` on, which only the first has; epochs come one after the other."""
         self._report = report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
         for number in range(start, order.num_batches):
-            opened, place = self._places.pop((order.epoch, number))
+            opened, place = self._open.pop((order.epoch, number))
             if not opened.load.is_ready:
-                yield from self._echoes_until_ready(opened.load)
                 self._wait(opened.load)
             last = opened.left == 1
             yield from self._give(opened.take(place), opened if last and self._echo == 1 else None, fresh=True)
-            if not last or self._echo == 1:
-                continue
-            if self._echo == AUTO:
-                if self._echoing is not None:
-                    self._release(self._echoing)
-                self._echoing = opened
-            else:
-                due, before = (num_echoed(float(self._echo), n) for n in (number + 1, number + 1 - len(opened)))
+            if last and self._echo != 1:
+                due, before = (num_echoed(self._echo, n) for n in (number + 1, number + 1 - len(opened)))
                 for batch in islice(opened.echoes(self._seed), due - before):
-                    yield from self._give(batch, None)
+                    yield from self._give(batch, None, fresh=False)
                 self._release(opened)
 
-    def _echoes_until_ready(self, load: Load) -> Iterator[Any]:
-        """With "auto": batches of the last window again, as long as there is nothing else."""
-        last = self._echoing
-        while last is not None and not load.is_ready and last.num_echoed < (MAX_AUTO_PASSES - 1) * len(last):
-            yield from self._give(next(last.echoes(self._seed)), None)
-            last.num_echoed += 1
-
-    def _wait(self, load: Load) -> None:
+    def _wait(self, load: WindowRead) -> None:
         waits = time.perf_counter()
-        load.wait(self._readers.timeout_s)
+        load.wait(self._pool.timeout_s)
         self._report.waited_s += time.perf_counter() - waits
 
-    def _give(self, batch: Tensors, done: _Open | None, *, fresh: bool = False) -> Iterator[Any]:
+    def _give(self, batch: Tensors, done: _OpenWindow | None, *, fresh: bool) -> Iterator[Any]:
         """One batch; ``done`` is the window whose last one it is."""
-        num_samples = len(batch[0])
-        if done is not None and not self._late:
+        if done is not None and not self._lends_slot:
             self._release(done)
-        self._report.batches += 1
-        self._report.samples += num_samples
-        self._report.fresh_samples += num_samples if fresh else 0
-        self._report.seconds = time.perf_counter() - self._report.started
-        yield batch if self._maker.transform is None else self._maker.transform(batch)
-        if done is not None and self._late:
+        self._report.add(len(batch[0]), fresh=fresh)
+        yield self._maker.finish(batch)
+        if done is not None and self._lends_slot:
             self._release(done)
 
-    def _release(self, opened: _Open) -> None:
+    def _release(self, opened: _OpenWindow) -> None:
         opened.load.slot.release()
         self._free.append(opened.load.slot)
         self._fill()
 
 
-class _Open:
+class _OpenWindow:
     """A window whose batches are being taken; its length is their number."""
 
-    def __init__(self, load: Load, epoch: int, batch_size: int, maker: Maker) -> None:
+    def __init__(self, load: WindowRead, epoch: int, batch_size: int, maker: Maker) -> None:
         self.load, self._epoch, self._batch_size, self._maker = load, epoch, batch_size, maker
-        self.left, self.num_echoed = len(load.window.batches), 0
-        self._received = False
-        self._together = maker.num_together(batch_size)
+        self.left = len(load.window.batches)
+        self._received, self._together = False, 1
         self._made: dict[int, Tensors] = {}
-        self._echoes: Iterator[Tensors] | None = None
 
     def __len__(self) -> int:
         return len(self.load.window.batches)
@@ -167,7 +265,7 @@ class _Open:
         self.load.wait()
         if not self._received:
             self.load.slot.receive()
-            self._received = True
+            self._received, self._together = True, self._maker.num_together(self._batch_size)
         if place not in self._made:
             first = place - place % self._together
             start, stop = first * self._batch_size, (first + self._together) * self._batch_size
@@ -183,18 +281,12 @@ class _Open:
         self._made.update(enumerate(self._maker.make(samples, self._batch_size), first))
 
     def echoes(self, seed: int) -> Iterator[Tensors]:
-        """Batches of the window shuffled again, and again; each call goes on where the last one stopped."""
-        if self._echoes is None:
-            self._echoes = _echoes(self.load, seed, self._epoch, self._batch_size, self._maker)
-        return self._echoes
-
-
-def _echoes(load: Load, seed: int, epoch: int, batch_size: int, maker: Maker) -> Iterator[Tensors]:
-    window = load.window
-    for number in count():
-        order = echo_pass(len(window.samples), seed, epoch, window.batches[0], number)
-        for first in range(0, len(order), batch_size):
-            yield from maker.make(load.slot.gather(order[first : first + batch_size]), batch_size, gathered=True)
+        """Batches of the window shuffled again, and again."""
+        window, size = self.load.window, self._batch_size
+        for number in count():
+            order = echo_pass(len(window.samples), seed, self._epoch, window.batches[0], number)
+            for first in range(0, len(order), size):
+                yield from self._maker.make(self.load.slot.gather(order[first : first + size]), size, gathered=True)
 
 
 def _windows(order: Order, once: bool, start: int) -> Iterator[tuple[int, Window]]:

@@ -1,18 +1,31 @@
-"""How many windows are under way at a time, within a bound of memory.
+"""The number of windows under way at a time within a memory limit, and the echoes of their samples.
 
 >>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
 >>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
 >>> plan.num_slots, plan.window_samples  # three alternate, and six are read ahead
 (9, 32)
+
+Data echoing trains windows more than once before they go, for when reading is slower than training. After the batches
+of a window have come, its samples are shuffled again and cut into other batches: a pass. With a factor of 2 each sample
+comes twice, with 1.25 every fifth batch is one of an echo, from a pass that is not finished.
+
+Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
+
+>>> [num_echoed(1.5, fresh) for fresh in range(5)]
+[0, 0, 1, 1, 2]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order
+from h5chunk.plan.permute import ECHO, Indices, permutation
 
 AHEAD = 6  # windows that are read ahead of those in use; scripts/LOG.md
 AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
@@ -27,13 +40,19 @@ class SlotPlan:
     order : Order
         With the windows that fit.
     num_slots : int
-    window_samples : int
-        Of the largest window.
+    window_samples, window_bytes : int
+        Of the largest window, all copies of it.
     """
 
     order: Order
     num_slots: int
     window_samples: int
+    window_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all windows under way."""
+        return self.num_slots * self.window_bytes
 
 
 def plan_slots(
@@ -42,7 +61,6 @@ def plan_slots(
     other_bytes: Callable[[Order], int],
     *,
     memory_bytes: int | None = None,
-    num_spare: int = 0,
     least_chunks: int | None = None,
 ) -> SlotPlan:
     """Choose how many windows are under way: those whose batches alternate, and some that are read ahead.
@@ -56,8 +74,6 @@ def plan_slots(
         Memory that reading in an order takes beside the windows.
     memory_bytes : int, optional
         Bound of both.
-    num_spare : int
-        Windows that are kept although their batches were given.
     least_chunks : int, optional
         Windows may be made as small as this to fit; None: they stay as they are.
 
@@ -69,13 +85,14 @@ def plan_slots(
     while True:
         window_samples = largest_window(order)
         each = max(1, window_bytes(window_samples))
-        least = num_open_windows(order) + num_spare + 1
+        least = num_open_windows(order) + 1
         if memory_bytes is None:
-            return SlotPlan(order, least - 1 + max(1, min(num_ahead(order), AHEAD_BYTES // each)), window_samples)
+            num_slots = least - 1 + max(1, min(num_ahead(order), AHEAD_BYTES // each))
+            return SlotPlan(order, num_slots, window_samples, each)
         others = other_bytes(order)
         fitting = max(0, memory_bytes - others) // each
         if fitting >= least:
-            return SlotPlan(order, min(fitting, least - 1 + num_ahead(order)), window_samples)
+            return SlotPlan(order, min(fitting, least - 1 + num_ahead(order)), window_samples, each)
         fewer = max(order.window_chunks // 2, least_chunks or order.window_chunks)
         if fewer >= order.window_chunks:
             break
@@ -112,3 +129,20 @@ def largest_window(order: Order) -> int:
             break
     samples = batches * order.batch_size
     return max(1, samples if order.pad else min(samples, order.num_samples))
+
+
+def check_echo(echo: object) -> None:
+    """Raise OptionError unless it is a number of at least 1."""
+    number = isinstance(echo, (int, float, np.integer, np.floating)) and not isinstance(echo, bool)
+    if not number or not 1 <= echo < 1000:  # type: ignore[operator]
+        raise OptionError(f"echo is {echo!r}: give the number of times that each sample is used, from 1 to 999")
+
+
+def num_echoed(echo: float, fresh: int) -> int:
+    """Batches of echoes that are due after so many fresh ones."""
+    return int((Fraction(str(echo)) - 1) * fresh)
+
+
+def echo_pass(num_samples: int, seed: int, epoch: int, window: int, number: int) -> Indices:
+    """Pass ``number``, from 0 on, of a window: its samples in another order, (num_samples,) int64."""
+    return permutation(num_samples, seed, stream=(ECHO + number, epoch, window))

@@ -18,6 +18,7 @@ import torch
 import h5chunk
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.measure.machine import available_bytes
+from h5chunk.transforms import Dense as DenseRows
 from peers.vae_ahead import Threads, Workers
 from peers.vae_job import Feed, FeedError, Job, Sender
 
@@ -29,7 +30,7 @@ class Ours:
     """ChunkLoader, from disk or resident."""
 
     def __init__(self, job: Job, resident: bool) -> None:
-        options: dict[str, Any] = {"sparse": "dense", "dtype": job.dtype, "resident": resident}
+        options: dict[str, Any] = {"transforms": [DenseRows(job.dtype)], "resident": resident}
         order = {"seed": job.seed, "drop_last": job.drop_last}
         self.loader = h5chunk.ChunkLoader(job.path, job.batch_size, device=job.device, **order, **options)
 

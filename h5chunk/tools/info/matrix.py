@@ -122,9 +122,10 @@ def _foreign_matrix(group: h5py.Group, path: Path, name: str) -> ForeignMatrix:
         found = look_at_matrix(group, path, name, None)
     except FileError as error:
         return ForeignMatrix(name, None, None, *about, str(error).removeprefix(f"{printable(path)}: {name!r} "))
-    given = "" if name == MATRIX else f", fields=[{name!r}]"
+    data = repr(printable(path))
+    data = data if name == MATRIX else f"h5chunk.ChunkDataset({data}, fields=[{name!r}])"
     verdict = (
-        f"its rows are samples as they are: h5chunk.ChunkLoader({printable(path)!r}, batch_size{given}); "
+        f"its rows are samples as they are: h5chunk.ChunkLoader({data}, batch_size); "
         "h5chunk convert makes a file of it that is shuffled, and smaller where values are counts"
     )
     return ForeignMatrix(name, found.num_rows, found.num_columns, *about, verdict)

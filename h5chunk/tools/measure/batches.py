@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
 from h5chunk.feed.dataset import ChunkDataset, Fields
-from h5chunk.feed.device import free_bytes
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.room import RESIDENT_SHARE
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.line import Picks
 from h5chunk.plan.order import Order
@@ -144,18 +143,9 @@ def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: 
     """
     with warnings.catch_warnings():  # why HDF5 reads is said in the report
         warnings.simplefilter("ignore")
-        loader = ChunkLoader(
-            dataset,
-            order.batch_size,
-            window_chunks=order.window_chunks,
-            device=device,
-            **{"resident": False, **options},
-        )
-    loader._order, read_ahead = order, 0
-    if not loader.resident:
-        loader._plan = loader._room.plan_windows(order, echo=1, least_chunks=None)
-        read_ahead = loader._plan.num_slots * loader._plan.window_samples
-    return Epochs(loader, device, read_ahead, loader.close)
+        sampler = ChunkSampler.of_order(dataset, order)
+        loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
+    return Epochs(loader, device, loader.read_ahead_samples, loader.close)
 
 
 def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Epochs:
@@ -166,9 +156,7 @@ def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Ep
     FileError, FieldError, OptionError
         As `ChunkDataset` and `ChunkSampler`.
     """
-    sampler = ChunkSampler(dataset, order.batch_size, window_chunks=order.window_chunks)
-    sampler._order = dataset._order = order
-    dataset._cache_known = None
+    sampler = ChunkSampler.of_order(dataset, order)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         epochs = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)

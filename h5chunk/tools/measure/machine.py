@@ -140,7 +140,7 @@ class DeviceCopy:
     def __init__(self, device: str) -> None:
         import torch
 
-        from h5chunk.feed.device import PinnedMemory
+        from h5chunk.feed.slots import PinnedMemory
 
         self._device = torch.device(device)
         self._synchronize = torch.cuda.synchronize
@@ -176,7 +176,7 @@ def describe_device(device: str) -> str:
     """
     import torch
 
-    from h5chunk.feed.device import find_device
+    from h5chunk.feed.budget import find_device
 
     found = find_device(device)
     return "cpu" if found.type == "cpu" else f"{device} ({torch.cuda.get_device_name(found)})"

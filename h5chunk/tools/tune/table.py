@@ -141,9 +141,9 @@ def _code(path: str, setting: Setting, batch_size: int, window_chunks: int | Non
     """The line of Python that feeds training."""
     name = f'"{path}"' if path.isprintable() and not {'"', "\\"} & set(path) else repr(path)
     window = "" if window_chunks is None else f", window_chunks={window_chunks}"
+    if setting.way == LOADER and not window:
+        return f"h5chunk.ChunkLoader({name}, {batch_size})"
+    data, sampler = f"data = h5chunk.ChunkDataset({name})", f"h5chunk.ChunkSampler(data, {batch_size}{window})"
     if setting.way == LOADER:
-        return f"h5chunk.ChunkLoader({name}, {batch_size}{window})"
-    return (
-        f"data = h5chunk.ChunkDataset({name}); DataLoader(data, batch_sampler=h5chunk.ChunkSampler(data, {batch_size}"
-        f"{window}), num_workers={setting.num_workers})"
-    )
+        return f"{data}; h5chunk.ChunkLoader(data, sampler={sampler})"
+    return f"{data}; DataLoader(data, batch_sampler={sampler}, num_workers={setting.num_workers})"

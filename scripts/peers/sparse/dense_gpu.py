@@ -11,10 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from h5chunk.feed.dense import DenseKernel
-from h5chunk.feed.entries import NUM_CODES, Entries, Rule, entries_of, scatter
-from h5chunk.feed.rowconvert import make_csr
-from h5chunk.feed.spaces import CsrRows, Numbers
+from h5chunk.transforms.compiled import DenseKernel
+from h5chunk.transforms.csr import (
+    NUM_CODES,
+    CsrRows,
+    Entries,
+    Numbers,
+    ValueRule,
+    entries_of,
+    make_csr,
+    scatter,
+)
+from h5chunk.transforms.rows import L2
 from peers.sparse.matrix import Source
 
 Make = Callable[[int], torch.Tensor]  # batch i, or some batches at once
@@ -29,16 +37,16 @@ class Way(NamedTuple):
     by_host: bool = False
 
 
-def our_dense(kernel: DenseKernel | None, rows: CsrRows, rule: Rule, out: torch.Tensor) -> torch.Tensor:
+def our_dense(kernel: DenseKernel | None, rows: CsrRows, rule: ValueRule, out: torch.Tensor) -> torch.Tensor:
     """What the loader does: its kernel, or torch where there is none."""
     if kernel is None or not kernel(rows, out):
         scatter(out, entries_of(rows, rule, out.shape[1]))
     return out
 
 
-def rule_of(dtype: torch.dtype, l2: bool = False) -> Rule:
+def rule_of(dtype: torch.dtype, l2: bool = False) -> ValueRule:
     """As the loader has it for codes that are values."""
-    return Rule(np.arange(NUM_CODES, dtype=np.float32), None, 1.0, l2, dtype)
+    return ValueRule(np.arange(NUM_CODES, dtype=np.float32), None, 1.0, (L2(),) if l2 else (), dtype)
 
 
 class Case:
@@ -77,18 +85,18 @@ class Case:
         start = number * together % (self.num_batches - together + 1) * self.batch_size
         return slice(start, start + together * self.batch_size)
 
-    def kernel(self, rows: CsrRows, rule: Rule) -> DenseKernel | None:
+    def kernel(self, rows: CsrRows, rule: ValueRule) -> DenseKernel | None:
         """Compiled for such rows; None where there is none."""
         if not DenseKernel.suits(self.device, rule.dtype):
             return None
         starts, values = np.array([0, 1]), None if rows.values is None else rows.values[:1]
         like = CsrRows(torch.from_numpy(starts).to(self.device), starts, rows.indices[:1], values)
-        kernel = DenseKernel(lambda: like, self.num_columns, rule)
+        kernel = DenseKernel(lambda: like, self.num_columns, rule, l2=bool(rule.steps))
         if not kernel.wait():
             raise RuntimeError("the kernel could not be compiled")
         return kernel
 
-    def check(self, name: str, made: torch.Tensor, rows: CsrRows, rule: Rule) -> None:
+    def check(self, name: str, made: torch.Tensor, rows: CsrRows, rule: ValueRule) -> None:
         """Raise unless a batch is what the host makes of the same rows, which lie on the device."""
         values = None if rows.values is None else self.host.values
         numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
@@ -96,7 +104,7 @@ class Case:
         same = CsrRows(*arrays).take(Numbers(numbers, torch.from_numpy(numbers)))
         expected = torch.empty(made.shape, dtype=rule.dtype)
         scatter(expected, entries_of(same, rule, self.num_columns))
-        if not torch.allclose(made.cpu(), expected, rtol=1e-6 if rule.l2 else 0, atol=0):
+        if not torch.allclose(made.cpu(), expected, rtol=1e-6 if rule.steps else 0, atol=0):
             raise RuntimeError(f"{name}: a batch is wrong")
 
 
@@ -145,7 +153,7 @@ def other_ways(case: Case) -> dict[str, Way]:
     return {"fill_": fill, "zero_": Way(lambda number: case.out(number).zero_()), **ways}
 
 
-def indexing(case: Case, rule: Rule) -> Make:
+def indexing(case: Case, rule: ValueRule) -> Make:
     """zero_, and values put at positions that are made of what is stored."""
 
     def make(number: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 import h5chunk
 from h5chunk.store.write.csr import write_csr
+from h5chunk.transforms import Csr, Dense
 from peers import REUSED
 from peers.sparse import CSR, DENSE
 from peers.sparse.matrix import Source
@@ -22,6 +23,8 @@ def write(source: Source, path: Path) -> None:
 
 
 TRIED = dict.fromkeys((CSR, DENSE), ({}, {"num_threads": 1}, {"memory": REUSED}, {"resident": True}))
+
+LAYOUTS = {CSR: Csr(), DENSE: Dense()}
 
 
 class Contender:
@@ -39,7 +42,7 @@ class Contender:
         **options: Any,
     ) -> None:
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        options |= {"sparse": form, "dtype": torch.float32, "resident": resident, "reuse": memory == REUSED}
+        options |= {"transforms": [LAYOUTS[form]], "resident": resident, "reuse": memory == REUSED}
         self.loader = h5chunk.ChunkLoader(path, batch_size, seed=source.seed, **options)
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of a matrix for one process of a `ChunkDataset`: read when asked for, converted into memory that is given."""
+"""Rows of a matrix in one process of a `ChunkDataset`: read when asked for, and converted into memory that is given."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from h5chunk.feed.entries import entries_of, scatter
-from h5chunk.feed.memory import Assemble
-from h5chunk.feed.rowconvert import RowConvert, make_csr
-from h5chunk.feed.spaces import ArrayShape, CsrRows, matrix_space
+from h5chunk.feed.matrix_layout import matrix_layout
+from h5chunk.feed.shared_memory import Assemble
+from h5chunk.feed.slots import ArrayShape
 from h5chunk.store.format import opened
 from h5chunk.store.read.csrrows import CsrField
 from h5chunk.store.read.decoded import NotDirect
@@ -23,12 +22,14 @@ from h5chunk.store.read.filesdirect import close_descriptors, files_fields, open
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
+from h5chunk.transforms.rows import RowConverter
 
 Tensors = Sequence[torch.Tensor]
 
 
 class Loaded(NamedTuple):
-    """Samples of a field that were read: the tensors that they take, and what puts them there."""
+    """Samples of a field that were read: the tensors that they take, and the function that fills those."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
@@ -53,10 +54,10 @@ class MatrixRows:
     Parameters
     ----------
     reader : H5Reader
-    convert : RowConvert
+    convert : RowConverter
     """
 
-    def __init__(self, reader: H5Reader, convert: RowConvert) -> None:
+    def __init__(self, reader: H5Reader, convert: RowConverter) -> None:
         self._reader, self._convert = reader, convert
         self._file: _OpenFile | None = None
 
@@ -80,12 +81,12 @@ class MatrixRows:
             stored = np.empty((len(rows), *first.sample_shape), first.dtype)
             self._reader.read(first.name, rows, stored)
             made = convert(torch.from_numpy(stored), keep=True)
-            return Loaded(dense, lambda tensors: _copy((made,), tensors))
+            return Loaded(dense, lambda tensors: copy_all((made,), tensors))
         entries = entries_of(self._read(rows), convert.rule, convert.num_columns)
         if not convert.makes_csr:
             return Loaded(dense, lambda tensors: scatter(tensors[0], entries))
         parts = entries.starts, entries.columns, entries.values
-        return Loaded([(tuple(part.shape), part.dtype) for part in parts], lambda tensors: _copy(parts, tensors))
+        return Loaded([(tuple(part.shape), part.dtype) for part in parts], lambda tensors: copy_all(parts, tensors))
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
@@ -96,9 +97,9 @@ class MatrixRows:
             self._file = _OpenFile(self._reader)
         file, matrix = self._file, self._reader.matrix
         assert matrix is not None
-        window = file.space.window(rows)
+        window = file.layout.window(rows)
         arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
-        room = window.room(arrays)
+        room = window.destination(arrays)
         if file.direct is None:
             self._reader.read(matrix.name, rows, room)
         else:
@@ -121,7 +122,7 @@ class _OpenFile:
         matrix = reader.matrix
         assert matrix is not None
         self.process = os.getpid()
-        self.space = matrix_space(reader, matrix)
+        self.layout = matrix_layout(reader, matrix)
         self.direct: CsrField | None = _plain_field(reader, matrix)
         self.descriptor = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self.descriptor)
@@ -138,6 +139,7 @@ def _plain_field(reader: H5Reader, matrix: MatrixField) -> CsrField | None:
     return field if field is not None and field.is_plain else None
 
 
-def _copy(parts: Tensors, tensors: Tensors) -> None:
+def copy_all(parts: Tensors, tensors: Tensors) -> None:
+    """Copy each tensor to the one in its place."""
     for part, tensor in zip(parts, tensors, strict=True):
         tensor.copy_(part)

@@ -1,8 +1,8 @@
-"""Bytes to normalised floats in one kernel of Triton, which PyTorch brings along for NVIDIA's GPUs on Linux.
+"""Kernels of Triton, which PyTorch brings along for NVIDIA GPUs on Linux, and their compilation in a thread.
 
-torch.addcmul does the same in one kernel too, with the same bits, but takes five times as long where the types differ
-(scripts/LOG.md). It does so until Triton is imported and has compiled, which takes a second, in a thread; and for good
-where that fails: without a C compiler, say, or a folder to cache in.
+Until Triton is imported and has compiled, which takes a second, and for good where that fails (without a C compiler,
+say, or a folder to cache in), the operations of torch that give the same values are used: they take several times as
+long (scripts/LOG.md).
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
+
+from h5chunk.transforms.csr import CsrRows, Numbers, ValueRule
 
 FEWEST_NUMBERS = 4 << 20  # of a batch; with fewer, launching it takes longer than torch.addcmul; scripts/LOG.md
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # of a program; 512 to 2048 made no difference
+BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries and numbers of a program at a time; scripts/LOG.md
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -77,7 +81,7 @@ class FusedKernel:
         return self._compiling.wait()
 
     def _first_launch(self) -> Any:
-        from h5chunk.feed.kernels import scale_and_shift as kernel
+        from h5chunk.transforms.kernels import scale_and_shift as kernel
 
         image = torch.ones(1, 1, 16, dtype=torch.uint8, device=self._scale.device)
         self._launch(kernel, image, torch.empty(1, 1, 16, device=self._scale.device), self._scale, self._shift)
@@ -112,3 +116,83 @@ class FusedKernel:
         strides = (*source.stride()[1:], *out.stride()[1:])
         with torch.cuda.device(source.device):
             kernel[(programs,)](source, out, scale, shift, pixels, *strides, channels, padded, PIXELS, num_warps=4)
+
+
+class DenseKernel:
+    """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` of each entry e of row i, and zero elsewhere.
+
+    Each program clears one row and scatters its entries, so that a batch is written once, and little more than once:
+    plain indexing writes it, then handles positions of 8 bytes for entries of 3, in kernels of their own.
+
+    Parameters
+    ----------
+    like : callable
+        Gives a `CsrRows` of one row on the device, of the types that will come.
+    num_columns : int
+    rule : ValueRule
+        Without steps, but for those that ``l2`` stands for.
+    l2 : bool
+        Divide each row by its Euclidean length.
+    """
+
+    def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:
+        self._num_columns, self._rule, self._l2 = num_columns, rule, l2
+        self._table: torch.Tensor | None = None
+
+        def first_launch() -> Any:
+            from h5chunk.transforms.kernels import make_rows_dense as kernel
+
+            rows, zero = like(), np.zeros(1, np.int64)
+            device = rows.starts.device
+            if rows.values is not None and rule.table is not None:
+                self._table = torch.from_numpy(rule.table).to(device)
+            out = torch.empty(1, num_columns, dtype=rule.dtype, device=device)
+            self._launch(kernel, rows, out)
+            self._launch(kernel, rows.take(Numbers(zero, torch.from_numpy(zero).to(device))), out)
+            return kernel
+
+        self._compiling = Compiling(first_launch)
+        if l2:  # sums in another order would give other last bits
+            self._compiling.wait()
+
+    @staticmethod
+    def suits(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it is made for such numbers."""
+        return device.type == "cuda" and dtype in DTYPES
+
+    def wait(self) -> bool:
+        """Wait until it is compiled or has failed, and say whether it can be used."""
+        return self._compiling.wait()
+
+    def __call__(self, rows: CsrRows, out: torch.Tensor) -> bool:
+        """Fill ``out``, (rows, columns), unless the kernel is not compiled yet; says whether it is done."""
+        if self._compiling.kernel is None:
+            return False
+        if len(rows):
+            self._launch(self._compiling.kernel, rows, out)
+        return True
+
+    def _launch(self, kernel: Any, rows: CsrRows, out: torch.Tensor) -> None:
+        numbers = rows.starts if rows.numbers is None else rows.numbers.there
+        values = rows.indices if rows.values is None else rows.values
+        with torch.cuda.device(out.device):
+            kernel[(len(rows),)](
+                rows.starts,
+                rows.indices,
+                values,
+                rows.starts if self._table is None else self._table,
+                numbers,
+                out,
+                rows.first,
+                self._num_columns,
+                float(self._rule.least or 0),
+                self._rule.constant,
+                has_numbers=rows.numbers is not None,
+                has_values=rows.values is not None,
+                has_table=self._table is not None,
+                binarize=self._rule.least is not None,
+                l2=self._l2,
+                block=BLOCK,
+                zeros=ZEROS,
+                num_warps=NUM_WARPS,
+            )

@@ -1,17 +1,16 @@
-"""The order in which a file is visited: one place for its defaults, so that all who read a file agree."""
+"""The order in which samplers and loaders visit a file: one place for its defaults."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import OptionError
-from h5chunk.feed.ranks import ALONE, Ranks
+from h5chunk.feed.epoch import Ranks
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_interleave, choose_window_chunks
 from h5chunk.plan.line import Picks
@@ -21,9 +20,6 @@ from h5chunk.plan.sparse import bounded_window, fullest_chunks
 from h5chunk.store.read.files import chunk_starts
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.sidecar import read_recommendation
-
-if TYPE_CHECKING:
-    from h5chunk.feed.dataset import ChunkDataset
 
 
 def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
@@ -69,7 +65,7 @@ def make_order(
     window_chunks: int | None,
     drop_last: bool,
     interleave: int | None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
     pad: bool = False,
     picks: Drawn | None = None,
 ) -> Order:
@@ -104,9 +100,9 @@ def make_order(
 
 
 def make_picks(
-    reader: H5Reader, samples: np.ndarray | None, weights: Any, *, positions: bool, values: Callable[[str], np.ndarray]
+    reader: H5Reader, samples: np.ndarray | None, weights: Any, values: Callable[[str], np.ndarray]
 ) -> Drawn | None:
-    """What an epoch visits, if not all samples of equal chunks once.
+    """The samples that an epoch visits, by their positions in the subset; None: all samples of equal chunks, once.
 
     Parameters
     ----------
@@ -115,8 +111,6 @@ def make_picks(
         A subset, ascending.
     weights : array, str or None
         Of each sample of it; or a field whose values shall be equally likely.
-    positions : bool
-        Whether samples are to be numbered as in the subset, not as in the file.
     values : callable
         Gives the values of a field.
 
@@ -129,48 +123,17 @@ def make_picks(
     if samples is None and weights is None:
         return None if starts is None else Picks(starts)
     rows = np.arange(reader.num_samples) if samples is None else samples
-    numbers = None if positions else samples
     chunks = rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
     if weights is None:
-        return Picks(Picks.of(chunks, 1).starts, numbers)
+        return Picks(Picks.of(chunks, 1).starts)
     if not len(rows):
         raise OptionError("weights are given, but there are no samples to draw")
     given = balanced_weights(values(weights)) if isinstance(weights, str) else check_weights(weights, len(rows))
-    return WeightedPicks.of(given, chunks, numbers, len(rows))
+    return WeightedPicks.of(given, chunks, None, len(rows))
 
 
-class DataIdentity:
-    """Gives a number for the samples that are visited, and how often: of a saved state, to know them again.
-
-    Parameters
-    ----------
-    dataset : ChunkDataset
-    weights : array, str or None
-    echo : float or "auto"
-
-    Raises
-    ------
-    OptionError
-        When called: with an echo there is no state, as it does not say how far a window has been trained.
-    """
-
-    def __init__(self, dataset: ChunkDataset, weights: Any, echo: float | str = 1) -> None:
-        self._dataset, self._weights, self._echo = dataset, weights, echo
-        self._found: int | None = None
-
-    def __call__(self) -> int:
-        if self._echo != 1:
-            raise OptionError(
-                f"echo is {self._echo!r}: the state of a loader that echoes cannot be saved, nor loaded: use echo=1"
-            )
-        if self._found is None:  # it takes the time of all samples of a subset, and loops save a state each batch
-            self._found = self._number()
-        return self._found
-
-    def _number(self) -> int:
-        found = self._dataset.fingerprint
-        if self._weights is None:
-            return found
-        weights = self._weights
-        given = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
-        return zlib.crc32(given, found)
+def in_file(order: Order, samples: np.ndarray | None) -> Order:
+    """An order of the positions of a subset as an order of its samples' numbers in the file."""
+    if samples is None:
+        return order
+    return replace(order, picks=replace(order.picks, samples=samples))  # type: ignore[type-var]

@@ -54,7 +54,7 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
     block: tl.constexpr,
     zeros: tl.constexpr,
 ):
-    """One row of a sparse matrix: cleared, then its entries. See `h5chunk.feed.dense.DenseKernel`."""
+    """One row of a sparse matrix: cleared, then its entries. See `h5chunk.transforms.compiled.DenseKernel`."""
     place = tl.program_id(0).to(tl.int64)
     row = first + place
     if has_numbers:

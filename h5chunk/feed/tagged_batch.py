@@ -1,4 +1,4 @@
-"""Batches of sample numbers that know which samples were numbered, as the same numbers mean others in another part."""
+"""Batches of sample numbers, tagged with their data set: in another part the same numbers mean other samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbering = tuple[int, int]  # how many samples there are, and a checksum of whi
 
 
 def numbering_of(num_samples: int, samples: np.ndarray | None) -> Numbering:
-    """What tells the numbers of one part of a file from those of another.
+    """Tell the numbers of one part of a file from those of another.
 
     Parameters
     ----------
@@ -28,24 +28,29 @@ def numbering_of(num_samples: int, samples: np.ndarray | None) -> Numbering:
     return len(samples), zlib.crc32(samples.tobytes())
 
 
-class DrawnBatch(list[int]):
-    """A batch that a sampler drew: a list, with the numbering that it is of."""
+class TaggedBatch(list[int]):
+    """A batch of sample numbers: a list, tagged with the numbering that it is of."""
 
     def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None) -> None:
         super().__init__(numbers)
         self.numbering = numbering
 
 
-def check_drawn(indices: Any, numbering: Numbering) -> None:
-    """Raise OptionError if a sampler drew these for other samples than those that are to be read.
+def check_batch(indices: Any, numbering: Numbering) -> None:
+    """Raise OptionError if a sampler drew these for other samples than those that are to be read."""
+    if isinstance(indices, TaggedBatch) and indices.numbering is not None:
+        check_numbering(indices.numbering, numbering)
 
-    Other files of as many samples are let pass: they may hold other fields of the same ones.
+
+def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
+    """Raise OptionError if two numberings differ.
+
+    Other files of as many samples are let pass: they may hold other fields of the same samples.
     """
-    drawn = indices.numbering if isinstance(indices, DrawnBatch) else None
-    if drawn is None or drawn == numbering:
+    if drawn == numbering:
         return
     here = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
     raise OptionError(
         f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {here}: give the "
-        "DataLoader the data set, or the part of one, that the ChunkSampler was made with"
+        "loader the data set, or the part of one, that the ChunkSampler was made with"
     )

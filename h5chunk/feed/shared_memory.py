@@ -1,68 +1,20 @@
-"""Memory for batches: used again where that is safe, shared with the main process where a worker reads.
-
-Touching memory for the first time costs several times the copy into it (scripts/LOG.md has the figures), so that a
-loop that takes a fresh batch of 38 MB each time spends most of its time in page faults.
-"""
+"""Memory for batches that a DataLoader's worker shares with the main process."""
 
 from __future__ import annotations
 
 import math
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
-KEPT = 2  # free buffers to keep: a loop holds one batch while the next is read
 FLAG_BYTES = 64  # at the end of a shared buffer: fields start at multiples of it
-REUSED_BYTES = 1 << 20  # smaller ones are left to malloc, which keeps their memory itself
 
 
 Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each tensor
 Assemble = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
-
-
-class BatchMemory:
-    """Gives tensors whose memory returns here when the last reference to it is gone.
-
-    A tensor, all its views and everything that shares its storage keep the memory: it is never used twice at a time.
-    Buffers are NumPy's, which asks the system for huge pages. The last reference may go in any thread, or in the
-    middle of a call here (the garbage collector's), so that free buffers come and go in steps that cannot be divided.
-
-    Parameters
-    ----------
-    keep : int
-        Free buffers to keep.
-    """
-
-    def __init__(self, keep: int = KEPT) -> None:
-        self._free: deque[np.ndarray] = deque(maxlen=keep)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < REUSED_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        buffer = self._take(num_bytes)
-        owned = buffer[:num_bytes]
-        weakref.finalize(owned, self._free.append, buffer).atexit = False
-        return torch.from_numpy(owned).view(dtype).view(shape)
-
-    def _take(self, num_bytes: int) -> np.ndarray:
-        for _ in range(len(self._free)):
-            try:
-                buffer = self._free.pop()
-            except IndexError:  # another thread took the last one
-                break
-            if num_bytes <= buffer.nbytes <= 2 * num_bytes:
-                return buffer
-            self._free.appendleft(buffer)
-        return np.empty(num_bytes, np.uint8)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return BatchMemory, (self._free.maxlen,)  # memory stays in its process
 
 
 class SharedMemory:

@@ -1,0 +1,325 @@
+"""What a loader streams or keeps on the device, and within which memory."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5chunk.errors import FieldError, OptionError, printable
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.read_pool import Direct, is_kept_whole
+from h5chunk.feed.resident import LOADING_SLOTS
+from h5chunk.feed.slots import KEPT, FieldLayout, slot_bytes, torch_dtype
+from h5chunk.feed.stream import DataSource
+from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.order import Order
+from h5chunk.plan.picks import WeightedPicks
+from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
+from h5chunk.store.format import opened
+from h5chunk.store.guard.checksums import OFF, PIECE_BYTES
+from h5chunk.store.read.amplification import NOTABLE, read_amplification
+from h5chunk.store.read.csrrows import CsrField
+from h5chunk.store.read.direct import NotDirect, direct_field
+from h5chunk.store.read.files import cache_bytes
+from h5chunk.store.read.filesdirect import files_fields
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.reader import H5Reader, model_cache
+from h5chunk.store.write.fill import available_cores
+from h5chunk.transforms import Converter
+
+LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
+RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
+MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
+DECODING_BYTES = 1 << 30  # that threads decode in, unless their number is given
+
+
+def make_source(
+    dataset: ChunkDataset,
+    order: Order,
+    *,
+    reader: str,
+    device: torch.device,
+    num_threads: int | None,
+    timeout_s: float | None,
+) -> DataSource:
+    """The fields of a data set on their way to a device.
+
+    Parameters
+    ----------
+    dataset : ChunkDataset
+    order : Order
+        Of the samples in the file.
+    reader : {"auto", "direct", "mapped", "h5py"}
+    device : torch.device
+    num_threads : int, optional
+        Default: one per core, at most 10, and no more than decode chunks in 1 GiB together.
+    timeout_s : float, optional
+
+    Raises
+    ------
+    FieldError
+        A field holds strings, or numbers that torch does not have.
+    OptionError
+        ``reader="direct"`` or ``"mapped"`` is not possible.
+    """
+    h5reader = dataset.new_reader()
+    counts = _counts(dataset, order)
+    lanes = order.lanes // order.world_size
+    numbered = dataset.numbered_fields
+    layouts = {
+        name: FieldLayout((), torch.int64) if name in numbered else _layout(h5reader, name, counts, lanes)
+        for name in dataset.fields
+    }
+    direct, why = _direct_fields(h5reader, reader)
+    threads = num_threads or _default_threads(direct)
+    return DataSource(h5reader, direct, why, numbered, layouts, device, threads, reader == "mapped", timeout_s)
+
+
+def _default_threads(fields: Mapping[str, Direct]) -> int:
+    """One per core, but no more than what they decode in together allows."""
+    thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in fields.values())
+    return max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
+
+
+def _counts(dataset: ChunkDataset, order: Order) -> np.ndarray | None:
+    """How often each sample of the file may come in an epoch: (n,) int64; None: all samples once."""
+    if order.picks is None and not order.pad:
+        return None
+    most = order.picks.most if isinstance(order.picks, WeightedPicks) else 1
+    counts = np.zeros(dataset.num_file_samples, np.int64)
+    counts[slice(None) if dataset.is_whole else dataset.samples] = most
+    if order.pad:  # a short lane begins again, and perhaps again
+        counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
+    return counts
+
+
+def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
+    field = reader.fields[name]
+    dtype = torch_dtype(field.dtype, name)
+    if dtype is None:
+        raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
+    if not isinstance(field, MatrixField):
+        return FieldLayout(field.sample_shape, dtype)
+    from h5chunk.feed.matrix_layout import matrix_layout
+
+    return matrix_layout(reader, field, counts, lanes)
+
+
+def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], dict[str, str]]:
+    """The fields that can be read by byte ranges, and why the others cannot."""
+    if how == "h5py":
+        return {}, dict.fromkeys(reader.fields, "asked for")
+    direct, why = _by_ranges(reader)
+    if how == "mapped":
+        why |= {name: reason for name, field in direct.items() if (reason := _not_mapped(field))}
+    if why and how != "auto":
+        name, reason = next(iter(why.items()))
+        verb = "mapped" if how == "mapped" else "read directly"
+        raise OptionError(f"field {name!r} cannot be {verb}: {reason}: use reader='auto' or 'h5py'")
+    for name, reason in why.items():
+        warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
+    return direct, why
+
+
+def _not_mapped(field: Direct) -> str:
+    """Why a field cannot be read out of mapped memory; empty if it can."""
+    if isinstance(field, CsrField):
+        return "it is a sparse matrix, whose rows are read by byte ranges"
+    return "" if field.is_one_run else "it is compressed, or its chunks do not lie one behind the other"
+
+
+def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:
+    if isinstance(reader, FileSet):
+        found, not_found = files_fields(reader)
+        return {**found}, dict(not_found)
+    direct: dict[str, Direct] = {}
+    why: dict[str, str] = {}
+    with opened(reader.path) as file:
+        for name, field in reader.fields.items():
+            try:
+                if isinstance(field, MatrixField):
+                    direct[name] = CsrField(reader.path, file, field, reader.indptr, reader.sums)
+                else:
+                    direct[name] = direct_field(reader.path, file, field, reader.sums)
+            except NotDirect as error:
+                why[name] = str(error)
+    return direct, why
+
+
+def epoch_amplification(source: DataSource, order: Order) -> float:
+    """Bytes that the order's epoch reads, on all ranks, over those of its samples; but for small fields."""
+    rows = None if order.picks is None else order.picks.drawn(order.seed, order.epoch).samples
+    kept = [name for name, field in source.direct.items() if is_kept_whole(field)]
+    return read_amplification(source.reader, rows, source.direct, kept)
+
+
+class MemoryBudget:
+    """The memory that a loader may take, and what fits there.
+
+    Parameters
+    ----------
+    source : DataSource
+    converters : sequence of Converter
+        Of each field.
+    memory_bytes : int, optional
+        Upper limit on host plus device memory.
+    reuse : bool
+        On the CPU, a batch is valid until the next one.
+    """
+
+    def __init__(
+        self, source: DataSource, converters: Sequence[Converter], memory_bytes: int | None, *, reuse: bool
+    ) -> None:
+        self._source, self._memory_bytes, self._reuse = source, memory_bytes, reuse
+        self._on_cpu = source.device.type == "cpu"
+        self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
+
+    def plan_windows(self, order: Order, *, least_chunks: int | None) -> SlotPlan:
+        """The number of windows under way, and the order, whose windows may be made smaller for it.
+
+        Raises
+        ------
+        OptionError
+            They do not fit.
+        """
+        return plan_slots(
+            order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
+        )
+
+    def _window_bytes(self, num_samples: int) -> int:
+        """The bytes of a window: on the host and, if that is a GPU, on the device."""
+        return (1 if self._on_cpu else 2) * slot_bytes(self._source.layouts, num_samples)
+
+    def _beside_windows(self, order: Order) -> int:
+        """Memory that streaming in this order takes beside the windows."""
+        total = self._reading_bytes(order)
+        if self._on_cpu and not self._reuse:  # windows that were given back and wait to be used again
+            total += KEPT * self._window_bytes(largest_window(order))
+        if self._on_cpu:
+            total += (KEPT + 1) * order.batch_size * self._converted_bytes
+        return total
+
+    def _reading_bytes(self, order: Order) -> int:
+        """Memory for small fields, for what HDF5 caches, and for decoding compressed chunks."""
+        source = self._source
+        total = sum(
+            field.num_bytes if is_kept_whole(field) else field.scratch_bytes(source.num_threads)
+            for field in source.direct.values()
+        )
+        if source.why:
+            total += cache_bytes(source.reader, hdf5_cache(source, order))
+        if source.reader.matrix is not None:
+            copies = 2 if isinstance(source.reader, FileSet) else 1  # that of each file, too
+            total += source.reader.indptr.nbytes * copies
+        if source.reader.checksums != OFF:
+            total += source.num_threads * PIECE_BYTES
+        return total
+
+    def fits_device(self, wanted: bool | str, order: Order) -> bool:
+        """Whether all data shall stay on the device.
+
+        Raises
+        ------
+        OptionError
+            It shall, but does not fit.
+        """
+        if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
+            return False
+        held = self._resident_bytes
+        loading = LOADING_SLOTS * self._window_bytes(self.loading_samples(order))
+        needed, limit = held + loading + self._reading_bytes(order), self._limit(wanted)
+        if wanted is True and needed > limit:
+            raise OptionError(
+                f"resident=True needs {needed} bytes, {held} of them for the data, and there is room for {limit}: "
+                "raise memory_bytes, or leave resident out"
+            )
+        return needed <= limit
+
+    @property
+    def _resident_bytes(self) -> int:
+        layouts, num_samples = self._source.layouts, self._source.reader.num_samples
+        return sum(layout.all_bytes(num_samples) for layout in layouts.values())
+
+    def _limit(self, wanted: bool | str) -> float:
+        """Bytes that resident data may take."""
+        limit = math.inf if self._memory_bytes is None else self._memory_bytes
+        if self._on_cpu:
+            return limit
+        free = free_bytes(self._source.device)
+        return min(limit, free // RESIDENT_SHARE if wanted == "auto" and self._memory_bytes is None else free)
+
+    def loading_samples(self, order: Order) -> int:
+        """The samples of each piece in which resident data is read."""
+        sample_bytes = sum(layout.sample_bytes for layout in self._source.layouts.values())
+        return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
+
+    def describe(self, order: Order, plan: SlotPlan | None) -> str:
+        """The memory in words; without a plan the data stays on the device."""
+        if plan is None:
+            return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
+        num_batches, held = -(-plan.window_samples // order.batch_size), human_bytes(plan.num_bytes)
+        return f"windows of {num_batches} batches, {plan.num_slots} under way ({held})"
+
+
+def hdf5_cache(source: DataSource, order: Order) -> Any:
+    """The chunk cache with which HDF5 reads each chunk of an order once."""
+    return model_cache(source.reader, order.open_chunks, order.cache_w0)
+
+
+def describe_source(source: DataSource, order: Order) -> str:
+    """How the fields are read, in words."""
+    times = epoch_amplification(source, order)
+    beside = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
+    ways = ((name, "h5py" if name in source.why else "direct") for name in source.reader.fields)
+    return f"{beside}{source.num_threads} threads; " + ", ".join(f"{name}: {way}" for name, way in ways)
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device that a user names.
+
+    Raises
+    ------
+    OptionError
+        It is no CPU or CUDA device, or not there.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device is {device!r}: give cpu or cuda: {str(error).splitlines()[0]}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise OptionError(f"device is {device!r}: give cpu or cuda")
+    if found.type == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
+    if (found.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"device is {device!r} but torch finds {torch.cuda.device_count()}: give a smaller number")
+    return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that nobody has taken."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def check_arguments(
+    reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None, timeout: float
+) -> None:
+    """Raise OptionError for arguments of a loader that are invalid whatever the file."""
+    if reader not in ("auto", "direct", "mapped", "h5py"):
+        raise OptionError(f"reader is {reader!r}: give auto, direct, mapped or h5py")
+    if not isinstance(resident, bool) and resident != "auto":
+        raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
+    for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
+        ):
+            raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+        raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait for ever")

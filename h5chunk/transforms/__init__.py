@@ -1,0 +1,153 @@
+"""Transforms of batches: what becomes of the values of a field on their way to the network.
+
+A transform is any callable that takes the batch of a field and returns it changed: one of this module, one of
+torchvision's ``v2``, a function. A list of them is applied in order, on the device of the batch::
+
+    from h5chunk.transforms import Normalize, ToDtype
+
+    ChunkLoader("photos.h5", 256, transforms=[Normalize(mean, std), ToDtype(torch.bfloat16, channels_last=True)])
+    ChunkLoader("photos.h5", 256, transforms=[v2.RandomHorizontalFlip(), Normalize(mean, std)])
+    ChunkLoader("cells.h5", 256, transforms={"X": [Log1p(10_000), Dense(torch.bfloat16)], "labels": [to_one_hot]})
+
+The transforms of this module are frozen dataclasses, and functions of a batch like any other. They are computed
+together, in one kernel and with one rounding at the end, where they are the first of a list: `Normalize` and `ToDtype`
+of images and other dense fields; `Binarize`, `L2`, `Log1p`, `Dense` and `Csr` of a matrix, whose rows stay sparse until
+they are on the device. Without transforms, images come as they are stored and rows of a matrix as dense float32.
+
+Random transforms are applied to a whole batch with one draw of their parameters, unless they draw for each sample
+themselves. What needs several fields at once, such as CutMix, is done in the training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from h5chunk.errors import OptionError
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis, leading_image_transforms
+from h5chunk.transforms.rows import (
+    L2,
+    ROW_TRANSFORMS,
+    Allocate,
+    Binarize,
+    Csr,
+    Dense,
+    Log1p,
+    RowConverter,
+    leading_row_transforms,
+)
+
+__all__ = ["L2", "Binarize", "Csr", "Dense", "Log1p", "Normalize", "ToDtype"]
+
+BATCH_TRANSFORMS = (Normalize, ToDtype, *ROW_TRANSFORMS)
+Transform = Callable[[Any], Any]
+Transforms = Sequence[Transform] | Mapping[str, Sequence[Transform]]
+
+
+class Converter(Protocol):
+    """Converts stored samples to batches: `ImageConverter` or `RowConverter`."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """The bytes of a converted sample."""
+
+    @property
+    def makes_csr(self) -> bool:
+        """Whether batches are CSR tensors."""
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether batches are what the file has."""
+
+    def prepare(self, device: torch.device, example: Any = None, /) -> None:
+        """Make ready for a device."""
+
+    def __call__(self, samples: Any, /, keep: bool) -> torch.Tensor:
+        """The batch; ``keep``: the input may be handed on as it is."""
+
+    def release(self) -> None:
+        """End the threads."""
+
+
+class Pipeline(NamedTuple):
+    """The transforms of a field: those that are computed together, and the others, in order."""
+
+    converter: Converter
+    others: tuple[Transform, ...]
+
+
+def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) -> dict[str, list[Transform]]:
+    """The transforms of each field, validated.
+
+    Raises
+    ------
+    OptionError
+        They are no list or dict, one is not callable, or a field is not there.
+    """
+    if transforms is None:
+        transforms = ()
+    if not isinstance(transforms, Mapping):
+        transforms = {fields[0]: transforms}
+    for name in transforms:
+        if name not in fields:
+            raise OptionError(f"transforms are of field {name!r}, but the fields are {', '.join(map(repr, fields))}")
+    return {name: check_transforms("transforms", transforms.get(name, ())) for name in fields}
+
+
+def check_transforms(name: str, transforms: Any) -> list[Transform]:
+    """A list of transforms; raises OptionError, with the name of the argument, where they are none."""
+    if isinstance(transforms, (str, bytes)) or not isinstance(transforms, Sequence):
+        raise OptionError(f"{name} is {transforms!r}: give a list of objects of h5chunk.transforms, or functions")
+    for transform in transforms:
+        if isinstance(transform, type) or not callable(transform):
+            raise OptionError(f"{name} has {transform!r}: give objects of h5chunk.transforms, or functions")
+    return list(transforms)
+
+
+def compile_transforms(
+    transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None, allocate: Allocate
+) -> Pipeline:
+    """The transforms of a field, the first ones as one conversion.
+
+    Parameters
+    ----------
+    transforms : sequence of callables
+    field : Field or MatrixField
+    stored : torch.dtype, optional
+        Of the file; not of a matrix.
+    allocate : callable
+        Gives host memory for batches.
+
+    Raises
+    ------
+    OptionError
+        They do not fit each other, or the field.
+    """
+    check_first(transforms, field, stored)
+    if field.scale is not None:
+        count = leading_row_transforms(transforms)
+        return Pipeline(RowConverter(transforms[:count], field, allocate), tuple(transforms[count:]))
+    assert stored is not None
+    axis = channel_axis(field.sample_shape, field.axes)
+    count = leading_image_transforms(transforms)
+    converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
+    return Pipeline(converter, tuple(transforms[count:]))
+
+
+def check_first(transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None) -> None:
+    """Raise OptionError if the first transform is for other fields; behind a function, batches may be anything."""
+    if not transforms:
+        return
+    first, remedy = transforms[0], ""
+    if field.scale is not None and isinstance(first, (Normalize, ToDtype)):
+        remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
+    elif field.scale is None and isinstance(first, (Dense, Csr)):
+        remedy = "is no matrix: use ToDtype"
+    elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:
+        remedy = f"is {stored}: put ToDtype(torch.float32) first"
+    if remedy:
+        raise OptionError(f"{first} does not fit: field {field.name!r} {remedy}")

@@ -1,0 +1,371 @@
+"""CSR batches: rows of a sparse matrix as they are stored, and arithmetic on their entries.
+
+On the host the arithmetic is NumPy's, because torch's threads wait for each other, which is slow where other work uses
+the cores. On a GPU it is torch's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+NUM_CODES = 256
+MAX_INT32 = (1 << 31) - 1
+DENSE_BYTES = 4 << 20  # of the part of a batch that one thread makes dense; scripts/LOG.md
+MapParts = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Numbers(NamedTuple):
+    """Sample numbers: on the host, and on the device that holds the samples."""
+
+    host: np.ndarray
+    there: torch.Tensor
+
+    def part(self, start: int, stop: int) -> Numbers:
+        """The numbers from ``start`` to ``stop``."""
+        return Numbers(self.host[start:stop], self.there[start:stop])
+
+
+class CsrRows:
+    """Rows of a matrix on one device: a range of the stored rows, or some of them by number.
+
+    Attributes
+    ----------
+    starts : (m + 1,) int64
+        Where each stored row begins in the entries.
+    host_starts : (m + 1,) int64 array
+        The same on the host.
+    indices, values : (entries,)
+        ``values`` is None for a pattern.
+    first : int
+        The first row of the range.
+    numbers : Numbers, optional
+        Which rows; None: all rows of the range.
+    """
+
+    def __init__(
+        self,
+        starts: torch.Tensor,
+        host_starts: np.ndarray,
+        indices: torch.Tensor,
+        values: torch.Tensor | None,
+        first: int = 0,
+        count: int | None = None,
+        numbers: Numbers | None = None,
+    ) -> None:
+        self.starts, self.host_starts = starts, host_starts
+        self.indices, self.values = indices, values
+        self.first, self.numbers = first, numbers
+        self._count = len(host_starts) - 1 if count is None else count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, rows: slice) -> CsrRows:
+        start, stop, _ = rows.indices(len(self))
+        numbers = None if self.numbers is None else self.numbers.part(start, stop)
+        first = self.first if numbers is not None else self.first + start
+        arrays = self.starts, self.host_starts, self.indices, self.values
+        return CsrRows(*arrays, first, max(0, stop - start), numbers)
+
+    def take(self, numbers: Numbers) -> CsrRows:
+        """Some of the stored rows, in this order; nothing is copied."""
+        arrays = self.starts, self.host_starts, self.indices, self.values
+        return CsrRows(*arrays, 0, len(numbers.host), numbers)
+
+    def to(self, device: torch.device) -> CsrRows:
+        """All stored rows on another device, whatever part of them this is."""
+        values = None if self.values is None else self.values.to(device)
+        return CsrRows(self.starts.to(device), self.host_starts, self.indices.to(device), values)
+
+
+class RowArithmetic(Protocol):
+    """What a transform of values needs to know of the rows that the values belong to."""
+
+    def log1p(self, values: Any) -> Any:
+        """The logarithm of 1 + value."""
+
+    def sums(self, values: Any) -> Any:
+        """The sum of each row."""
+
+    def lengths(self, values: Any) -> Any:
+        """The Euclidean length of each row."""
+
+    def scaled(self, values: Any, factors: Any) -> Any:
+        """The values of each row times the factor of the row."""
+
+    def reciprocal(self, sums: Any, otherwise: float) -> Any:
+        """1 / sum of each row, and ``otherwise`` where the sum is 0."""
+
+
+class ValueStep(Protocol):
+    """A transform that changes values and leaves zeros alone."""
+
+    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
+        """The changed values, of the same shape and dtype."""
+
+
+@dataclass(frozen=True)
+class ValueRule:
+    """What stored numbers become.
+
+    Attributes
+    ----------
+    table : (256,) array, or None
+        The value of each stored byte; None: the stored numbers are the values.
+    least : float or None
+        Values of at least this become 1, others 0. None where the table does that already.
+    constant : float
+        The value of every entry of a pattern.
+    steps : tuple of ValueStep
+        What is done with the values after that.
+    dtype : torch.dtype
+        Of the result.
+    """
+
+    table: np.ndarray | None
+    least: float | None
+    constant: float
+    steps: tuple[ValueStep, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def divisor(self) -> np.floating[Any] | None:
+        """The number that gives the table by one division, to the last bit; None if there is none."""
+        if self.table is None or not self.dtype.is_floating_point or not self.table[1]:
+            return None
+        divisor = (1 / self.table[1]).astype(self.table.dtype)
+        same = np.arange(NUM_CODES, dtype=self.table.dtype) / divisor == self.table
+        return divisor if same.all() else None
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        if self.dtype.is_floating_point and self.dtype != torch.float64:
+            return torch.float32
+        return self.dtype
+
+
+class Entries(NamedTuple):
+    """The entries of some rows, as tensors on one device.
+
+    Attributes
+    ----------
+    starts : (rows + 1,) int32 or int64
+        Where each row begins.
+    counts : (rows,) int64
+    columns : (entries,) of the dtype of ``starts``
+    values : (entries,)
+    """
+
+    starts: torch.Tensor
+    counts: torch.Tensor
+    columns: torch.Tensor
+    values: torch.Tensor
+
+
+def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
+    """The entries of rows, on their device. What needs no conversion is not copied."""
+    return (_on_host if rows.starts.device.type == "cpu" else _on_gpu)(rows, rule, num_columns)
+
+
+def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
+    """The values of dense rows, (rows, columns), in the rule's dtype."""
+    if codes.device.type == "cpu":
+        values = torch.from_numpy(_host_values(codes.numpy(), rule))
+    else:
+        values = _gpu_values(codes, codes.numel(), codes.device, rule).view(codes.shape)
+    return apply_steps(rule.steps, values, DenseArithmetic()).to(rule.dtype)
+
+
+def apply_steps(steps: Iterable[ValueStep], values: Any, rows: RowArithmetic) -> Any:
+    """The values after all steps."""
+    for step in steps:
+        values = step.on_values(values, rows)
+    return values
+
+
+def _on_host(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
+    host = rows.host_starts
+    numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
+    counts = host[numbers + 1] - host[numbers]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    indices, codes = rows.indices.numpy(), None if rows.values is None else rows.values.numpy()
+    if rows.numbers is None:
+        some = slice(int(host[rows.first]), int(host[rows.first + len(rows)]))
+        indices, codes = indices[some], None if codes is None else codes[some]
+    else:
+        places = np.repeat(host[numbers] - starts[:-1], counts) + np.arange(starts[-1])
+        indices, codes = indices[places], None if codes is None else codes[places]
+    dtype = np.int32 if max(num_columns - 1, int(starts[-1])) <= MAX_INT32 else np.int64
+    if codes is None:
+        values = np.full(len(indices), rule.constant, _numpy_dtype(rule.work_dtype))
+    else:
+        values = _host_values(codes, rule)
+    values = apply_steps(rule.steps, values, HostArithmetic(counts))
+    return Entries(
+        torch.from_numpy(starts.astype(dtype)),
+        torch.from_numpy(counts),
+        torch.from_numpy(indices.astype(dtype, copy=False)),
+        torch.from_numpy(values).to(rule.dtype),
+    )
+
+
+def _host_values(codes: np.ndarray, rule: ValueRule) -> np.ndarray:
+    dtype = _numpy_dtype(rule.work_dtype)
+    if rule.divisor is not None:  # five times as fast as a look into the table
+        values = codes.astype(dtype)
+        return values if rule.divisor == 1 else np.divide(values, rule.divisor, out=values)
+    if rule.table is not None:
+        return np.take(rule.table, codes)
+    return codes.astype(dtype, copy=False) if rule.least is None else (codes >= rule.least).astype(dtype)
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
+    host, device = rows.host_starts, rows.starts.device
+    if rows.numbers is None:
+        stop = rows.first + len(rows)
+        some = slice(int(host[rows.first]), int(host[stop]))
+        starts = rows.starts[rows.first : stop + 1]
+        counts, starts = starts.diff(), starts - int(host[rows.first])
+        indices, codes = rows.indices[some], None if rows.values is None else rows.values[some]
+    else:
+        numbers = rows.numbers
+        total = int((host[numbers.host + 1] - host[numbers.host]).sum())
+        firsts = rows.starts[numbers.there]
+        counts = rows.starts[numbers.there + 1] - firsts
+        starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device=device)
+        torch.cumsum(counts, 0, out=starts[1:])
+        places = torch.repeat_interleave(firsts - starts[:-1], counts, output_size=total)
+        places += torch.arange(total, device=device)
+        indices, codes = _take(rows.indices, places), None if rows.values is None else _take(rows.values, places)
+    values = _gpu_values(codes, len(indices), device, rule)
+    values = apply_steps(rule.steps, values, CsrArithmetic(counts))
+    dtype = torch.int32 if max(num_columns - 1, len(indices)) <= MAX_INT32 else torch.int64
+    return Entries(starts.to(dtype), counts, indices.to(dtype), values.to(rule.dtype))
+
+
+def _gpu_values(codes: torch.Tensor | None, count: int, device: torch.device, rule: ValueRule) -> torch.Tensor:
+    if codes is None:
+        return torch.full((count,), rule.constant, dtype=rule.work_dtype, device=device)
+    if rule.table is not None:
+        return torch.from_numpy(rule.table).to(device)[codes.reshape(-1).int()]
+    values = codes.reshape(-1)
+    if rule.least is None:
+        return values.to(rule.work_dtype)
+    return ((values if values.is_floating_point() else values.double()) >= rule.least).to(rule.work_dtype)
+
+
+def _take(array: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Some entries; torch indexes no unsigned numbers of more than a byte."""
+    return array.view(_SAME_SIZE[array.itemsize])[places].view(array.dtype)
+
+
+class HostArithmetic:
+    """Rows of entries on the host, by NumPy."""
+
+    def __init__(self, counts: np.ndarray) -> None:
+        self._counts = counts
+
+    def log1p(self, values: np.ndarray) -> np.ndarray:
+        return np.log1p(values)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        rows = np.repeat(np.arange(len(self._counts)), self._counts)
+        return np.bincount(rows, values.astype(np.float64), len(self._counts))
+
+    def lengths(self, values: np.ndarray) -> np.ndarray:
+        return np.sqrt(self.sums(values.astype(np.float64) ** 2))
+
+    def scaled(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        return values * np.repeat(factors.astype(values.dtype), self._counts)
+
+    def reciprocal(self, sums: np.ndarray, otherwise: float) -> np.ndarray:
+        return np.divide(1, sums, out=np.full(len(sums), otherwise), where=sums != 0)
+
+
+class DenseArithmetic:
+    """Dense rows, (rows, ...), by torch."""
+
+    def log1p(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(values)
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        return values.flatten(1).sum(1)
+
+    def lengths(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(values.flatten(1), dim=1)
+
+    def scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return values * factors.to(values.dtype).view(-1, *(1,) * (values.ndim - 1))
+
+    def reciprocal(self, sums: torch.Tensor, otherwise: float) -> torch.Tensor:
+        return torch.where(sums != 0, 1 / sums, otherwise)
+
+
+class CsrArithmetic(DenseArithmetic):
+    """Rows of entries by torch; ``counts`` is how many entries each row has."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self._counts = counts
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(values, "sum", lengths=self._counts, unsafe=True)
+
+    def lengths(self, values: torch.Tensor) -> torch.Tensor:
+        return self.sums(values * values).sqrt_()
+
+    def scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return values * torch.repeat_interleave(factors.to(values.dtype), self._counts, output_size=len(values))
+
+
+def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> None:
+    """Make rows dense: ``out``, (rows, columns), is zero but for the entries.
+
+    On the host in parts of rows of about `DENSE_BYTES`, which ``map_parts`` may hand to several threads.
+    """
+    num_rows, num_columns = out.shape
+    if out.device.type != "cpu":
+        first = torch.arange(0, num_rows * num_columns, max(1, num_columns), device=out.device)
+        places = torch.repeat_interleave(first, entries.counts, output_size=len(entries.columns))
+        out.zero_().view(-1)[places.add_(entries.columns)] = entries.values
+        return
+    same = _SAME_SIZE[out.itemsize]  # NumPy has no bfloat16
+    rows, values = out.view(same).numpy(), entries.values.view(same).numpy()
+    starts, counts, columns = entries.starts.numpy(), entries.counts.numpy(), entries.columns.numpy()
+
+    def fill(start: int) -> None:
+        part = slice(start, start + step)
+        some = slice(int(starts[start]), int(starts[min(start + step, num_rows)]))
+        flat = rows[part].reshape(-1)
+        flat[:] = 0
+        flat[np.repeat(np.arange(len(counts[part])) * num_columns, counts[part]) + columns[some]] = values[some]
+
+    step = max(1, DENSE_BYTES // max(1, num_columns * out.itemsize))
+    for _ in map_parts(fill, range(0, num_rows, step)):
+        pass
+
+
+def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A sparse CSR tensor; nothing is copied, and nothing is checked."""
+    _silence_beta_warning()
+    return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+
+
+@cache
+def _silence_beta_warning() -> None:
+    """torch warns once per process that CSR tensors are in beta and unchecked; readers have checked these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)

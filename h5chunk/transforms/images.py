@@ -1,0 +1,244 @@
+"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, in one kernel where they follow each other.
+
+uint8 made floating counts as 0..1, as torchvision does it with ``scale=True``; other numbers are only cast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from h5chunk.errors import OptionError
+from h5chunk.transforms.compiled import FusedKernel
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+KEPT_CONVERTERS = 32  # of transforms that are called as functions
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Subtract the mean and divide by the standard deviation.
+
+    uint8 counts as 0..1 and becomes float32; floats are taken as they are and keep their dtype. `ToDtype` before or
+    behind it chooses another one, at no cost.
+
+    Parameters
+    ----------
+    mean, std : float, or sequence of float
+        A scalar, or one value per channel. Where a file does not say which axis holds the channels, it is the one of
+        1, 3 or 4.
+    """
+
+    mean: float | Sequence[float]
+    std: float | Sequence[float]
+
+    def __post_init__(self) -> None:
+        means, stds = _numbers(self, self.mean), _numbers(self, self.std)
+        if means.numel() != stds.numel() and 1 not in (means.numel(), stds.numel()):
+            raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: give one per channel of both")
+        if not ((stds > 0).all() and torch.isfinite(stds).all() and torch.isfinite(means).all()):
+            raise OptionError(f"{self}: give finite means, and positive stds")
+        for name, numbers in (("mean", means), ("std", stds)):  # hashable, whatever was given
+            object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        return _convert(self, batch)
+
+
+@dataclass(frozen=True)
+class ToDtype:
+    """Convert to another dtype; uint8 made floating becomes 0..1.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+    channels_last : bool
+        Memory format of batches of images of (C, H, W).
+    """
+
+    dtype: torch.dtype
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise OptionError(f"ToDtype: dtype is {self.dtype!r}: give a torch.dtype, such as torch.bfloat16")
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        return _convert(self, batch)
+
+
+def leading_image_transforms(transforms: Sequence[Any]) -> int:
+    """How many of the first transforms `ImageConverter` takes together: at most one `Normalize` and one `ToDtype`."""
+    first = [type(each) for each in transforms[:2]]
+    if first in ([Normalize, ToDtype], [ToDtype, Normalize]):
+        return 2
+    return 1 if first and first[0] in (Normalize, ToDtype) else 0
+
+
+class ImageConverter:
+    """Converts stored samples to what transforms say, in one kernel.
+
+    Parameters
+    ----------
+    transforms : sequence
+        At most one `Normalize` and one `ToDtype`.
+    stored : torch.dtype
+    sample_shape : tuple of int
+    channel_axis : int
+        Axis of the channels in a sample: 0 for (C, H, W), 2 for (H, W, C).
+    allocate : callable
+        Gives host memory for batches.
+
+    Raises
+    ------
+    OptionError
+        The transforms do not fit each other, or the samples.
+    """
+
+    makes_csr = False
+
+    def __init__(
+        self,
+        transforms: Sequence[Any],
+        stored: torch.dtype,
+        sample_shape: tuple[int, ...],
+        channel_axis: int,
+        allocate: Allocate,
+    ) -> None:
+        normalize = next((each for each in transforms if isinstance(each, Normalize)), None)
+        to_dtype = next((each for each in transforms if isinstance(each, ToDtype)), None)
+        self.dtype = _result_dtype(transforms, normalize, to_dtype, stored)
+        self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
+        channels_last = to_dtype is not None and to_dtype.channels_last
+        if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
+            raise OptionError(f"channels_last needs samples of (C, H, W), these are {sample_shape}")
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        unit = 255 if stored == torch.uint8 else 1
+        self._scale, self._shift = _scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
+        self._channel_axis, self._stored = channel_axis, stored
+        self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
+        self._allocate = allocate
+        self._kernel: FusedKernel | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether batches are what the file has."""
+        return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
+
+    def prepare(self, device: torch.device, _example: object = None) -> None:
+        """Put the constants on the device, and compile for it."""
+        self._scale, self._shift = self._scale.to(device), self._shift.to(device)
+        if self._kernel is None and self._scaled and self._stored == torch.uint8:
+            last = self._format == torch.channels_last
+            if FusedKernel.suits(self.dtype, self._scale):
+                self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
+
+    def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
+        """The converted batch; ``keep``: the input may be handed on as it is."""
+        unchanged = images.dtype == self.dtype and not self._scaled
+        if keep and unchanged and images.is_contiguous(memory_format=self._format):
+            return images
+        out = self._empty(images)
+        if not self._scaled:
+            return out.copy_(images)
+        if self._kernel is not None and self._kernel(images, out):
+            return out
+        return torch.addcmul(self._shift, images, self._scale, out=out)
+
+    def release(self) -> None:
+        """End the thread that compiles."""
+        if self._kernel is not None:
+            self._kernel.wait()
+
+    def _empty(self, images: torch.Tensor) -> torch.Tensor:
+        """Room for the result. On a GPU torch keeps memory itself; on the CPU fresh pages would cost much."""
+        shape = images.shape
+        if images.device.type != "cpu":
+            return torch.empty(shape, dtype=self.dtype, device=images.device, memory_format=self._format)
+        if self._format == torch.channels_last:
+            shape = torch.Size((shape[0], shape[2], shape[3], shape[1]))
+            return self._allocate(tuple(shape), self.dtype).permute(0, 3, 1, 2)
+        return self._allocate(tuple(shape), self.dtype)
+
+
+def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
+    """The axis of the channels in a sample, as a file's ``axes`` say, or the shape does: 1, 3 or 4 of them."""
+    if axes or len(sample_shape) != 3:
+        return 2 if axes == "NHWC" else 0
+    ends = [size in (1, 3, 4) for size in (sample_shape[0], sample_shape[2])]
+    return 2 if ends == [False, True] else 0
+
+
+def _convert(transform: Normalize | ToDtype, batch: torch.Tensor) -> torch.Tensor:
+    shape = tuple(batch.shape[1:])
+    return _converter(transform, batch.dtype, shape, batch.device)(batch, keep=True)
+
+
+@lru_cache(KEPT_CONVERTERS)
+def _converter(
+    transform: Normalize | ToDtype, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
+) -> ImageConverter:
+    converter = ImageConverter((transform,), stored, sample_shape, channel_axis(sample_shape), _empty)
+    converter.prepare(device)
+    return converter
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _result_dtype(
+    transforms: Sequence[Any],
+    normalize: Normalize | None,
+    to_dtype: ToDtype | None,
+    stored: torch.dtype,
+) -> torch.dtype:
+    """The dtype of batches.
+
+    Raises
+    ------
+    OptionError
+        `Normalize` would be of whole numbers that are no uint8, or give fractions to a dtype of whole numbers.
+    """
+    if normalize is None:
+        return stored if to_dtype is None else to_dtype.dtype
+    given = to_dtype.dtype if to_dtype is not None and transforms[0] is to_dtype else stored
+    if given != torch.uint8 and not given.is_floating_point:
+        raise OptionError(f"Normalize is for uint8 and floats, but is given {given}: put ToDtype(torch.float32) first")
+    if to_dtype is None:
+        return torch.float32 if stored == torch.uint8 else stored
+    if not to_dtype.dtype.is_floating_point:
+        raise OptionError(f"Normalize gives fractions but ToDtype makes them {to_dtype.dtype}: give a floating dtype")
+    return to_dtype.dtype
+
+
+def _numbers(transform: Normalize, values: Any) -> torch.Tensor:
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float64)
+        if numbers.ndim > 1 or not numbers.numel():
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(f"{transform}: give mean and std, each a number or one per channel") from None
+    return numbers
+
+
+def _scale_and_shift(
+    normalize: Normalize, unit: int, sample_shape: tuple[int, ...], axis: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
+    means, stds = (torch.as_tensor(each, dtype=torch.float64) for each in (normalize.mean, normalize.std))
+    scale, shift = 1 / (unit * stds), -means / stds
+    shape = [1] * len(sample_shape)
+    for values, name in ((scale, "std"), (shift, "mean")):
+        if values.numel() > 1:
+            channels = sample_shape[axis] if sample_shape else 1
+            if values.numel() != channels:
+                raise OptionError(f"Normalize has {values.numel()} values of {name} for {channels} channels")
+            shape[axis] = channels
+    scale, shift = scale.expand(math.prod(shape)), shift.expand(math.prod(shape))
+    return scale.reshape(shape).float(), shift.reshape(shape).float()

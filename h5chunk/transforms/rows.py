@@ -1,0 +1,307 @@
+"""Transforms of rows of a matrix: the values (`Binarize`, `L2`, `Log1p`) and the layout (`Dense`, `Csr`).
+
+A row that has no entry in a column has a zero there, and all transforms of values leave zeros alone. So they mean the
+same before and after `Dense` or `Csr`, and are computed on the entries alone: where a GPU makes rows dense, in the
+same kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5chunk.errors import OptionError
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.write.fill import available_cores
+from h5chunk.transforms.compiled import DenseKernel
+from h5chunk.transforms.csr import (
+    NUM_CODES,
+    CsrArithmetic,
+    CsrRows,
+    DenseArithmetic,
+    HostArithmetic,
+    MapParts,
+    RowArithmetic,
+    ValueRule,
+    ValueStep,
+    dense_values,
+    entries_of,
+    make_csr,
+    scatter,
+)
+
+DENSE_THREADS = 4  # of batches that are made dense on the host
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+ELEMENTWISE = HostArithmetic(np.empty(0, np.int64))  # without rows
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Make rows dense: (batch_size, columns). Without `Dense` and `Csr`, rows become dense float32.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Floating types hold values as they can (float16 ends at 65,504). An integer type is refused where it could not
+        hold the values.
+    """
+
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _check_dtype("Dense", self.dtype)
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        dense = batch.to_dense() if batch.layout == torch.sparse_csr else batch
+        return dense.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Csr:
+    """Give batches as ``torch.sparse_csr`` tensors of (batch_size, columns).
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of the values; as for `Dense`.
+    """
+
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _check_dtype("Csr", self.dtype)
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        csr = batch if batch.layout == torch.sparse_csr else batch.to_sparse_csr()
+        return csr.to(self.dtype)
+
+
+class _Values:
+    """A transform of values, as a function of a batch."""
+
+    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        if batch.layout != torch.sparse_csr:
+            return self.on_values(batch, DenseArithmetic()).to(batch.dtype)
+        starts = batch.crow_indices()
+        values = self.on_values(batch.values(), CsrArithmetic(starts.diff())).to(batch.dtype)
+        return make_csr(starts, batch.col_indices(), values, (len(batch), batch.shape[1]))
+
+
+@dataclass(frozen=True)
+class Binarize(_Values):
+    """Make values 1 from a threshold on, and others 0; in a CSR batch zeros stay among the entries.
+
+    Parameters
+    ----------
+    threshold : float
+        The least value that becomes 1, above 0.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if not _is_positive(self.threshold):
+            raise OptionError(
+                f"Binarize: threshold is {self.threshold!r}: give the least value that becomes 1, a number above 0"
+            )
+
+    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
+        found = values >= self.threshold
+        return found.to(values.dtype) if isinstance(values, torch.Tensor) else found.astype(values.dtype)
+
+
+@dataclass(frozen=True)
+class L2(_Values):
+    """Divide each row by its Euclidean length; rows of length 0 stay as they are."""
+
+    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
+        return rows.scaled(values, rows.reciprocal(rows.lengths(values), 0.0))
+
+
+@dataclass(frozen=True)
+class Log1p(_Values):
+    """Replace each value by ``log(1 + value)``, as is usual for counts of genes in cells.
+
+    Parameters
+    ----------
+    target_sum : float, optional
+        First scale each row so that its values sum to this, as scanpy's ``normalize_total`` does; rows with a sum of 0
+        stay as they are. Default: no scaling.
+    """
+
+    target_sum: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.target_sum is not None and not _is_positive(self.target_sum):
+            raise OptionError(f"Log1p: target_sum is {self.target_sum!r}: give a number above 0, or None")
+
+    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
+        if self.target_sum is not None:
+            factors = rows.reciprocal(rows.sums(values), 1 / self.target_sum) * self.target_sum
+            values = rows.scaled(values, factors)
+        return rows.log1p(values)
+
+
+ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p)
+
+
+def leading_row_transforms(transforms: Sequence[Any]) -> int:
+    """How many of the first transforms `RowConverter` takes together: those of rows, one `Dense` or `Csr` at most."""
+    layouts = 0
+    for number, transform in enumerate(transforms):
+        layouts += isinstance(transform, (Dense, Csr))
+        if not isinstance(transform, ROW_TRANSFORMS) or layouts > 1:
+            return number
+    return len(transforms)
+
+
+class RowConverter:
+    """Converts stored rows of a matrix to batches.
+
+    What is stored is a code, and a value is the code over the file's scale. Arithmetic is in float32, or in float64
+    where that is the result.
+
+    Parameters
+    ----------
+    transforms : sequence
+        Of this module; at most one `Dense` or `Csr`.
+    field : MatrixField or Field
+        Sparse rows; or dense ones, with a scale.
+    allocate : callable
+        Gives host memory for dense batches.
+
+    Raises
+    ------
+    OptionError
+        A transform does not fit the field.
+
+    Attributes
+    ----------
+    rule : ValueRule
+    num_columns : int
+    makes_csr : bool
+    """
+
+    changes_nothing = False
+
+    def __init__(self, transforms: Sequence[Any], field: MatrixField | Field, allocate: Allocate) -> None:
+        layout = next((each for each in transforms if isinstance(each, (Dense, Csr))), Dense())
+        steps = tuple(each for each in transforms if isinstance(each, _Values))
+        _check_fit(layout, steps, field)
+        self.dtype, self._allocate = layout.dtype, allocate
+        self.makes_csr = isinstance(layout, Csr)
+        self.num_columns = math.prod(field.sample_shape)
+        self.rule = _rule(field, self.dtype, steps)
+        self.sample_bytes = self.num_columns * self.dtype.itemsize
+        if self.makes_csr and isinstance(field, MatrixField):
+            per_row = field.num_entries / max(1, field.num_rows)
+            self.sample_bytes = 4 + math.ceil(per_row * (4 + self.dtype.itemsize))
+        self._kernel: DenseKernel | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def prepare(self, device: torch.device, example: CsrRows | None = None) -> None:
+        """Compile for rows such as ``example``, which lies on the host."""
+        if self._kernel is not None or self.makes_csr or example is None:
+            return
+        l2 = self.rule.steps == (L2(),)
+        if DenseKernel.suits(device, self.dtype) and (l2 or not self.rule.steps):
+            self._kernel = DenseKernel(lambda: example.to(device), self.num_columns, self.rule, l2=l2)
+
+    def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor:
+        """The batch: (rows, columns), dense or CSR. ``keep``: parts of the input may be handed on."""
+        if isinstance(rows, torch.Tensor):
+            return dense_values(rows, self.rule)
+        if not self.makes_csr:
+            out = self._empty(len(rows), rows.starts.device)
+            if self._kernel is None or not self._kernel(rows, out):
+                scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
+            return out
+        starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)
+        if not keep:  # what was stored in the right type is part of the window
+            columns = columns.clone() if shares_memory(columns, rows.indices) else columns
+            values = values.clone() if rows.values is not None and shares_memory(values, rows.values) else values
+        return make_csr(starts, columns, values, (len(rows), self.num_columns))
+
+    def release(self) -> None:
+        """End the threads."""
+        if self._kernel is not None:
+            self._kernel.wait()
+        if self._threads is not None and self._process == os.getpid():
+            self._threads.shutdown()
+        self._threads = None
+
+    def _map_parts(self) -> MapParts:
+        """As many threads as there are cores, but few; a fork leaves them behind."""
+        if self._threads is None or self._process != os.getpid():
+            count = min(DENSE_THREADS, available_cores())
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="h5chunk-dense")
+            self._process = os.getpid()
+        return self._threads.map
+
+    def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        shape = (num_rows, self.num_columns)
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        return self._allocate(shape, self.dtype)
+
+
+def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of another, contiguous one."""
+    return 0 <= tensor.data_ptr() - other.data_ptr() < max(1, other.nbytes)
+
+
+def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[ValueStep, ...]) -> ValueRule:
+    """Bytes have a table of what they stand for, rounded once; leading steps that need no rows are done in it."""
+    pattern = isinstance(field, MatrixField) and field.value_dtype is None
+    if not pattern and field.dtype != np.uint8:
+        if steps and isinstance(steps[0], Binarize):
+            return ValueRule(None, steps[0].threshold, 1.0, steps[1:], dtype)
+        return ValueRule(None, None, 1.0, steps, dtype)
+    values = np.arange(NUM_CODES) / (field.scale or 1.0)
+    while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):
+        values = steps[0].on_values(values, ELEMENTWISE)
+        steps = steps[1:]
+    rule = ValueRule(None, None, float(values[1]), steps, dtype)
+    table = torch.from_numpy(values).to(rule.work_dtype).numpy()
+    return ValueRule(table, None, float(table[1]), steps, dtype)
+
+
+def _check_fit(layout: Dense | Csr, steps: tuple[ValueStep, ...], field: MatrixField | Field) -> None:
+    dtype = layout.dtype
+    if isinstance(layout, Csr) and not isinstance(field, MatrixField):
+        raise OptionError(f"Csr is for sparse rows but field {field.name!r} holds dense ones: use Dense")
+    for step in steps:
+        if not isinstance(step, Binarize) and not dtype.is_floating_point:
+            raise OptionError(f"{step} gives fractions but {layout} holds whole numbers: give a floating dtype")
+    scale = field.scale or 1.0
+    if dtype.is_floating_point or any(isinstance(step, Binarize) for step in steps):
+        return
+    if scale != 1 or not np.can_cast(field.dtype, str(dtype).removeprefix("torch.")):
+        raise OptionError(
+            f"{layout} may not hold the values of field {field.name!r} ({field.dtype}"
+            f"{'' if scale == 1 else f' over {scale:g}'}): give a floating dtype, or Binarize"
+        )
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype not in FLOATS + INTEGERS:
+        raise OptionError(f"{name}: dtype is {dtype!r}: give a torch.dtype of numbers, such as torch.float32")
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]
