@@ -132,7 +132,8 @@ class ImageConverter:
 
     def prepare(self, device: torch.device, _example: object = None) -> None:
         """Put the constants on the device, and compile for it."""
-        self._scale, self._shift = self._scale.to(device), self._shift.to(device)
+        if self._scaled:
+            self._scale, self._shift = self._scale.to(device), self._shift.to(device)
         if self._kernel is None and self._scaled and self._stored == torch.uint8:
             last = self._format == torch.channels_last
             if FusedKernel.suits(self.dtype, self._scale):
