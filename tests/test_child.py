@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import h5chunk
 import h5chunk.store.guard.child as child_module
 from h5chunk.errors import FieldError, FileError, SourceError, WorkerError
-from h5chunk.store.guard.child import Stuck, in_child, try_files
+from h5chunk.store.guard.child import Stuck, in_child, limited_memory, try_files
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.tune.tune import tune
 
@@ -176,6 +176,18 @@ def test_where_nothing_can_be_forked(path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fork", fail)
     assert in_child(lambda say: say(1) or os.getpid(), lambda: "f.h5") == os.getpid()
     assert len(h5chunk.ChunkDataset(path)) == 40
+
+
+def test_a_child_takes_no_more_memory_than_metadata_need(path: Path) -> None:
+    def take(_: object) -> int:
+        return len(bytearray(600 << 20)) >> 20
+
+    def take_little(_: object) -> int:
+        with limited_memory(path), pytest.raises(MemoryError):
+            take(_)
+        return take(_)
+
+    assert in_child(take_little, lambda: "f.h5") == 600
 
 
 # ------------------------------------------------------------------------------------------------------ tools, readers

@@ -36,7 +36,7 @@ from support.good_files import PLUGINS, GoodFile, make_good
 from support.mutations import Mutated, mutated, targets_of
 
 import h5chunk
-from h5chunk.errors import H5ChunkError
+from h5chunk.errors import H5ChunkError, WorkerError
 from h5chunk.store.guard import child
 from h5chunk.tools.repack.repack import repack
 
@@ -84,7 +84,7 @@ class Torture:
     def run(self, numbers: range) -> Findings:
         """Open the files of some numbers."""
         torch.set_num_threads(1)
-        child.LOOP_S, child.LOOK_S = 4.0, 0.2  # else 60 s: what loops in the end, is no hang
+        child.LOOP_S, child.LOOK_S = 1.0, 0.2  # not 60 s, after which a loop of HDF5 in a child becomes an error
         found, step = Findings(), mmap.mmap(-1, 64)  # what the child does, for its parent
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             path = Path(folder) / "mutated.h5"
@@ -93,7 +93,7 @@ class Torture:
                 path.write_bytes(self.make(number).data)
                 return look(path, self._goods[number % len(self._goods)], step)
 
-            for number, outcome in in_children(work, numbers):
+            for number, outcome in in_children(work, numbers, timeout_s=60.0):
                 self._judge(found, number, outcome, step[:].rstrip(b"\0").decode())
         return found
 
@@ -131,6 +131,8 @@ def look(path: Path, good: GoodFile, step: mmap.mmap) -> dict[str, str]:
 def _said(work: Callable[[], str]) -> str:
     try:
         return work()
+    except WorkerError as error:  # with the traceback of a child
+        return f"{NOT_OURS}: {error}"
     except H5ChunkError as error:
         return f"error: {error}"
     except Exception:

@@ -36,6 +36,8 @@ Say = Callable[[Any], None]
 LOOP_S = 60.0  # of one thread's processor time, without a read, a write or a word from the child
 IDLE_S = 120.0  # in which all threads of the child only sleep
 LOOK_S = 1.0
+METADATA_BYTES = 256 << 20  # of memory
+METADATA_RATIO = 32  # and so many bytes for one of the file: its tables may be compressed
 PR_SET_PDEATHSIG = 1  # of prctl
 
 _is_child = False  # then work is done at once: the process may crash
@@ -83,7 +85,8 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
     def look_at_all(say: Say) -> None:
         for path in due:
             say(path)
-            look(path)
+            with limited_memory(path):
+                look(path)
 
     try:
         in_child(look_at_all, lambda: printable(reached[-1]), reached.append)
@@ -152,14 +155,14 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
 
 
 @contextlib.contextmanager
-def limited_memory(num_bytes: int) -> Iterator[None]:
-    """Let a child take so much more memory meanwhile; HDF5 fails to get what a damaged file claims beyond that."""
+def limited_memory(path: Path) -> Iterator[None]:
+    """Let a child take no more memory meanwhile than metadata of a file of that size need: damaged ones claim more."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
     taken = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = (int(taken.split()[1]) << 10) + num_bytes
+    limit = (int(taken.split()[1]) << 10) + METADATA_BYTES + METADATA_RATIO * sum(_fingerprint(path)[2:3])
     soft = min(each for each in (limit, *before) if each != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
     try:

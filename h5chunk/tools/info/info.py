@@ -14,7 +14,7 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
 from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
 from h5chunk.store.format import GROUP, Header, opened, read_header
-from h5chunk.store.guard.child import in_child
+from h5chunk.store.guard.child import in_child, limited_memory
 from h5chunk.store.guard.claims import KNOWN_FILTERS
 from h5chunk.store.guard.guard import Guard, Refusal, Trusted
 from h5chunk.store.read.files import Paths, list_files
@@ -178,7 +178,7 @@ def _info_file(path: Path, trusted: Trusted) -> FileInfo:
 
 
 def _look_at_file(path: Path, trusted: Trusted) -> FileInfo:
-    with opened(path) as file:
+    with limited_memory(path), opened(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)
         if header and isinstance(guard.find(file, MATRIX), h5py.Group):

@@ -12,7 +12,7 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permute import permutation
 from h5chunk.plan.repack import Shares
 from h5chunk.store.format import read_header
-from h5chunk.store.guard.child import Say, in_child
+from h5chunk.store.guard.child import Say, in_child, limited_memory
 from h5chunk.store.rewrite.rewrite import NewOrder
 from h5chunk.store.rewrite.survey import Survey, damages, survey_file
 from h5chunk.store.write.command_id import has_command_id, is_made_by
@@ -177,7 +177,7 @@ def _plan(
     source: Source, options: RepackOptions, tuned: Tuned | None
 ) -> tuple[Source, Survey, RepackPlan, RepackOptions]:
     """Look at the file, and settle what is done, and with which options."""
-    with source, damages(source.shown):
+    with limited_memory(source.path), source, damages(source.shown):
         old = read_header(source.file)
         notes: list[str] = []
         if tuned is not None and is_anndata(source.file):

@@ -27,8 +27,6 @@ from h5chunk.tools.repack.header import CHECKSUMS, SOURCE_INDEX, checksum_name
 from h5chunk.tools.repack.plan import Move, RepackPlan, plan_changes
 from h5chunk.tools.repack.report import FieldReport, LaidOut
 
-OBJECT_BYTES = 200 << 20  # of memory, for values of variable length: HDF5 believes how long they say they are
-
 
 class Source:
     """The file to read; while it is entered, open in HDF5 and as bytes. It pickles in between."""
@@ -46,7 +44,8 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
-        self.file.close()
+        with damages(self.shown):
+            self.file.close()
         del self.file
 
     @property
@@ -99,8 +98,7 @@ class Run:
         changes = plan_changes(self._plan, self._survey, self._order, self._told)
 
         def create(part: Path) -> dict[str, Region]:
-            room = OBJECT_BYTES + 4 * min(self._plan.shares.memory_bytes, self._source.num_bytes)
-            with limited_memory(room):
+            with limited_memory(self._source.path):
                 replica = create_replica(part, self._source.file, self._survey, changes)
             lost.extend(replica.lost)
             return replica.regions

@@ -14,6 +14,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, H5ChunkError, OptionError, OutputError, printable
 from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
+from h5chunk.store.guard.child import limited_memory
 from h5chunk.store.guard.guard import Guard, Trusted
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.matrixfield import MatrixField
@@ -167,8 +168,9 @@ def study_file(
     """
     from h5chunk.feed.dataset import ChunkDataset
 
-    reader = H5Reader(path, fields, trusted=trusted)
-    reader.touch()
+    with limited_memory(Path(path)):
+        reader = H5Reader(path, fields, trusted=trusted)
+        reader.touch()
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(path)}: has no samples: nothing can be tuned")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from h5chunk.errors import FileError, TrustError, UnsupportedError, printable
 from h5chunk.sources.sparse.hdf5calls import is_stored_as
 from h5chunk.store.format import GROUP, Header, opened, read_header
 from h5chunk.store.guard.checks import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
-from h5chunk.store.guard.child import in_child
+from h5chunk.store.guard.child import in_child, limited_memory
 from h5chunk.store.guard.claims import same_file
 from h5chunk.store.guard.guard import DAMAGES, Guard, Refusal, Trusted
 from h5chunk.store.read.files import Paths, list_files
@@ -114,8 +115,10 @@ def _verify_file(
 
 def _check_file(path: Path, quick: bool, trusted: Trusted, say: Callable[[tuple[str, int, int]], None]) -> VerifyReport:
     started = time.perf_counter()
-    with opened(path) as file:
-        job = _survey(file, path, trusted, quick)
+    with ExitStack() as stack:
+        with limited_memory(path):
+            file = stack.enter_context(opened(path))
+            job = _survey(file, path, trusted, quick)
         read_bytes = _check_all(job, say)
         for matrix in job.matrices.values():
             matrix.finish(not quick)
