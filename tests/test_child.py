@@ -15,6 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -233,6 +234,19 @@ def test_a_folder_with_a_file_that_crashes(path: Path, monkeypatch: pytest.Monke
     report = h5chunk.verify(path.parent)
     assert [each.ok for each in report.files] == [True, False]
     assert "this file crashes HDF5" in str(report) and "this file crashes HDF5" in str(h5chunk.info(path.parent))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_beside_a_gpu_in_use(path: Path) -> None:
+    """The child has inherited the state of CUDA, and leaves it alone."""
+    kept = [torch.ones(1000, device="cuda")]
+    kept.append(kept)  # garbage that is collected late
+    for number in range(3):
+        os.utime(path, (number, number))
+        with h5chunk.ChunkLoader(path, 4, shuffle=False, device="cuda") as loader:
+            images = torch.cat([batch[0] for batch in loader])
+        assert images.cpu().numpy().sum() == np.arange(400, dtype="u1").sum() and kept[0].sum().item() == 1000
 
 
 def count_forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -24,6 +24,7 @@ import h5chunk
 from h5chunk.errors import H5ChunkError
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.disk import locate
+from h5chunk.tools.repack.repack import repack
 from h5chunk.tools.verify.verify import verify
 
 pytestmark = [
@@ -154,6 +155,30 @@ def test_attributes_that_are_fewer_than_they_claim_are_no_crash(tmp_path: Path) 
         assert outcome.ended == "", outcome
 
 
+CRASHES = {
+    "an attribute that is said to be shared": (b"BTLF\0\x08", 6 + 5 * 17 + 8, 2),  # the flags of a record
+    "an index of attributes whose records have no bytes": (b"BTHD\0\x08", 10, 0),
+}
+
+
+@pytest.mark.parametrize("what", CRASHES)
+def test_files_that_crash_hdf5_are_errors(tmp_path: Path, what: str) -> None:
+    """With HDF5 2.0.0, each crashes the process that opens it."""
+    [good] = make_good(tmp_path, ["images, gzip"])
+    signature, offset, value = CRASHES[what]
+    data = bytearray(good.data)
+    data[data.index(signature) + offset] = value
+    assert seal(data)
+    good.path.write_bytes(data)
+    readers = {"dataset": h5chunk.ChunkDataset, "loader": partial(h5chunk.ChunkLoader, batch_size=4)}
+    tools = {"info": h5chunk.info, "verify": h5chunk.verify, "tune": partial(h5chunk.tune, budget_s=0.1)}
+    for name, look in {**readers, **tools, "repack": lambda path: repack(path, tmp_path / "out.h5")}.items():
+        [(_, outcome)] = in_children(partial(said, look), [good.path])
+        assert outcome.ended == "", (name, outcome)
+        if h5py.version.hdf5_version == "2.0.0":
+            assert f"{good.path}: this file crashes HDF5" in outcome.value, (name, outcome)
+
+
 @pytest.mark.parametrize("look", [h5chunk.info, h5chunk.verify, h5chunk.ChunkDataset])
 def test_a_group_that_cannot_be_listed(tmp_path: Path, look: Callable[[Path], object]) -> None:
     path = make_damaged(tmp_path / "a.h5", b"SNOD", 0, "earliest")
@@ -162,6 +187,6 @@ def test_a_group_that_cannot_be_listed(tmp_path: Path, look: Callable[[Path], ob
 
 
 def test_mutated_files(tmp_path: Path) -> None:
-    found = Torture(tmp_path, seed=5, sealed=0.5).run(range(81))
-    assert found.cases == 81 and not found.bad, found.bad
-    assert found.counts["refused by all"] > 10
+    found = Torture(tmp_path, seed=5, sealed=0.5).run(range(54))
+    assert found.cases == 54 and not found.bad, found.bad
+    assert found.counts["refused by all"] > 5

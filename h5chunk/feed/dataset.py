@@ -64,7 +64,9 @@ class ChunkDataset(Dataset[Any]):
         batch. (Name a dataset that is called so ``/sample_number``.)
     trusted : bool, path or sequence of paths
         Whether to follow links, views of other files and external storage, and to run unknown filters. False: never.
-        True: within the file's folder. Paths: within these folders.
+        True: within the file's folder. Paths: within these folders. With False, each
+        process first opens a file in a child process, as HDF5 may crash or loop on it: usually 20 to 50 ms, once for
+        each choice of fields, and more in processes of many GB.
     checksums : {"off", "first", "always"}
         Check chunks against the checksums that a converted file has: each when a process first reads of it, or whenever
         it does. A chunk is read whole for that, however few of its samples are asked for.

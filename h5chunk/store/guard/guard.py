@@ -12,8 +12,11 @@
 | values of variable length, references | refused as fields; not read in our own group, nor large attributes there |
 | links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and such shapes |
 
+What HDF5 itself does with damaged metadata is left to HDF5. What it raises becomes a FileError, and so do its crashes
+and loops, as files are first opened in a child process (`h5chunk.store.guard.child`).
+
 With ``trusted`` links, views, external storage and any filter are let through, where what they lead to lies in folders
-that the user named. What HDF5 itself does with damaged metadata is left to HDF5; what it raises becomes a FileError.
+that the user named.
 `scripts/PROMISES.md` says how this was shown.
 """
 
