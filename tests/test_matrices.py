@@ -365,6 +365,16 @@ def test_the_kernel_gives_what_torch_does(tmp_path):
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, plain, strict=True))
 
 
+def test_rows_wider_than_memory_are_an_error(tmp_path):
+    path = write_anndata(tmp_path / "a.h5", random_matrix(40, 300, 5))
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["shape"] = np.array([40, 1 << 58])
+    with pytest.raises(OptionError, match=r"8 rows and 288230376151711744 columns takes .* smaller batch_size, or"):
+        next(iter(ChunkLoader(path, 8)))
+    with pytest.raises(OptionError, match=r"columns takes .* more than there is"):
+        ChunkDataset(path)[0]
+
+
 def test_negative_columns_are_an_error(tmp_path):
     """Of types that hold no number as large as the width."""
     matrix = random_matrix(50, 40_000, 8)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, human_bytes
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.write.fill import available_cores
@@ -254,9 +254,16 @@ class RowConverter:
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, self.num_columns)
-        if device.type != "cpu":
-            return torch.empty(shape, dtype=self.dtype, device=device)
-        return self._allocate(shape, self.dtype)
+        try:
+            if device.type != "cpu":
+                return torch.empty(shape, dtype=self.dtype, device=device)
+            return self._allocate(shape, self.dtype)
+        except (MemoryError, ValueError, RuntimeError) as error:  # of NumPy, and of torch
+            taken = human_bytes(math.prod(shape) * self.dtype.itemsize)
+            raise OptionError(
+                f"a dense batch of {num_rows} rows and {self.num_columns} columns takes {taken} of memory, more than "
+                "there is: take a smaller batch_size, or transforms=[Csr()]"
+            ) from error
 
 
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
