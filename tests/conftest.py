@@ -16,6 +16,18 @@ PRELOAD = ["torch.distributed", "torch._dynamo", "torch.nn.parallel", "h5chunk.f
 multiprocessing.set_forkserver_preload(PRELOAD)  # imported once, for all workers that tests start by forkserver
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the tests that try many combinations too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--nightly"):
+        skip = pytest.mark.skip(reason="one of many combinations: bash scripts/test.sh --nightly")
+        for item in items:
+            if "nightly" in item.keywords:
+                item.add_marker(skip)
+
+
 def pixels(seed: int, height: int = 10, width: int = 12, channels: int = 3) -> Pixels:
     """Random pixels, (height, width, channels) uint8, or (height, width) for one channel."""
     shape = (height, width, channels) if channels > 1 else (height, width)

@@ -182,9 +182,15 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("sample_bytes", [100, 20_000, 33_000, 100_000])  # read together, one by one, and uncached
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("shape", SHAPES)
+def combinations():
+    """Of large samples, which take large files, two shapes with every draw; the others nightly."""
+    for sample_bytes in (100, 20_000, 33_000, 100_000):  # read together, one by one, and uncached
+        for shape, draw in itertools.product(SHAPES, DRAWS):
+            seldom = sample_bytes > 100 and shape not in ("a short chunk", "tens")
+            yield pytest.param(shape, draw, sample_bytes, marks=[pytest.mark.nightly] if seldom else [])
+
+
+@pytest.mark.parametrize(("shape", "draw", "sample_bytes"), combinations())
 def test_each_chunk_is_read_once(tmp_path, counted, shape, draw, sample_bytes):
     num_samples, chunk_samples = SHAPES[shape]
     if sample_bytes > 100:
