@@ -373,6 +373,8 @@ def test_rows_wider_than_memory_are_an_error(tmp_path):
         next(iter(ChunkLoader(path, 8)))
     with pytest.raises(OptionError, match=r"columns takes .* more than there is"):
         ChunkDataset(path)[0]
+    with pytest.raises(OptionError, match=r"a batch takes .* more than there is"):
+        ChunkDataset(path)[[0, 1]]
 
 
 def test_negative_columns_are_an_error(tmp_path):

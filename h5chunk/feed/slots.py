@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from h5chunk.errors import FieldError
+from h5chunk.errors import FieldError, OptionError, human_bytes
 from h5chunk.store.read.csrrows import CsrRoom
 from h5chunk.transforms.csr import CsrRows, Numbers
 
@@ -72,7 +72,13 @@ class BatchMemory:
             if num_bytes <= buffer.nbytes <= 2 * num_bytes:
                 return buffer
             self._free.appendleft(buffer)
-        return np.empty(num_bytes, np.uint8)
+        try:
+            return np.empty(num_bytes, np.uint8)
+        except (MemoryError, ValueError):  # ValueError: more than NumPy can count
+            raise OptionError(
+                f"a batch takes {human_bytes(num_bytes)} of memory, more than there is: take a smaller batch_size, or of "
+                "a wide matrix transforms=[Csr()]"
+            ) from None
 
     def __reduce__(self) -> tuple[object, ...]:
         return BatchMemory, (self._free.maxlen,)  # memory stays in its process
