@@ -76,8 +76,8 @@ class BatchMemory:
             return np.empty(num_bytes, np.uint8)
         except (MemoryError, ValueError):  # ValueError: more than NumPy can count
             raise OptionError(
-                f"a batch takes {human_bytes(num_bytes)} of memory, more than there is: take a smaller batch_size, or of "
-                "a wide matrix transforms=[Csr()]"
+                f"a batch takes {human_bytes(num_bytes)} of memory, more than there is: take a smaller batch_size, or "
+                "of a wide matrix transforms=[Csr()]"
             ) from None
 
     def __reduce__(self) -> tuple[object, ...]:
