@@ -371,7 +371,7 @@ def test_rows_wider_than_memory_are_an_error(tmp_path):
         file["X"].attrs["shape"] = np.array([40, 1 << 58])
     with pytest.raises(OptionError, match=r"8 rows and 288230376151711744 columns takes .* smaller batch_size, or"):
         next(iter(ChunkLoader(path, 8)))
-    with pytest.raises(OptionError, match=r"columns takes .* more than there is"):
+    with pytest.raises(OptionError, match=r"a batch takes .* more than there is"):
         ChunkDataset(path)[0]
     with pytest.raises(OptionError, match=r"a batch takes .* more than there is"):
         ChunkDataset(path)[[0, 1]]

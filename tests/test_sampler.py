@@ -190,7 +190,7 @@ def combinations():
             yield pytest.param(shape, draw, sample_bytes, marks=[pytest.mark.nightly] if seldom else [])
 
 
-@pytest.mark.parametrize(("shape", "draw", "sample_bytes"), combinations())
+@pytest.mark.parametrize(("shape", "draw", "sample_bytes"), list(combinations()))
 def test_each_chunk_is_read_once(tmp_path, counted, shape, draw, sample_bytes):
     num_samples, chunk_samples = SHAPES[shape]
     if sample_bytes > 100:
