@@ -33,7 +33,10 @@ def has_command_id(output: Path) -> bool:
 def is_made_by(output: Path, command_id: str) -> bool:
     """Whether an output was made by this command and was not written to since."""
     kept = _read(output)
-    return kept is not None and kept == _bound_to(output, command_id)
+    try:
+        return kept is not None and kept == _bound_to(output, command_id)
+    except OSError:  # somebody removes it
+        return False
 
 
 def _read(output: Path) -> bytes | None:

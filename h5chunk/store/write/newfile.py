@@ -226,9 +226,9 @@ class NewFile:
             self._remove()  # the same command would not continue it
             raise OutputError(f"{printable(self._path)}: appeared meanwhile: it was left as it is")
         try:
-            if self.command_id is not None:
-                save_command_id(self.part, self.command_id)
             os.fsync(self._descriptor)
+            if self.command_id is not None:
+                save_command_id(self.part, self.command_id)  # after which nothing changes the time of the file
             if self._has_own_journal:
                 self.journal.remove()  # while the name of the part file, and with it the lock, is ours
             self.part.replace(self._path)

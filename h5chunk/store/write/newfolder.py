@@ -144,9 +144,9 @@ class NewFolder:
             self._remove()  # the same command would not continue it
             raise
         try:
+            os.fsync(self._descriptor)
             if self.command_id is not None:
                 save_command_id(self.part, self.command_id)
-            os.fsync(self._descriptor)
             self.journal.remove()  # while the name of the part folder, and with it the lock, is ours
             if not self._path.exists() or not any(self._path.iterdir()):
                 self.part.rename(self._path)
