@@ -14,11 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from h5chunk import errors as _errors
+
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AppendPlan": "h5chunk.tools.append.report",
-    "AppendReport": "h5chunk.tools.append.report",
+    "AppendPlan": "h5chunk.tools.convert.append_report",
+    "AppendReport": "h5chunk.tools.convert.append_report",
     "BenchReport": "h5chunk.tools.bench.report",
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
@@ -26,19 +28,22 @@ _HOMES = {
     "ChunkSampler": "h5chunk.feed.sampler",
     "ConvertPlan": "h5chunk.tools.convert.report",
     "ConvertReport": "h5chunk.tools.convert.report",
-    "FolderReport": "h5chunk.tools.verify.folder",
-    "H5ChunkError": "h5chunk.errors",
+    "FolderReport": "h5chunk.tools.verify.report",
     "Recommendation": "h5chunk.tools.tune.report",
+    "RepackReport": "h5chunk.tools.repack.report",
     "VerifyReport": "h5chunk.tools.verify.report",
-    "append": "h5chunk.tools.append.append",
+    "append": "h5chunk.tools.convert.append",
     "bench": "h5chunk.tools.bench.bench",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert.convert",
     "info": "h5chunk.tools.info.info",
-    "plan_append": "h5chunk.tools.append.append",
+    "plan_append": "h5chunk.tools.convert.append",
     "plan_convert": "h5chunk.tools.convert.convert",
+    "plan_repack": "h5chunk.tools.repack.repack",
+    "repack": "h5chunk.tools.repack.repack",
     "tune": "h5chunk.tools.tune.tune",
     "verify": "h5chunk.tools.verify.verify",
+    **{name: "h5chunk.errors" for name in vars(_errors) if name.endswith("Error")},
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

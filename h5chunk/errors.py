@@ -4,6 +4,7 @@ H5ChunkError
  +-- OptionError   (ValueError)     an argument that cannot be: what, value, limit, remedy
  +-- SourceError   (ValueError)     the raw data: missing, empty, not agreeing
  |    +-- SampleError               one sample of it: path and reason
+ |         +-- ShapeError           it has another shape than the others
  +-- OutputError   (OSError)        the file to be written: exists, in use, no room
  +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
  |    +-- FieldError (KeyError)     a field that it lacks, or that cannot be a field
@@ -54,6 +55,10 @@ class SourceError(H5ChunkError, ValueError):
 
 class SampleError(SourceError):
     """One sample of the source cannot be used; ``str()`` gives the reason without the path."""
+
+
+class ShapeError(SampleError):
+    """A sample has another shape than those before it, and no option said what to do then."""
 
 
 class OutputError(H5ChunkError, OSError):

@@ -34,7 +34,7 @@ from models import MODELS, ModelError
 from train_images import FolderImages, Run, Settings, SettingsError, check, train, where
 
 import h5chunk
-from h5chunk.store.write.fill import available_cores
+from h5chunk.machine import available_cores
 
 Say = Callable[[str], None]
 DEFAULTS: dict[str, Any] = {

@@ -1,17 +1,22 @@
-"""What ChunkLoader delivers to a GPU, against the limits of the machine, and how busy it keeps a network.
+"""What ChunkLoader delivers to a GPU, against the best bare loop, and how busy it keeps a network.
 
     python scripts/make_packed.py data.h5 --count 200000                 # 30 GB
     python scripts/make_packed.py small.h5 --count 1000000 --size 32 32  # 3 GB
     python scripts/bench_gpu.py data.h5 [--models resnet50 resnet18 vit_b_16] [--compile] [--json FILE]
-    python scripts/bench_gpu.py small.h5 --models resnet9 --compile
+    python scripts/bench_gpu.py small.h5 --batch-size 512 --models resnet9 --compile
 
 Limits, in the same run, turn about: reading the file from the page cache into pinned memory (preadv of 8 MB, as many
-threads as are best), and copying pinned memory to the GPU. Delivery: normalised batches on the GPU, bf16 and float32,
-medians of epochs; nothing is resident. First batch: from construction, on this file and on a sparse one of 100 GB.
-Utilisation: images/s of training with the loader over images/s on one cached real batch; blocks of steps of both take
-turns; prints the median of the ratios of neighbouring blocks, a 95 % bootstrap interval, and the processor time used.
+threads as are best); copying pinned memory to the GPU; and both at once, by a bare loop: threads in C read windows of
+one batch, each row to its place in a shuffled batch, into pinned buffers, which are copied to the GPU as they come. The
+tables of all windows are made before the clock starts, and nothing is normalised.
+Delivery: whole epochs of normalised batches on the GPU, the second of each loader; nothing is resident.
+First batch: from construction, on this file and on a sparse one of 100 GB; and of the next epoch after a break.
+Utilisation: images/s of whole epochs of training with the loader over as many steps on one cached real batch; epochs
+of both take turns; prints the median of the ratios of neighbours, a 95 % bootstrap interval, and processor time. The
+model ``python`` is a loop that computes in Python for 10 ms a step and uses no GPU.
+``--gpus 2``: the rate of a loader beside another one on another GPU of this process, over its rate alone.
 Steps: the slowest step of whole epochs over the median one, from GPU events, the first and last of an epoch included.
-Needs torchvision for its models.
+Needs torchvision for its models, but for resnet9.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +41,16 @@ from models import make_model
 from torch import nn
 
 import h5chunk
-from h5chunk.feed.slots import PinnedMemory
-from h5chunk.store.format import open_file
+from h5chunk import native
+from h5chunk.feed.memory import PinnedMemory
+from h5chunk.store.hdf5.open import open_file
 from h5chunk.transforms import Normalize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PIECE = 8 << 20
 SPARSE_BYTES = 100 << 30
+BARE_SLOTS = 6
+PYTHON_S = 0.01
 WARM_STEPS = 30
 
 
@@ -90,17 +98,107 @@ def copy_rate() -> float:
     return host.nbytes / statistics.median(times)
 
 
+class BareLoop:
+    """Reads shuffled windows of one batch into pinned buffers by threads in C, and copies each to the GPU at once.
+
+    Every sample comes once; a window is of chunks from all over the file, as many as make a batch.
+    """
+
+    def __init__(self, path: Path, batch_size: int) -> None:
+        self._path = path
+        with open_file(path) as file:
+            dataset = file["images"]
+            self._row_bytes = dataset[0].nbytes
+            per_chunk = dataset.chunks[0]
+            chunks = np.random.default_rng(0).permutation(len(dataset) // per_chunk)
+            offsets = np.array([dataset.id.get_chunk_info(int(chunk)).byte_offset for chunk in chunks])
+        at_once = max(1, batch_size // per_chunk)
+        self._windows = offsets[: len(offsets) // at_once * at_once].reshape(-1, at_once)
+        self._per_chunk, self._window_bytes = per_chunk, at_once * per_chunk * self._row_bytes
+
+    def _jobs(self, number: int, descriptor: int, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The jobs of a window, and the vectors that they point to."""
+        rows = self._windows.shape[1] * self._per_chunk
+        vectors = np.empty((rows, 2), np.uintp)
+        vectors[:, 0] = buffer.ctypes.data + np.random.default_rng(number).permutation(rows) * self._row_bytes
+        vectors[:, 1] = self._row_bytes
+        jobs = np.zeros(self._windows.shape[1], native.JOB)
+        jobs["descriptor"], jobs["offset"], jobs["count"] = descriptor, self._windows[number], self._per_chunk
+        jobs["num_bytes"] = self._per_chunk * self._row_bytes
+        jobs["source"] = vectors.ctypes.data + np.arange(len(jobs)) * self._per_chunk * vectors.strides[0]
+        return jobs, vectors
+
+    def rate(self, num_threads: int) -> float:
+        """Bytes/s of an epoch."""
+        num_slots, size = min(BARE_SLOTS, len(self._windows)), self._window_bytes
+        descriptor, pinned = os.open(self._path, os.O_RDONLY), PinnedMemory(num_slots * size)
+        hosts = pinned.bytes[: num_slots * size].reshape(num_slots, size)
+        device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(num_slots)]
+        tables = [self._jobs(i, descriptor, hosts[i % num_slots]) for i in range(len(self._windows))]
+        copied = [torch.cuda.Event() for _ in range(num_slots)]
+        pairs = [(there, torch.from_numpy(host)) for there, host in zip(device, hosts, strict=True)]
+        pool = native.NativePool(num_threads)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for number in range(num_slots):
+            pool.submit(number, tables[number][0])
+        for _ in tables:
+            result = pool.wait(60)
+            assert result is not None and result.status == native.DONE
+            slot, following = result.ticket % num_slots, result.ticket + num_slots
+            pairs[slot][0].copy_(pairs[slot][1], non_blocking=True)
+            copied[slot].record()
+            if following < len(tables):
+                copied[slot].synchronize()
+                pool.submit(following, tables[following][0])
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        pool.close(60)
+        pool.free()
+        pinned.close()
+        os.close(descriptor)
+        return len(tables) * size / seconds
+
+
+def side_by_side(path: Path, args: argparse.Namespace) -> float:
+    """The rate of one of several loaders in this process, each on a GPU of its own, over that of one alone."""
+
+    def run(number: int, rates: list[float]) -> None:
+        with torch.cuda.device(number), make_loader(path, args, dtype=torch.bfloat16, device=number) as loader:
+            epoch(loader)
+            ready.wait()
+            rates.append(epoch(loader))
+
+    found: dict[int, list[float]] = {1: [], args.gpus: []}
+    for _ in range(args.rounds):
+        for count, rates in found.items():
+            ready = threading.Barrier(count)
+            threads = [threading.Thread(target=run, args=(number, rates)) for number in range(count)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    alone, together = statistics.median(found[1]), statistics.median(found[args.gpus])
+    print(
+        f"one loader alone {alone:,.0f} images/s; each of {args.gpus} on as many GPUs {together:,.0f} images/s, "
+        f"{together / alone:.3f}",
+        flush=True,
+    )
+    return together / alone
+
+
 def make_loader(
     path: Path,
     args: argparse.Namespace,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
+    device: int = 0,
     **options: Any,
 ) -> h5chunk.ChunkLoader:
     return h5chunk.ChunkLoader(
         path,
         args.batch_size,
-        device="cuda",
+        device=f"cuda:{device}",
         transforms=[Normalize(MEAN, STD), ToDtype(dtype, channels_last)],
         num_threads=args.threads,
         resident=False,
@@ -112,26 +210,31 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The limits and what is delivered, round by round."""
     with open_file(path) as file:
         num_bytes, image_bytes = file["images"].nbytes, file["images"].nbytes // len(file["images"])
-    counts = [n for n in (1, 2, 4, 8, 12, 16, 32) if n <= (os.cpu_count() or 1)]
+    cores = os.cpu_count() or 1
+    counts = [n for n in (1, 2, 4, 8, 12, 16, 32) if n <= cores]
     read_rate(path, counts[-1], num_bytes)  # into the page cache
     best = max(counts, key=lambda threads: read_rate(path, threads, num_bytes))
-    rates: dict[str, list[float]] = {"read": [], "copy": [], "bfloat16": [], "float32": []}
+    bare = BareLoop(path, args.batch_size)
+    bare_threads = max({cores * 3 // 4, max(1, cores - 1), cores}, key=bare.rate)
+    rates: dict[str, list[float]] = {"read": [], "copy": [], "bare": [], "bfloat16": [], "float32": []}
     dtypes = ("bfloat16", "float32")
     print(make_loader(path, args), flush=True)
     for _ in range(args.rounds):
         rates["read"].append(read_rate(path, best, num_bytes))
         rates["copy"].append(copy_rate())
+        rates["bare"].append(bare.rate(bare_threads))
         for name in dtypes:
             with make_loader(path, args, dtype=getattr(torch, name)) as loader:
                 epoch(loader)  # the first one touches fresh memory
                 rates[name].append(epoch(loader) * image_bytes)
     middle = {name: statistics.median(each) for name, each in rates.items()}
-    limit = min(middle["read"], middle["copy"])
+    limit = middle["bare"]
     print(f"page cache to pinned memory {middle['read'] / 1e9:6.1f} GB/s ({best} threads)")
     print(f"pinned memory to the GPU    {middle['copy'] / 1e9:6.1f} GB/s")
+    print(f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({bare_threads} threads)")
     for name in dtypes:
         print(
-            f"delivered {name:9s} {middle[name] / image_bytes:>9,.0f} images/s, {middle[name] / limit:.3f} of the limit"
+            f"delivered {name:9s} {middle[name] / image_bytes:>9,.0f} images/s, {middle[name] / limit:.3f} of the loop"
         )
     return {"bytes_per_s": rates, "limit_bytes_per_s": limit} | {name: middle[name] / limit for name in dtypes}
 
@@ -164,14 +267,21 @@ def first_batches(path: Path, args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         for name, file in (("this file", path), ("sparse file of 100 GB", sparse_file(Path(folder) / "sparse.h5"))):
             times = []
+            again = []
             for _ in range(args.rounds):
                 started = time.perf_counter()
                 with make_loader(file, args) as loader:
-                    next(iter(loader))
-                    torch.cuda.synchronize()
-                    times.append(time.perf_counter() - started)
-            seconds[name] = statistics.median(times)
-            print(f"first batch, {name}: {seconds[name]:.3f} s (slowest {max(times):.3f})", flush=True)
+                    for kept in (times, again):
+                        next(iter(loader))
+                        torch.cuda.synchronize()
+                        kept.append(time.perf_counter() - started)
+                        started = time.perf_counter()
+            seconds[name], seconds[f"{name}, next epoch"] = statistics.median(times), statistics.median(again)
+            print(
+                f"first batch, {name}: {seconds[name]:.3f} s (slowest {max(times):.3f}), of the next epoch "
+                f"after a break {statistics.median(again):.4f} s",
+                flush=True,
+            )
     return seconds
 
 
@@ -190,15 +300,10 @@ class Training:
         self._optimizer = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9)
         self._network = torch.compile(network) if args.compile else network
         self.loader = make_loader(path, args, dtype=torch.bfloat16, channels_last=channels_last, drop_last=True)
-        self.batches = self._forever()
-        self.cached = tuple(tensor.clone() for tensor in next(self.batches))
-        for _ in range(WARM_STEPS):
+        self.cached = tuple(tensor.clone() for tensor in next(iter(self.loader)))
+        for batch in islice(self.loader, WARM_STEPS):
             self.step(*self.cached)
-            self.step(*next(self.batches))
-
-    def _forever(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        while True:
-            yield from self.loader
+            self.step(*batch)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -207,30 +312,47 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def close(self) -> None:
-        self.batches.close()
-        self.loader.close()
+
+class PythonLoop:
+    """Steps that compute in Python, and need its lock, while the GPU has nothing to do."""
+
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
+        self.loader = make_loader(path, args, dtype=torch.bfloat16, drop_last=True)
+        self.cached = tuple(tensor.clone() for tensor in next(iter(self.loader)))
+        self._count = 1000
+        started = time.perf_counter()
+        self.step()
+        self._count = int(self._count * PYTHON_S / (time.perf_counter() - started))
+
+    def step(self, *_batch: torch.Tensor) -> None:
+        total = 0
+        for number in range(self._count):
+            total += number
 
 
-def utilisation(training: Training, args: argparse.Namespace) -> dict[str, float]:
-    """Rate with the loader over rate on a cached batch."""
+def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> dict[str, float]:
+    """Rate with the loader over rate on a cached batch, by whole epochs."""
 
-    def block(batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+    def timed(batches: Iterator[Any] | h5chunk.ChunkLoader) -> tuple[float, float]:
         """Images/s, and processor time over time."""
         torch.cuda.synchronize()
-        started, cpu_started = time.perf_counter(), time.process_time()
-        for _ in range(args.block):
-            training.step(*batch())
+        started, cpu_started, images = time.perf_counter(), time.process_time(), 0
+        for batch in batches:
+            training.step(*batch)
+            images += len(batch[0])
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        return args.block * args.batch_size / seconds, (time.process_time() - cpu_started) / seconds
+        return images / seconds, (time.process_time() - cpu_started) / seconds
 
-    sources = {"real": lambda: next(training.batches), "cached": lambda: training.cached}
+    sources: dict[str, Callable[[], Any]] = {
+        "real": lambda: training.loader,
+        "cached": lambda: repeat(training.cached, len(training.loader)),
+    }
     rates: dict[str, list[float]] = {"real": [], "cached": []}
     cores: dict[str, list[float]] = {"real": [], "cached": []}
-    for number in range(args.blocks):
+    for number in range(args.epochs):
         for name in ("real", "cached") if number % 2 else ("cached", "real"):
-            rate, used = block(sources[name])
+            rate, used = timed(sources[name]())
             rates[name].append(rate)
             cores[name].append(used)
     ratios = np.array(rates["real"]) / np.array(rates["cached"])
@@ -249,8 +371,6 @@ def utilisation(training: Training, args: argparse.Namespace) -> dict[str, float
 
 def steps(training: Training, num_epochs: int) -> dict[str, float]:
     """The slowest step of whole epochs, seams included, over the median one."""
-    training.batches.close()
-    training.loader.close()
     events = []
     for _ in range(num_epochs):
         for batch in training.loader:
@@ -264,7 +384,7 @@ def steps(training: Training, num_epochs: int) -> dict[str, float]:
 
 
 def train(path: Path, name: str, args: argparse.Namespace) -> dict[str, float]:
-    training = Training(path, name, args)
+    training = PythonLoop(path, args) if name == "python" else Training(path, name, args)
     found = utilisation(training, args)
     print(
         f"{name}: utilisation {found['utilisation']:.4f} ({found['low']:.4f} to {found['high']:.4f}), "
@@ -279,7 +399,7 @@ def train(path: Path, name: str, args: argparse.Namespace) -> dict[str, float]:
             f"{found['over_twice']} over twice the median",
             flush=True,
         )
-    training.close()
+    training.loader.close()
     return found
 
 
@@ -291,12 +411,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of the loader; default: its own")
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--steps", nargs="*", default=[], help="models whose every step is timed")
-    parser.add_argument("--block", type=int, default=20, help="training steps of a block")
-    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=6, help="of training, of each kind")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that are fed at a time by this process")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"delivery": delivery(args.path, args), "first_batch_s": first_batches(args.path, args)}
+    if args.gpus > 1:
+        result["together_over_alone"] = side_by_side(args.path, args)
     for name in args.models:
         result[name] = train(args.path, name, args)
     if args.json:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.plan.layout import human_bytes, plan_layout
-from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec
-from h5chunk.store.write.newfile import NewFile
+from h5chunk.store.format.spec import FORMAT_VERSION, FieldSpec, FileSpec
+from h5chunk.store.write.new_file import NewFile
 
 BLOCK = 32 << 20
 

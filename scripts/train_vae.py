@@ -47,7 +47,7 @@ from vae_data import HELD_OUT, DataError, Split, packed_file, split_users
 from vae_model import AMP, NDCG_AT, Trainer, evaluate
 
 import h5chunk
-from h5chunk.store.write.fill import available_cores
+from h5chunk.machine import available_cores
 
 Say = Callable[[str], None]
 METRICS = (f"ndcg@{NDCG_AT}", "recall@20", "recall@50")

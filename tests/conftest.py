@@ -7,31 +7,26 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
+from support.pictures import pixels
 
-Pixels = np.ndarray
 PRELOAD = ["torch.distributed", "torch._dynamo", "torch.nn.parallel", "h5chunk.feed.loader", "h5chunk.feed.sampler"]
 multiprocessing.set_forkserver_preload(PRELOAD)  # imported once, for all workers that tests start by forkserver
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the tests that try many combinations too")
+    parser.addoption("--torture", action="store_true", help="run the tests that kill processes and fill disks too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--nightly"):
-        skip = pytest.mark.skip(reason="one of many combinations: bash scripts/test.sh --nightly")
-        for item in items:
-            if "nightly" in item.keywords:
-                item.add_marker(skip)
-
-
-def pixels(seed: int, height: int = 10, width: int = 12, channels: int = 3) -> Pixels:
-    """Random pixels, (height, width, channels) uint8, or (height, width) for one channel."""
-    shape = (height, width, channels) if channels > 1 else (height, width)
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    for name in ("nightly", "torture"):
+        if not config.getoption(f"--{name}"):
+            skip = pytest.mark.skip(reason=f"takes long: bash scripts/test.sh --{name}")
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(skip)
 
 
 @pytest.fixture
@@ -52,7 +47,13 @@ def class_folder(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def in_process(monkeypatch):
     """Do in this process what is done in children, in case that HDF5 crashes: so that patches can collect something."""
-    monkeypatch.setattr("h5chunk.store.guard.child._is_child", True)
+    monkeypatch.setattr("h5chunk.store.hdf5.child._is_child", True)
+
+
+@pytest.fixture
+def python_threads(monkeypatch):
+    """Read by threads of Python, whether or not the native ones were built: so that patches reach what they do."""
+    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,14 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from loader_options import make_loader
 from PIL import Image
+from support.loader_options import make_loader
 
 import h5chunk
 from h5chunk.errors import FileError, StateError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.sidecar import write_recommendation
-from h5chunk.tools.append.append import append
+from h5chunk.store.format.recommendation import write_recommendation
+from h5chunk.tools.convert.append import append
 from h5chunk.tools.repack.repack import repack
 
 MOST, ALL = 24, 60  # samples of a source, and of a file that was appended to

@@ -1,4 +1,4 @@
-"""`h5chunk bench`: what this machine gives for a file."""
+"""`h5chunk bench`: the rates that this machine reaches for a file."""
 
 from __future__ import annotations
 
@@ -6,49 +6,43 @@ from typing import Any
 
 import click
 
+from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import Seconds, trusted
+from h5chunk.cli.options import RUNNING, option
 from h5chunk.cli.output import progress_bar, show
 
+EXAMPLES = {
+    "Name the slowest stage of feeding a file": "h5chunk bench photos.h5",
+    "Measure up to the GPU for a minute": "h5chunk bench photos.h5 --device cuda --budget 1m",
+    "Measure the files of a folder as one data set": "h5chunk bench shards/ --workers 0 --workers 8",
+}
 
-@main.command()
+
+@main.command(examples=EXAMPLES)
 @click.argument("file", type=click.Path())
-@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples in a batch.")
-@click.option(
-    "--device", metavar="cpu|cuda", default="cpu", show_default=True, help="Where ChunkLoader brings the batches."
+@shared.trusted
+@shared.fields
+@shared.batch_size
+@shared.device
+@shared.loader_workers("0, and one per core up to 4")
+@shared.budget("10s")
+@option(
+    "--cold/--no-cold",
+    default=True,
+    heading=RUNNING,
+    help="Whether to measure the disk too, after parts of FILE left the page cache.",
 )
-@click.option(
-    "--fields",
-    multiple=True,
-    metavar="DATASET",
-    help="Dataset to read (repeatable). [default: images, and labels if there are any]",
-)
-@click.option(
-    "--budget",
-    "budget_s",
-    type=Seconds(),
-    default="10s",
-    show_default=True,
-    help="Time to take, such as 10s or 1m.",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(0),
-    multiple=True,
-    help="DataLoader worker count to try (repeatable). [default: 0, and one per core up to 4]",
-)
-@click.option(
-    "--cold/--no-cold", default=True, help="Also read from the disk, after parts of FILE left the page cache. [default]"
-)
-@trusted
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
-    """Measure what this machine gives for FILE, and name the slowest stage.
+@shared.quiet
+@shared.as_json
+def bench(
+    file: str, fields: tuple[str, ...], workers: tuple[int, ...], quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Measure how fast this machine feeds FILE, and name the slowest stage.
 
     The files of a folder, or of a quoted pattern such as 'shards/*.h5', are measured as one data set.
     """
     from h5chunk.tools.bench.bench import bench as run
 
-    with progress_bar(as_json, " %") as progress:
+    with progress_bar(quiet, " %") as progress:
         result = run(file, fields=fields or None, workers=workers or None, progress=progress, **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, quiet=quiet)

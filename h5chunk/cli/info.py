@@ -6,19 +6,24 @@ from typing import Any
 
 import click
 
+from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import trusted
 from h5chunk.cli.output import show
 
+EXAMPLES = {
+    "Describe a file": "h5chunk info photos.h5",
+    "Describe several files that are read as one": "h5chunk info 'shards/*.h5'",
+}
 
-@main.command()
+
+@main.command(examples=EXAMPLES)
 @click.argument("file", type=click.Path())
-@trusted
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@shared.trusted
+@shared.as_json
 def info(file: str, as_json: bool, **options: Any) -> None:
-    """Say what is in any HDF5 FILE, and whether samples lie well in it for training.
+    """Describe any HDF5 FILE, and whether its samples lie well for training.
 
-    Of a folder, or a quoted pattern such as 'shards/*.h5': what its files are, and whether they read as one data set.
+    For a folder, or a quoted pattern such as 'shards/*.h5', describe its files and whether they read as one data set.
     """
     from h5chunk.tools.info.info import info as run
 

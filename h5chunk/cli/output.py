@@ -1,4 +1,4 @@
-"""What commands show while they run: a bar for each stage, and notes above it."""
+"""Progress bars, notes and reports of commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def note(line: str) -> None:
 
 @contextmanager
 def progress_bar(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, int, int | None], None] | None]:
-    """A bar for each stage; none with --quiet or where nobody watches."""
+    """Draw a progress bar per stage, unless --quiet is given or standard error is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -54,7 +54,7 @@ def progress_bar(quiet: bool, unit: str = " images") -> Iterator[Callable[[str, 
 
 
 def show(result: Any, *, as_json: bool, quiet: bool = False) -> None:
-    """A report, for people or as JSON, which --quiet does not silence."""
+    """Print a report for people, or as JSON, which --quiet does not silence."""
     if as_json:
         click.echo(result.to_json())
     elif not quiet:

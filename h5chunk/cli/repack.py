@@ -6,63 +6,68 @@ from typing import Any
 
 import click
 
+from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import Bytes, ChunkSamples
+from h5chunk.cli.options import FIELDS, LAYOUT, Number, option
 from h5chunk.cli.output import progress_bar, show
 
+EXAMPLES = {
+    "Give any HDF5 file chunks of whole samples": "h5chunk repack theirs.h5 ours.h5",
+    "Shuffle the samples too": "h5chunk repack theirs.h5 ours.h5 --shuffle --seed 7",
+    "Take what tune found": "h5chunk repack theirs.h5 ours.h5 --tuned found.json",
+}
 
-@main.command()
+
+@main.command(examples=EXAMPLES)
 @click.argument("file", type=click.Path())
-@click.argument("out", type=click.Path())
-@click.option(
-    "--chunk-samples", type=ChunkSamples(), default="auto", show_default=True, help="Samples in one HDF5 chunk."
-)
-@click.option("--window-chunks", type=click.IntRange(1), metavar="N", help="Recommended window to store, in chunks.")
-@click.option("--shuffle", is_flag=True, help="Permute the samples of all fields alike.")
-@click.option(
-    "--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True, help="Seed of that permutation."
-)
-@click.option(
-    "--compression",
-    metavar="NAME[:LEVEL]",
-    help="Compression of the fields: gzip, lzf, zstd, lz4, blosc or none. [default: none]",
-)
-@click.option(
-    "--tuned",
-    type=click.Path(),
-    metavar="FILE.json",
-    help="Settings that h5chunk tune --json printed. Options given here count more.",
-)
-@click.option(
+@click.argument("output", type=click.Path())
+@option(
     "--fields",
     multiple=True,
     metavar="DATASET",
-    help="Dataset that says how many samples there are (repeatable). [default: images, AnnData's X, or the largest]",
+    show_default="images, AnnData's X, or the largest",
+    heading=FIELDS,
+    help="Dataset whose length is the number of samples (repeatable).",
 )
-@click.option(
+@option(
     "--keep",
     multiple=True,
     metavar="DATASET",
+    heading=FIELDS,
     help="Copy this dataset unchanged although its length matches (repeatable).",
 )
-@click.option(
-    "--memory-bytes",
-    "memory_bytes",
-    type=Bytes(),
-    default=1 << 30,
-    help="Upper limit on memory, about, such as 512M. [default: 1GiB]",
+@shared.chunk_samples
+@option("--window-chunks", type=Number(1), heading=LAYOUT, help="Recommended shuffle window to store, in chunks.")
+@option(
+    "--compression",
+    metavar="NAME[:LEVEL]",
+    show_default="none",
+    heading=LAYOUT,
+    help="Compression of the fields: gzip, lzf, zstd, lz4, blosc or none.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--quiet", is_flag=True, help="No progress bar, no report.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def repack(file: str, out: str, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Write any HDF5 FILE anew as OUT, with whole samples in its chunks; all else is kept.
+@option("--shuffle", is_flag=True, heading=LAYOUT, help="Permute the samples of all fields alike.")
+@shared.seed
+@option(
+    "--tuned",
+    type=click.Path(),
+    metavar="FOUND.json",
+    heading=LAYOUT,
+    help="Settings that h5chunk tune --json printed. Options that are given here take precedence.",
+)
+@shared.memory_bytes("1GiB", "Approximate upper limit on memory, such as 512M.")
+@shared.overwrite
+@shared.dry_run
+@shared.quiet
+@shared.as_json
+def repack(file: str, output: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write any HDF5 FILE anew as OUTPUT, with whole samples in its chunks; everything else is kept.
 
-    Fields are the datasets as long as the main one along their first axis. The report says how each lay before and how
-    it lies now.
+    Fields are the datasets whose first axis is as long as that of the main one. The report compares the layout of each
+    field before and after.
     """
+    from h5chunk.tools.repack.repack import plan_repack
     from h5chunk.tools.repack.repack import repack as run
 
     with progress_bar(quiet) as progress:
-        result = run(file, out, progress=progress, **options)
+        result = (plan_repack if dry_run else run)(file, output, progress=progress, **options)
     show(result, as_json=as_json, quiet=quiet)

@@ -6,71 +6,71 @@ from typing import Any
 
 import click
 
+from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import Bytes, Seconds, Triple, trusted
+from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, SOURCE, Fraction, option
 from h5chunk.cli.output import progress_bar, show
 
+EXAMPLES = {
+    "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
+    "Find them before images are converted": "h5chunk tune photos/ --json > found.json",
+    "Compare the reads of HDF5 with the predicted ones": "h5chunk tune theirs.h5 --verify --budget 2m",
+}
 
-@main.command()
-@click.argument("source", metavar="SRC", type=click.Path())
-@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples in a batch.")
-@click.option(
-    "--memory-bytes",
-    "memory_bytes",
-    type=Bytes(),
-    default=4 << 30,
-    help="Upper limit on the memory that feeding takes, such as 512M. [default: 4GiB]",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(0),
-    multiple=True,
-    help="DataLoader worker count to try (repeatable). [default: 0, 1, 2 and 4, as far as there are cores]",
-)
-@click.option("--device", metavar="cpu|cuda", default="cpu", show_default=True, help="Device that batches are for.")
-@click.option(
-    "--fields",
-    multiple=True,
-    metavar="DATASET",
-    help="Dataset to read (repeatable). [default: images, and labels if there are any]",
-)
-@click.option("--group-by", metavar="FIELD", help="Dataset that says which samples are alike. [default: labels]")
-@click.option(
-    "--min-effective-batch",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.95,
-    show_default=True,
-    help="Minimum shuffle quality, as a fraction of a full shuffle.",
-)
-@click.option(
-    "--budget", "budget_s", type=Seconds(), default="60s", show_default=True, help="Time to take, such as 60s or 2m."
-)
-@click.option(
-    "--h5py-cache",
-    type=Triple(),
-    metavar="NSLOTS,NBYTES,W0",
-    help="Cache that you give h5py.File today. [default: the library's]",
-)
-@click.option(
+
+@main.command(examples=EXAMPLES)
+@click.argument("source", type=click.Path())
+@shared.trusted
+@option(
     "--size",
     type=int,
     nargs=2,
     metavar="H W",
-    help="Size of images that are not converted yet. [default: that of the first one]",
+    show_default="that of the first one",
+    heading=SOURCE,
+    help="Height and width of images that are not converted yet.",
 )
-@click.option("--plot", type=click.Path(), metavar="PNG", help="Draw rate against effective batch; needs matplotlib.")
-@click.option("--apply", is_flag=True, help="Write window and cache to SRC.h5chunk.json, where readers find them.")
-@click.option("--verify", is_flag=True, help="Compare the reads that HDF5 makes with the predicted ones.")
-@trusted
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which convert and repack take with --tuned.")
-def tune(source: str, fields: tuple[str, ...], workers: tuple[int, ...], as_json: bool, **options: Any) -> None:
-    """Find the fastest chunks, window, cache and workers for SRC on this machine that still mix well.
+@shared.fields
+@option(
+    "--group-by",
+    metavar="DATASET",
+    show_default="labels",
+    heading=FIELDS,
+    help="Dataset whose equal values mark similar samples.",
+)
+@shared.batch_size
+@option(
+    "--min-effective-batch",
+    type=Fraction(),
+    default=0.95,
+    heading=FIELDS,
+    help="Minimum shuffle quality, as a fraction of a full shuffle.",
+)
+@shared.memory_bytes("4GiB", "Upper limit on the memory that feeding takes, such as 512M.")
+@shared.loader_workers("0, 1, 2 and 4, as far as there are cores")
+@shared.device
+@shared.budget("60s")
+@option("--verify", is_flag=True, heading=RUNNING, help="Compare the reads that HDF5 makes with the predicted ones.")
+@option("--apply", is_flag=True, heading=OUTPUT, help="Store window and cache in SOURCE.h5chunk.json for its readers.")
+@option(
+    "--plot",
+    type=click.Path(),
+    metavar="PICTURE.png",
+    heading=OUTPUT,
+    help="Draw rate against effective batch (needs matplotlib).",
+)
+@shared.quiet
+@option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, which convert and repack take as --tuned.")
+def tune(
+    source: str, fields: tuple[str, ...], workers: tuple[int, ...], quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Find the fastest chunks, window, cache and workers for SOURCE on this machine that still mix well.
 
-    SRC is a file that h5chunk made, anybody's HDF5 file, or what convert takes: images or a sparse matrix. The best few
-    settings are measured on its data.
+    SOURCE is a file that h5chunk made, any other HDF5 file, or what convert takes: images or a sparse matrix. The best
+    few settings are measured on its data.
     """
     from h5chunk.tools.tune.tune import tune as run
 
-    with progress_bar(as_json, " %") as progress:
+    with progress_bar(quiet, " %") as progress:
         result = run(source, fields=fields or None, workers=workers or None, progress=progress, **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, quiet=quiet)

@@ -7,32 +7,48 @@ from typing import Any
 
 import click
 
+from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import trusted
+from h5chunk.cli.options import RUNNING, SOURCE, option
 from h5chunk.cli.output import progress_bar, show
 
+EXAMPLES = {
+    "Check every chunk of a file": "h5chunk verify photos.h5",
+    "Check some chunks of each dataset": "h5chunk verify photos.h5 --quick",
+    "Write damaged chunks anew from the images": "h5chunk verify photos.h5 --repair photos/",
+}
 
-@main.command()
+
+@main.command(examples=EXAMPLES)
 @click.argument("file", type=click.Path())
-@click.option("--quick", is_flag=True, help="Read 32 chunks of each dataset only; the report says which.")
-@click.option(
-    "--repair", type=click.Path(), metavar="SRC", help="Write bad chunks anew from what FILE was converted from."
+@shared.trusted
+@option(
+    "--repair",
+    type=click.Path(),
+    metavar="SOURCE",
+    heading=SOURCE,
+    help="Write damaged chunks of images anew from SOURCE, which FILE was converted from.",
 )
-@click.option(
-    "--manifest", type=click.Path(), metavar="FILE.csv", help="To repair: the manifest that it was converted with."
+@option(
+    "--manifest",
+    type=click.Path(),
+    metavar="TABLE.csv",
+    heading=SOURCE,
+    help="Manifest that FILE was converted with, for --repair.",
 )
-@trusted
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def verify(file: str, as_json: bool, **options: Any) -> None:
-    """Check FILE: its structure, and every chunk against its checksum. Exit code 1 if anything is wrong.
+@option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
+@shared.quiet
+@shared.as_json
+def verify(file: str, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Check the structure of FILE, and every chunk against its checksum. Exit code 1 if anything is wrong.
 
-    FILE may be a folder: then all files in it are checked, and shards that are missing are named. Of a file that
-    h5chunk did not make there are no checksums: its chunks are decoded, and the report says so.
+    If FILE is a folder, all files in it are checked, and missing shards are named. Other HDF5 files have no checksums:
+    their chunks are decoded, and the report says so.
     """
     from h5chunk.tools.verify.verify import verify as run
 
-    with progress_bar(as_json) as progress:
+    with progress_bar(quiet) as progress:
         result = run(file, progress=progress, **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, quiet=quiet)
     if not result.ok:
         sys.exit(1)

@@ -1,25 +1,26 @@
-"""Conversion of samples and their division into batches."""
+"""Convert samples and split them into batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from h5chunk.feed.slots import BatchMemory, Fields, SingleBuffer, torch_dtype
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.feed.layout import torch_dtype
+from h5chunk.feed.slots import BatchMemory, Fields, SingleBuffer
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 
 GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
 ROWS_BYTES = 256 << 20  # so are rows made dense: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md
+ALL = 1 << 30  # batches
 Tensors = tuple[torch.Tensor, ...]  # one per field
 
 
 class FieldPipeline:
-    """The transforms of a field, with the host memory of its batches.
+    """Convert samples of one field, and split them into batches.
 
     Parameters
     ----------
@@ -33,7 +34,7 @@ class FieldPipeline:
     converter : Converter
         The first transforms, which are computed together.
     others : tuple of callables
-        The transforms after those.
+        The transforms after those, which are applied when a batch is handed out.
 
     Raises
     ------
@@ -43,76 +44,74 @@ class FieldPipeline:
 
     def __init__(self, transforms: Sequence[Transform], field: Field | MatrixField, *, reuse: bool) -> None:
         self._reuse = reuse
-        self._memory = self._new_memory()
+        self._memory: BatchMemory | SingleBuffer | None = None
         stored = torch_dtype(field.dtype, field.name)
         self.converter, self.others = compile_transforms(transforms, field, stored, self._empty)
 
-    def _new_memory(self) -> BatchMemory | SingleBuffer:
-        return SingleBuffer() if self._reuse else BatchMemory()
-
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = SingleBuffer() if self._reuse else BatchMemory()
         return self._memory.empty(shape, dtype)
+
+    def num_together(self, batch_size: int, *, keep: bool) -> int:
+        """Batches that are converted with one call: all, where nothing is done; else as many as are small."""
+        if self.converter.makes_csr:  # which torch does not cut
+            return 1
+        if keep:
+            return ALL if self.converter.changes_nothing else 1
+        group = ROWS_BYTES if isinstance(self.converter, RowConverter) else GROUP_BYTES
+        return max(1, group // max(1, batch_size * self.converter.sample_bytes))
+
+    def batches(self, samples: Any, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor]:
+        """Batches of these samples; ``keep``: they may be part of what is given.
+
+        They are detached, so that autograd does not take a change of one in place for a change of the others.
+        """
+        converted = self.converter(samples, keep)
+        if len(samples) <= batch_size:
+            return (converted.data,)
+        return [batch.data for batch in converted.split(batch_size)]
 
     def release(self) -> None:
         """End the threads, and free the memory that is kept for further batches."""
         self.converter.release()
-        self._memory = self._new_memory()
-
-
-class Maker(Protocol):
-    """Makes batches of samples."""
-
-    def num_together(self, batch_size: int, *, gathered: bool = False) -> int:
-        """Batches that are made with one call; ``gathered``: of samples that have to be copied for it."""
-
-    def make(self, samples: Fields, batch_size: int, *, gathered: bool = False) -> list[Any]:
-        """Batches of these samples."""
-
-    def finish(self, batch: Any) -> Any:
-        """The batch as the user wants it; called when it is handed out."""
+        self._memory = None
 
 
 class BatchMaker:
-    """Makes the batches that the user asked for, of samples that lie in a slot, or in memory of their own.
+    """Make the batches that the user asked for, of samples that lie in a slot, or in memory of their own.
 
     Parameters
     ----------
     pipelines : sequence of FieldPipeline
         Of each field.
     keep : bool
-        What is not converted may be handed on as it is; else it is copied, as the slot will be filled again.
+        Samples that need no conversion may be handed out as they are; else they are copied, as the slot will be filled
+        again.
     """
 
     def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
-        self._converters = [pipeline.converter for pipeline in pipelines]
-        self._others = [pipeline.others for pipeline in pipelines]
-        self._changes_nothing = all(converter.changes_nothing for converter in self._converters)
-        self._finishes, self._keep = any(self._others), keep
+        self._pipelines, self._keep = pipelines, keep
+        self._finishes = any(pipeline.others for pipeline in pipelines)
 
-    def num_together(self, batch_size: int, *, gathered: bool = False) -> int:
-        """Batches that are made with one call; ``gathered``: of samples that have to be copied for it."""
-        first = self._converters[0]
-        if first.makes_csr:  # which torch does not cut
-            return 1
-        if self._keep and not gathered:
-            return 1 << 30 if self._changes_nothing else 1
-        together = ROWS_BYTES if isinstance(first, RowConverter) else GROUP_BYTES
-        return max(1, together // max(1, batch_size * first.sample_bytes))
+    def open(self, window: Fields, batch_size: int) -> WindowBatches:
+        """The batches of a window, to be taken one by one."""
+        return WindowBatches(window, batch_size, self._pipelines, keep=self._keep)
 
-    def make(self, samples: Fields, batch_size: int, *, gathered: bool = False) -> list[Tensors]:
-        """Batches of these samples; detached, so that changing one in place leaves autograd's view of others alone."""
-        keep = self._keep or gathered
-        fields = [convert(field, keep) for convert, field in zip(self._converters, samples, strict=True)]
-        if len(samples[0]) <= batch_size:
-            return [tuple(field.data for field in fields)]
-        batches = zip(*(field.split(batch_size) for field in fields), strict=True)
-        return [tuple(field.data for field in batch) for batch in batches]
+    def make(self, samples: Fields, batch_size: int) -> list[Tensors]:
+        """Batches of samples that were gathered, and belong to nobody else."""
+        fields = zip(self._pipelines, samples, strict=True)
+        return list(zip(*(pipeline.batches(own, batch_size, keep=True) for pipeline, own in fields), strict=True))
+
+    def num_gathered(self, batch_size: int) -> int:
+        """Batches that are best gathered, and made, with one call."""
+        return self._pipelines[0].num_together(batch_size, keep=False)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
         """Apply the transforms that are not part of the conversion."""
         if not self._finishes:
             return batch
-        return tuple(_apply(others, field) for others, field in zip(self._others, batch, strict=True))
+        return tuple(_apply(each.others, field) for each, field in zip(self._pipelines, batch, strict=True))
 
 
 def _apply(transforms: Sequence[Any], field: Any) -> Any:
@@ -121,14 +120,48 @@ def _apply(transforms: Sequence[Any], field: Any) -> Any:
     return field
 
 
+class WindowBatches:
+    """The batches of one window. Several are made at a time, of each field as many as are small together."""
+
+    def __init__(self, window: Fields, batch_size: int, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
+        self._window, self._batch_size, self._pipelines, self._keep = window, batch_size, pipelines, keep
+        self._together = [pipeline.num_together(batch_size, keep=keep) for pipeline in pipelines]
+        self._made: list[dict[int, torch.Tensor]] = [{} for _ in pipelines]
+
+    def take(self, number: int) -> Tensors:
+        """Batch ``number`` of the window, once; an empty one beyond the last, as other ranks may have one there."""
+        return tuple(self._take(field, made, number) for field, made in enumerate(self._made))
+
+    def _take(self, field: int, made: dict[int, torch.Tensor], number: int) -> torch.Tensor:
+        if number not in made:
+            together = self._together[field]
+            self._make(field, number - number % together, together)
+        if number not in made:
+            self._make(field, number, 1)
+        return made.pop(number)
+
+    def _make(self, field: int, first: int, count: int) -> None:
+        """Make batch ``first`` of a field, and those behind it."""
+        samples = self._window[field]
+        start, stop = first * self._batch_size, (first + count) * self._batch_size
+        if start or stop < len(samples):
+            samples = samples[start:stop]
+        batches = self._pipelines[field].batches(samples, self._batch_size, keep=self._keep)
+        self._made[field].update(enumerate(batches, first))
+
+
 class Passthrough:
-    """Hands on what a slot holds, all of it."""
+    """Hand out what a slot holds, all of it."""
 
-    def num_together(self, batch_size: int, *, gathered: bool = False) -> int:
-        return 1
+    def open(self, window: Fields, batch_size: int) -> Passthrough:
+        """The batches of a window: there is one."""
+        self._window = window
+        return self
 
-    def make(self, samples: Fields, batch_size: int, *, gathered: bool = False) -> list[Fields]:
-        return [samples]
+    def take(self, number: int) -> Fields:
+        """The whole window."""
+        return self._window
 
     def finish(self, batch: Fields) -> Fields:
+        """The batch as it is."""
         return batch

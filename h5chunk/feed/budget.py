@@ -10,27 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.errors import FieldError, OptionError, printable
+from h5chunk.errors import OptionError, printable
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.read_pool import Direct, is_kept_whole
+from h5chunk.feed.layout import FieldLayout, field_layout, matrix_layout, slot_bytes
+from h5chunk.feed.read_pool import is_kept_whole
 from h5chunk.feed.resident import LOADING_SLOTS
-from h5chunk.feed.slots import KEPT, FieldLayout, slot_bytes, torch_dtype
+from h5chunk.feed.slots import KEPT
 from h5chunk.feed.stream import DataSource
+from h5chunk.machine import available_cores
+from h5chunk.native import available
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
-from h5chunk.plan.picks import WeightedPicks
+from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
-from h5chunk.store.format import opened
-from h5chunk.store.guard.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.amplification import NOTABLE, read_amplification
-from h5chunk.store.read.csrrows import CsrField
-from h5chunk.store.read.direct import NotDirect, direct_field
-from h5chunk.store.read.files import cache_bytes
-from h5chunk.store.read.filesdirect import files_fields
-from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.checksums import OFF, PIECE_BYTES
+from h5chunk.store.read.csr import CsrField
+from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader, model_cache
-from h5chunk.store.write.fill import available_cores
+from h5chunk.store.read.several import DirectField, direct_fields
 from h5chunk.transforms import Converter
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
@@ -81,7 +79,7 @@ def make_source(
     return DataSource(h5reader, direct, why, numbered, layouts, device, threads, reader == "mapped", timeout_s)
 
 
-def _default_threads(fields: Mapping[str, Direct]) -> int:
+def _default_threads(fields: Mapping[str, DirectField]) -> int:
     """One per core, but no more than what they decode in together allows."""
     thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in fields.values())
     return max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
@@ -89,11 +87,11 @@ def _default_threads(fields: Mapping[str, Direct]) -> int:
 
 def _counts(dataset: ChunkDataset, order: Order) -> np.ndarray | None:
     """How often each sample of the file may come in an epoch: (n,) int64; None: all samples once."""
-    if order.picks is None and not order.pad:
+    if order.selection is None and not order.pad:
         return None
-    most = order.picks.most if isinstance(order.picks, WeightedPicks) else 1
+    most = order.selection.most if isinstance(order.selection, WeightedSelection) else 1
     counts = np.zeros(dataset.num_file_samples, np.int64)
-    counts[slice(None) if dataset.is_whole else dataset.samples] = most
+    counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = most
     if order.pad:  # a short lane begins again, and perhaps again
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
     return counts
@@ -101,21 +99,16 @@ def _counts(dataset: ChunkDataset, order: Order) -> np.ndarray | None:
 
 def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
     field = reader.fields[name]
-    dtype = torch_dtype(field.dtype, name)
-    if dtype is None:
-        raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
-    if not isinstance(field, MatrixField):
-        return FieldLayout(field.sample_shape, dtype)
-    from h5chunk.feed.matrix_layout import matrix_layout
-
-    return matrix_layout(reader, field, counts, lanes)
+    if isinstance(field, MatrixField):
+        return matrix_layout(reader, field, counts, lanes)
+    return field_layout(field.sample_shape, field.dtype, name)
 
 
-def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], dict[str, str]]:
+def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], dict[str, str]]:
     """The fields that can be read by byte ranges, and why the others cannot."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
-    direct, why = _by_ranges(reader)
+    direct, why = direct_fields(reader)
     if how == "mapped":
         why |= {name: reason for name, field in direct.items() if (reason := _not_mapped(field))}
     if why and how != "auto":
@@ -127,34 +120,16 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, Direct], dict[
     return direct, why
 
 
-def _not_mapped(field: Direct) -> str:
+def _not_mapped(field: DirectField) -> str:
     """Why a field cannot be read out of mapped memory; empty if it can."""
     if isinstance(field, CsrField):
         return "it is a sparse matrix, whose rows are read by byte ranges"
     return "" if field.is_one_run else "it is compressed, or its chunks do not lie one behind the other"
 
 
-def _by_ranges(reader: H5Reader) -> tuple[dict[str, Direct], dict[str, str]]:
-    if isinstance(reader, FileSet):
-        found, not_found = files_fields(reader)
-        return {**found}, dict(not_found)
-    direct: dict[str, Direct] = {}
-    why: dict[str, str] = {}
-    with opened(reader.path) as file:
-        for name, field in reader.fields.items():
-            try:
-                if isinstance(field, MatrixField):
-                    direct[name] = CsrField(reader.path, file, field, reader.indptr, reader.sums)
-                else:
-                    direct[name] = direct_field(reader.path, file, field, reader.sums)
-            except NotDirect as error:
-                why[name] = str(error)
-    return direct, why
-
-
 def epoch_amplification(source: DataSource, order: Order) -> float:
     """Bytes that the order's epoch reads, on all ranks, over those of its samples; but for small fields."""
-    rows = None if order.picks is None else order.picks.drawn(order.seed, order.epoch).samples
+    rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
     kept = [name for name, field in source.direct.items() if is_kept_whole(field)]
     return read_amplification(source.reader, rows, source.direct, kept)
 
@@ -213,9 +188,9 @@ class MemoryBudget:
             for field in source.direct.values()
         )
         if source.why:
-            total += cache_bytes(source.reader, hdf5_cache(source, order))
+            total += source.reader.cache_bytes(hdf5_cache(source, order))
         if source.reader.matrix is not None:
-            copies = 2 if isinstance(source.reader, FileSet) else 1  # that of each file, too
+            copies = 2 if len(source.reader.readers) > 1 else 1  # that of each file, too
             total += source.reader.indptr.nbytes * copies
         if source.reader.checksums != OFF:
             total += source.num_threads * PIECE_BYTES
@@ -232,7 +207,8 @@ class MemoryBudget:
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False
         held = self._resident_bytes
-        loading = LOADING_SLOTS * self._window_bytes(self.loading_samples(order))
+        pieces = {name: layout.of_pieces for name, layout in self._source.layouts.items()}
+        loading = LOADING_SLOTS * (1 if self._on_cpu else 2) * slot_bytes(pieces, self.loading_samples(order))
         needed, limit = held + loading + self._reading_bytes(order), self._limit(wanted)
         if wanted is True and needed > limit:
             raise OptionError(
@@ -277,7 +253,8 @@ def describe_source(source: DataSource, order: Order) -> str:
     times = epoch_amplification(source, order)
     beside = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
     ways = ((name, "h5py" if name in source.why else "direct") for name in source.reader.fields)
-    return f"{beside}{source.num_threads} threads; " + ", ".join(f"{name}: {way}" for name, way in ways)
+    threads = "native threads" if available() else "threads"
+    return f"{beside}{source.num_threads} {threads}; " + ", ".join(f"{name}: {way}" for name, way in ways)
 
 
 def find_device(device: str | torch.device) -> torch.device:

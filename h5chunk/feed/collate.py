@@ -3,17 +3,24 @@
 A whole batch is read at once, into memory that a DataLoader worker shares with the main process. `Batch` shows it to
 torch as the sequence of samples that torch expects of ``__getitems__``, and torch's default ``collate_fn`` is told
 (through its documented map of types) that such samples are together already.
+
+Batches of sample numbers, on their way from a sampler to a data set, are tagged with the samples that were numbered: in
+another part of a file the same numbers mean other samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
+
+from h5chunk.errors import OptionError
 
 
 class Sample(tuple[Any, ...]):
@@ -89,3 +96,60 @@ def _collate_samples(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> 
 
 
 default_collate_fn_map.setdefault(Sample, _collate_samples)
+
+
+Numbering = tuple[int, int]  # the number of samples, and a checksum of their numbers in the file, 0 for all
+
+
+def numbering_of(num_samples: int, samples: np.ndarray | None) -> Numbering:
+    """Tell the numbers of one part of a file from those of another.
+
+    Parameters
+    ----------
+    num_samples : int
+        Of the file, or of all files.
+    samples : (n,) int64, or None
+        Their numbers in the file; None: all.
+    """
+    if samples is None or len(samples) == num_samples:
+        return num_samples, 0
+    return len(samples), zlib.crc32(samples.tobytes())
+
+
+class TaggedBatch(list[int]):
+    """A batch of sample numbers: a list, tagged with the numbering that it is of."""
+
+    def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None) -> None:
+        super().__init__(numbers)
+        self.numbering = numbering
+
+
+def check_batch(indices: Any, numbering: Numbering) -> None:
+    """Raise OptionError if a sampler drew these for other samples than those that are to be read."""
+    if isinstance(indices, TaggedBatch) and indices.numbering is not None:
+        check_numbering(indices.numbering, numbering)
+
+
+def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
+    """Raise OptionError if two numberings differ.
+
+    Other files of as many samples are let pass: they may hold other fields of the same samples.
+    """
+    if drawn == numbering:
+        return
+    here = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
+    raise OptionError(
+        f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {here}: give the "
+        "loader the data set, or the part of one, that the ChunkSampler was made with"
+    )
+
+
+def sample_numbers(indices: Any) -> np.ndarray:
+    """Convert sample numbers to an array; raise IndexError for a mask, or what would be rounded."""
+    try:
+        numbers = np.asarray(indices)
+    except (TypeError, ValueError):
+        raise IndexError("indices are lists of different lengths: give one number or a list of them") from None
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise IndexError(f"indices are of type {numbers.dtype}: give whole numbers; for a mask, mask.nonzero()[0]")
+    return numbers.astype(np.int64, copy=False)

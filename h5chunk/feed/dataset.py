@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from itertools import islice
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.errors import FieldError, OptionError, printable
-from h5chunk.feed.collate import Batch, Sample, collate, no_samples
-from h5chunk.feed.matrix_rows import Loaded, MatrixRows, copy_all
-from h5chunk.feed.names import common_table, decoded, sample_table, source_names
-from h5chunk.feed.order import recommendation, recommended_window
+from h5chunk.feed.collate import (
+    Batch,
+    Numbering,
+    Sample,
+    check_batch,
+    collate,
+    no_samples,
+    numbering_of,
+    sample_numbers,
+)
+from h5chunk.feed.layout import torch_dtype
+from h5chunk.feed.sample_reader import Fields, SampleReader, field_mapping, recommended_window
 from h5chunk.feed.sample_transforms import SampleTransforms
-from h5chunk.feed.shared_memory import SharedMemory
-from h5chunk.feed.slots import BatchMemory, torch_dtype
-from h5chunk.feed.tagged_batch import Numbering, check_batch, numbering_of
+from h5chunk.feed.stored_tables import StoredTables, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.line import ChunkLine, Line, PickLine, Picks
-from h5chunk.plan.order import INTERLEAVE, Order
-from h5chunk.plan.permute import SPLIT, permutation
-from h5chunk.plan.picks import pick_samples, split_samples
-from h5chunk.store.format import Header
-from h5chunk.store.guard.checksums import OFF
-from h5chunk.store.guard.guard import Trusted
-from h5chunk.store.read.amplification import NOTABLE, read_amplification
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.files import Paths, chunk_starts, open_other, open_reader
-from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.matrixfield import MatrixField
-from h5chunk.store.read.reader import H5Reader, model_cache
+from h5chunk.plan.order import Order
+from h5chunk.plan.permutation import SPLIT, ChunkSequence, ShuffledSequence, permutation
+from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
+from h5chunk.store.format.header import Header
+from h5chunk.store.read.amplification import NOTABLE
+from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.files import Paths, open_other, open_reader
+from h5chunk.store.read.reader import H5Reader
 
-Fields = Mapping[str, str] | Sequence[str]
 SAMPLE_NUMBER = "sample_number"
 
 
 class ChunkDataset(Dataset[Any]):
-    """Samples of an HDF5 file, or of several, converted by h5chunk or not, read through HDF5's chunk cache.
+    """Samples of one or several HDF5 files, converted by h5chunk or not, as a map-style data set of torch.
 
     ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these
-    samples, with a first axis of 3. Numbers are tensors of the file's dtype; fixed-length strings are ``str``.
-
-    The file is opened in each process when it is first read there, with any start method of multiprocessing.
+    samples, with a first axis of 3. Numbers are tensors of the file's dtype; fixed-length strings are ``str``. Plain
+    bytes are read as `ChunkLoader` does it, and what is compressed through HDF5's chunk cache. Each process opens the
+    file when it first reads of it, with any start method of multiprocessing.
 
     Parameters
     ----------
@@ -60,31 +58,31 @@ class ChunkDataset(Dataset[Any]):
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if there are any. ``sample_number`` is the number of
-        each sample in this data set, (n,) int64: with it ``source_names``, ``row_ids`` and `values` tell what is in a
-        batch. (Name a dataset that is called so ``/sample_number``.)
-    trusted : bool, path or sequence of paths
-        Whether to follow links, views of other files and external storage, and to run unknown filters. False: never.
-        True: within the file's folder. Paths: within these folders. With False, each
-        process first opens a file in a child process, as HDF5 may crash or loop on it: usually 20 to 50 ms, once for
-        each choice of fields, and more in processes of many GB.
+        each sample in this data set, (n,) int64: with it `source_names`, `row_ids` and `values` tell what is in a
+        batch: ``dataset.source_names[numbers]``. (Name a dataset that is called so ``/sample_number``.) The field
+        ``h5chunk/source_index`` of a converted file is the number of each sample in its source: the row of an array.
+    trusted : bool
+        Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
+        filters. If not, each process first opens a file in a child process, as HDF5 may crash or loop on it: usually 20
+        to 50 ms, once for each choice of fields, and more in processes of many GB.
     checksums : {"off", "first", "always"}
-        Check chunks against the checksums that a converted file has: each when a process first reads of it, or whenever
-        it does. A chunk is read whole for that, however few of its samples are asked for.
+        Check chunks against the checksums of a converted file: each when a process first reads of it, or at every read.
+        A chunk is read whole for that, however few of its samples are needed.
     transform : callable or list of callables, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image. Of a matrix, the
-        objects of `h5chunk.transforms` that come first are applied to whole batches as they are read, as
-        `ChunkLoader` does it: ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32.
-        With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, which a DataLoader's worker can send too, and a
-        single row a sparse one. Where the last batch of a rank is empty, a sample that is not used tells the shape.
+        objects of `h5chunk.transforms` that come first are applied to whole batches as they are read:
+        ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32. With ``Csr()`` a batch is one
+        ``torch.sparse_csr`` tensor, which a worker can send too, and a single row a sparse one. Where the last batch of
+        a rank is empty, a sample that is not used tells the shape.
 
     Raises
     ------
     FileError
         The file is missing, not HDF5 or cut short; when it is read: it was replaced since, or a chunk is damaged.
     FieldError
-        A dataset is missing, or cannot be a field; fields of several files differ.
+        A dataset is missing, or is not a field; fields of several files differ.
     OptionError
-        An argument is invalid; checksums shall be checked, but there are none.
+        An argument is invalid, or the file has no checksums.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class ChunkDataset(Dataset[Any]):
         path: Paths,
         *,
         fields: Fields | None = None,
-        trusted: Trusted = False,
+        trusted: bool = False,
         checksums: str = OFF,
         transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     ) -> None:
@@ -103,32 +101,28 @@ class ChunkDataset(Dataset[Any]):
             raise OptionError(f"fields is {fields!r}: name a dataset of the file, too")
         self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums)
         self._names = tuple(self._reader.fields if named is None else named)
-        self._check_matrix_first()
+        self._check_fields()
         self.transform = transform
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
-        rows = self._transforms.rows
-        self._matrix = None if rows is None else MatrixRows(self._reader, rows)
-        self._dtypes = {name: torch_dtype(self.field(name).dtype, name) for name in self._names}
+        self._sample_reader = SampleReader(self._reader, self._transforms.rows)
         self._samples: np.ndarray | None = None  # of a subset
         self._numbering: Numbering | None = None
-        self._memory, self._shared = BatchMemory(), SharedMemory()
-        self._order: Order | None = None  # what a sampler said
-        self._cache_known: tuple[int, CacheSettings] | None = None  # by number of workers
 
-    def _check_matrix_first(self) -> None:
-        for name in self._names[1:]:
-            if self.field(name).scale is not None:
+    def _check_fields(self) -> None:
+        for name in self._names:
+            torch_dtype(self.field(name).dtype, name)
+            if name != self._names[0] and self.field(name).scale is not None:
                 raise OptionError(f"field {name!r} is a matrix: name it first")
 
     def field(self, name: str) -> Field | MatrixField:
-        """What is known of a field without reading it: shape, dtype, chunks."""
+        """Shape, dtype and chunks of a field."""
         if name in self._numbered:
             return Field(name, "", ChunkGrid((self._reader.num_samples,), None, 8, False), np.dtype(np.int64))
         return self._reader.fields[name]
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """The fields that are not in the file; the function gives the values of samples by their numbers there."""
+        """Fields that are not in the file, each with a function of sample numbers in the file that gives its values."""
         return dict.fromkeys(self._numbered, self._positions)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
@@ -137,22 +131,17 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def fingerprint(self) -> int:
-        """A number that is the same for copies of a file, and differs between the parts of one.
+        """A number that is the same for copies of a file, and differs between the subsets of one.
 
-        Different data have different numbers in h5chunk files, which have checksums; of other files it tells only
-        names, shapes and types apart.
+        Different data have different numbers in h5chunk files, which have checksums; of other files only names, shapes
+        and types count.
         """
-        found = self._reader.fingerprint
-        return found if self._samples is None else zlib.crc32(self._samples.tobytes(), found)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all samples of its file."""
-        return self._samples is None
+        whole = self._reader.fingerprint
+        return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)
 
     @property
     def numbering(self) -> Numbering:
-        """What its sample numbers mean: equal for all samples of files of one length, or the same part of those."""
+        """A key that is equal for data sets in which a sample number means the same sample."""
         if self._numbering is None:
             self._numbering = numbering_of(self._reader.num_samples, self._samples)
         return self._numbering
@@ -180,9 +169,7 @@ class ChunkDataset(Dataset[Any]):
         return np.arange(len(self)) if self._samples is None else self._samples
 
     def subset(self, samples: Any) -> ChunkDataset:
-        """Some of the samples, in the order of the file: chunks in which there are none of them are not read.
-
-        `read_amplification` says how much is read of the others.
+        """Select some of the samples, in the order of the file. Chunks without any are not read.
 
         Parameters
         ----------
@@ -192,64 +179,65 @@ class ChunkDataset(Dataset[Any]):
         Raises
         ------
         OptionError
-            A number is out of range or named twice, or the mask has another length.
+            A number is out of range or repeated, or the mask has another length.
         """
         part = copy(self)
-        picked = pick_samples(samples, len(self))
-        part._samples = picked if self._samples is None else self._samples[picked]
-        part._reader, part._order, part._cache_known, part._numbering = self.new_reader(), None, None, None
-        part._memory, part._shared = BatchMemory(), SharedMemory()
-        if self._matrix is not None:
-            part._matrix = self._matrix.of(part._reader)
+        selected = select_samples(samples, len(self))
+        part._samples = selected if self._samples is None else self._samples[selected]
+        part._numbering = None
         return part
 
-    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
-        """Random parts, such as for training and validation.
+    def __copy__(self) -> ChunkDataset:
+        other = object.__new__(type(self))
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_amplification"})
+        other._reader, other._sample_reader = self.new_reader(), self._sample_reader.again()
+        return other
 
-        Of a file that was shuffled when it was packed they are made of whole chunks but for those at their borders,
-        which is as random and reads nothing in vain; of others, and where classes count, sample by sample. What a part
-        reads beside its own samples, its `read_amplification` says.
+    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
+        """Split into random parts, such as for training and validation.
+
+        A file that was shuffled when it was packed is split into whole chunks, which is as random and without wasted
+        reads; others, and with ``stratify``, are split sample by sample: see `read_amplification`.
 
         Parameters
         ----------
         fractions : sequence of float
-            Of each part; they make 1, or less where samples shall be left out.
+            The size of each part; their sum is 1, or less where samples are left out.
         seed : int
         stratify : str, optional
-            Field of this data set by which each part has each class in equal share.
+            A field of this data set: each part has each of its values in equal share.
 
         Raises
         ------
         OptionError
-            The fractions cannot be, or the seed.
+            The fractions or the seed are invalid.
         FieldError
-            There is no such field, or it has more than a value a sample.
+            There is no such field, or it has more than one value per sample.
         """
-        header = self._reader.header
-        size = len(self)
-        if stratify is None and header is not None and header.shuffled and self._samples is None:
-            starts = chunk_starts(self._reader)
-            chunks: Line = ChunkLine(size, self.chunk_samples, seed, 0)
-            if starts is not None:
-                chunks = PickLine(Picks(starts), seed, 0)
-            line = chunks.at(np.arange(size)) if size else np.empty(0, np.int64)
-        else:
-            line = permutation(size, seed, stream=(SPLIT, 0, 0))
         groups = None if stratify is None else self.values(stratify)
-        return [self.subset(part) for part in split_samples(line, fractions, groups, seed)]
+        is_shuffled = self.header is not None and self.header.shuffled and self._samples is None
+        if is_shuffled and stratify is None and len(self):
+            shuffled = self._shuffled_chunks(seed).at(np.arange(len(self)))
+        else:
+            shuffled = permutation(len(self), seed, stream=(SPLIT, 0, 0))
+        return [self.subset(part) for part in split_samples(shuffled, fractions, groups, seed)]
+
+    def _shuffled_chunks(self, seed: int) -> ChunkSequence:
+        starts = self._reader.chunk_starts
+        if starts is None:
+            return ShuffledSequence(len(self), self.chunk_samples, seed, 0)
+        return SelectionSequence(FixedSelection(starts), seed, 0)
 
     def values(self, name: str) -> np.ndarray:
-        """A field of one value per sample, of all samples: (n,), numbers or, as in ``dataset[i]``, ``str``.
+        """Read a field of one value per sample, whether or not it is one of `fields`: (n,), numbers or ``str``.
 
         Raises
         ------
         FieldError
-            The file has no such field, or it has more than a value a sample.
-        OptionError
-            This is no name.
+            The file has no such field, or it has more than one value per sample.
         """
         if not isinstance(name, str):
-            raise OptionError(f"the name of a field is wanted, but this is a {type(name).__name__}: give a str")
+            raise OptionError(f"name is a {type(name).__name__}: give the name of a field, a str")
         reader = self._reader if name in self._reader.fields else open_other(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, MatrixField) or field.sample_shape:
@@ -260,12 +248,15 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes that are read of the file when each sample is read once, chunk by chunk, over those of the samples.
+        """Bytes read over bytes used, when each sample is read once, chunk by chunk.
 
-        More than 1 for a subset that wants only a part of chunks which have to be read whole, as they are compressed or
-        their samples small. See `ChunkLoader.read_amplification` for what that reads.
+        More than 1 for a subset of samples whose chunks have to be read whole, as they are compressed.
         """
-        return read_amplification(self._reader, self._samples)
+        return 1.0 if self._samples is None else self._amplification
+
+    @cached_property
+    def _amplification(self) -> float:
+        return self._sample_reader.amplification(self.samples)
 
     @property
     def path(self) -> str:
@@ -275,8 +266,7 @@ class ChunkDataset(Dataset[Any]):
     @property
     def files(self) -> tuple[str, ...]:
         """The files, in the order in which their samples are numbered."""
-        readers = self._reader.readers if isinstance(self._reader, FileSet) else (self._reader,)
-        return tuple(str(reader.path) for reader in readers)
+        return tuple(str(reader.path) for reader in self._reader.readers)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -285,60 +275,48 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def header(self) -> Header | None:
-        """What a file of ours says about itself; None for others."""
+        """The header of an h5chunk file; None for other HDF5 files."""
         return self._reader.header
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes: ``classes[label]``; empty if the file has none."""
-        return self._reader.header.class_names if self._reader.header else ()
+        """Names of the classes, such that ``classes[label]`` is the name of a label; empty if the file has none."""
+        return self.header.class_names if self.header else ()
 
     @property
     def source_names(self) -> np.ndarray:
-        """The path of each sample below the source that it was converted from: (n,) of str.
+        """Path of each sample below the source that it was converted from: (n,) of str.
 
-        Raises
-        ------
-        FieldError
-            The file has none.
+        Raise `FieldError` if the file does not keep them. So do `row_ids`, `column_ids` and `categories`.
         """
-        return source_names(self._reader)[self._kept]
+        return self._of_samples(self._tables.source_names())
 
     @property
     def row_ids(self) -> np.ndarray:
-        """The id of each sample of a matrix in the source: (n,), whole numbers or str.
-
-        Raises
-        ------
-        FieldError
-            The file has none.
-        """
-        return sample_table(self._reader, "row_ids")[self._kept]
+        """Identifier of each sample in the source, such as a barcode or the number of a user: (n,), int or str."""
+        return self._of_samples(self._tables.of_samples("row_ids"))
 
     @property
     def column_ids(self) -> np.ndarray:
-        """The id of each column of a matrix in the source, such as names of genes: (columns,), whole numbers or str.
-
-        Raises
-        ------
-        FieldError
-            The file has none, or files differ.
-        """
-        return common_table(self._reader, "column_ids")
+        """Identifier of each column of a matrix, such as the name of a gene: (num_columns,), int or str."""
+        return self._tables.common("column_ids")
 
     def categories(self, field: str) -> np.ndarray:
-        """The meaning of a field's codes, (num_categories,) of str: ``categories(field)[code]``; -1 is missing.
+        """Meaning of a field's codes, such that ``categories(field)[code]`` is a category: (num_categories,) of str.
 
-        Raises
-        ------
-        FieldError
-            The field has no categories, or files differ.
+        The code -1 stands for a missing value. Of the labels of images these are the `classes`.
         """
-        return common_table(self._reader, f"categories/{field}")
+        stored = self._reader.fields.get(field)
+        name = field if stored is None else stored.dataset.strip("/")
+        is_class = name == "labels" and self.classes
+        return np.array(self.classes) if is_class else self._tables.common(f"categories/{name}")
 
-    @property
-    def _kept(self) -> slice | np.ndarray:
-        return slice(None) if self._samples is None else self._samples
+    @cached_property
+    def _tables(self) -> StoredTables:
+        return StoredTables(self._reader)
+
+    def _of_samples(self, table: np.ndarray) -> np.ndarray:
+        return table if self._samples is None else table[self._samples]
 
     @property
     def chunk_samples(self) -> int:
@@ -351,63 +329,22 @@ class ChunkDataset(Dataset[Any]):
         return recommended_window(self._reader)
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
-        return self._reader.chunk_bytes
-
-    @property
     def cache(self) -> CacheSettings:
-        """The chunk cache of the largest field in this process, as it will be set."""
-        worker = get_worker_info()
-        num_workers = worker.num_workers if worker is not None else 1
-        if self._cache_known is None or self._cache_known[0] != num_workers:
-            self._cache_known = num_workers, self._cache_of_one(num_workers)
-        return self._cache_known[1]
-
-    def _cache_of_one(self, num_workers: int) -> CacheSettings:
-        if self._order is not None:
-            self._warn_if_shared(self._order, num_workers)
-            return model_cache(self._reader, self._order.open_chunks_of(num_workers), self._order.cache_w0)
-        found = recommendation(self._reader)
-        if found is not None:
-            whole = found[1]
-            return CacheSettings(whole.nslots, -(-whole.nbytes // num_workers), whole.w0)
-        return model_cache(self._reader, -(-INTERLEAVE * self.window_chunks // num_workers))
-
-    def _warn_if_shared(self, order: Order, num_workers: int) -> None:
-        """Say so, from one worker, if chunks will be read by several."""
-        readers = num_workers // math.gcd(num_workers, order.interleave)
-        worker = get_worker_info()
-        matters = order.window_batches > 1 and self._reader.main.grid.needs_cache
-        if self._reader.matrix is not None and not self._reader.matrix.filtered:
-            matters = False  # rows are read by their byte ranges
-        if readers > 1 and matters and worker is not None and worker.id == 0:
-            warnings.warn(
-                f"num_workers is {num_workers} but the sampler's interleave is {order.interleave}: {readers} workers "
-                "will read each chunk; take a number of workers that divides it, or give ChunkSampler "
-                f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
-                stacklevel=2,
-            )
+        """The chunk cache of the largest field in this process, for what is read through HDF5."""
+        return self._sample_reader.cache
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
         """The chunk cache of each field in this process, as HDF5 has it."""
-        self._reader.set_caches(self.cache)
-        return self._reader.caches_in_force()
+        return self._sample_reader.caches_in_force()
 
     def expect_order(self, order: Order) -> None:
-        """Make room for the chunks that this order leaves partly read; a sampler says it.
-
-        Of several samplers, the one that leaves most chunks open decides.
-        """
-        if self._order is None or order.open_chunks >= self._order.open_chunks:
-            self._order = order
-            self._cache_known = None
+        """Size the chunk cache for an order; samplers call it, and of several the one with most open chunks decides."""
+        self._sample_reader.expect_order(order)
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
         self._reader.close()
-        if self._matrix is not None:
-            self._matrix.close()
+        self._sample_reader.close()
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -425,33 +362,17 @@ class ChunkDataset(Dataset[Any]):
 
     def _batch(self, indices: Any) -> Batch:
         check_batch(indices, self.numbering)
-        return self._read(_numbers(indices), shared=get_worker_info() is not None)
+        return self._read(sample_numbers(indices), shared=get_worker_info() is not None)
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
         if not len(batch) and len(self):  # a last one that only other ranks have: what would it be?
             return no_samples(self[0])
         return [self._transforms.of_sample(sample) for sample in batch]
 
-    def _read(self, positions: np.ndarray, shared: bool) -> Batch:
+    def _read(self, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)
-        self._reader.set_caches(self.cache)
-        numbers = [name for name, dtype in self._dtypes.items() if dtype is not None]
-        loaded = [self._load(name, rows) for name in numbers]
-        shapes = [shape for each in loaded for shape in each.shapes]
-        assemble = None if self._matrix is None else self._matrix.assemble
-        if shared:
-            fields: tuple[torch.Tensor, ...] = (sent := self._shared.empty(shapes, assemble))
-            tensors = sent.tensors
-        else:
-            tensors = tuple(self._memory.empty(*shape) for shape in shapes)
-            fields = tensors if assemble is None else assemble(tensors)
-        left = iter(tensors)
-        for each in loaded:
-            each.fill(tuple(islice(left, len(each.shapes))))
-        if len(numbers) == len(self._dtypes):
-            return Batch(fields)
-        there = dict(zip(numbers, fields, strict=True))
-        return Batch(tuple(there[name] if name in there else self._read_text(name, rows) for name in self.fields))
+        numbered = dict.fromkeys(self._numbered, self._positions(rows)) if self._numbered else {}
+        return self._sample_reader.read(self._names, rows, numbered, shared=shared)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
         """The numbers in the file of samples by their numbers in this data set."""
@@ -463,56 +384,12 @@ class ChunkDataset(Dataset[Any]):
         positions = np.where(positions < 0, positions + len(self), positions)
         return positions if self._samples is None else self._samples[positions]
 
-    def _load(self, name: str, rows: np.ndarray) -> Loaded:
-        """The samples of a field, to be put where they shall be."""
-        if self._matrix is not None and name == self.fields[0]:
-            return self._matrix.load(rows)
-        shape = (len(rows), *self.field(name).sample_shape)
-        dtype = self._dtypes[name]
-        assert dtype is not None
-        if name in self._numbered:
-            positions = (torch.from_numpy(self._positions(rows)),)
-            return Loaded([(shape, dtype)], lambda tensors: copy_all(positions, tensors))
-        return Loaded([(shape, dtype)], lambda tensors: self._reader.read(name, rows, tensors[0].numpy()))
-
-    def _read_text(self, name: str, rows: np.ndarray) -> list[str]:
-        field = self._reader.fields[name]
-        text = np.empty((len(rows), *field.sample_shape), field.dtype)
-        self._reader.read(name, rows, text)
-        return decoded(text).tolist()
-
     def __repr__(self) -> str:
-        fields = ", ".join(
-            f"{field.name} {field.dtype}{list(field.sample_shape)}" for field in self._reader.fields.values()
-        )
+        stored = self._reader.fields.values()
+        fields = ", ".join(f"{field.name} {field.dtype}{list(field.sample_shape)}" for field in stored)
         times = self.read_amplification
         beside = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
         return printable(
             f"ChunkDataset({self.path!r}: {len(self)} samples of {fields}; chunks of {self.chunk_samples} samples; "
             f"{beside}{self.cache})"
         )
-
-
-def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
-    """Fields as users name them, as datasets by name."""
-    if fields is None or isinstance(fields, Mapping):
-        return fields
-    names: Any = (fields,) if isinstance(fields, str) else fields
-    if isinstance(names, bytes) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"fields is {fields!r}: give names of datasets, or a mapping of names to datasets")
-    names = [str(name) for name in names]
-    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if twice is not None:
-        raise OptionError(f"fields names {twice!r} twice: give each a name of its own: fields={{'name': {twice!r}}}")
-    return {name: name for name in names}
-
-
-def _numbers(indices: Any) -> np.ndarray:
-    """Sample numbers as an array; what would be rounded or taken for 0 and 1 is refused."""
-    try:
-        numbers = np.asarray(indices)
-    except (TypeError, ValueError):
-        raise IndexError("indices are lists of different lengths: give one number or a list of them") from None
-    if numbers.size and numbers.dtype.kind not in "iu":
-        raise IndexError(f"indices are of type {numbers.dtype}: give whole numbers; for a mask, mask.nonzero()[0]")
-    return numbers.astype(np.int64, copy=False)

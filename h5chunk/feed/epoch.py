@@ -149,6 +149,11 @@ class DataIdentity:
             self._found = self._number()
         return self._found
 
+    @property
+    def numbering(self) -> Any:
+        """The data set that sample numbers belong to: `h5chunk.feed.collate.Numbering`."""
+        return self._dataset.numbering
+
     def _number(self) -> int:
         found = self._dataset.fingerprint
         if self._weights is None:

@@ -26,10 +26,9 @@ from h5chunk.feed.budget import (
 )
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.epoch import Resumable, State
-from h5chunk.feed.order import in_file
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import load_resident
-from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.feed.sampler import ChunkSampler, in_file
 from h5chunk.feed.stream import BatchSource, EpochReport, open_stream
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
@@ -45,8 +44,9 @@ class ChunkLoader(Resumable):
         for images, labels in h5chunk.ChunkLoader("photos.h5", 256, device="cuda"):
             ...
 
-    Each iteration is an epoch, and the first windows of the next one are read while this one ends. The order is that
-    of a `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
+    Each iteration is an epoch, and the first windows of the next one are read while this one ends. An epoch may be left
+    early: threads and memory stay until `close`, or until the loader is deleted. The order is that of a `ChunkSampler`
+    with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
 
@@ -171,7 +171,7 @@ class ChunkLoader(Resumable):
         self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
         self.report = EpochReport()
         self._feed: BatchSource | None = None
-        self._feed_is_at: int | None = None  # the epoch whose windows it reads next, if it stands between two
+        self._iterated: BatchSource | None = None
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -221,36 +221,36 @@ class ChunkLoader(Resumable):
             raise OptionError(
                 "a ChunkLoader in a DataLoader's worker: each would give all samples; iterate it directly"
             )
-        if self._feed is not None and self._feed_is_at is None:
+        if self._iterated is not None:
             raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
         self._check_ranks()
         report = EpochReport(started=time.perf_counter())
         order, start = self.order, self._position.batch
-        feed = self._feed_at(order, start)
-        number, self._feed_is_at = start, None
+        feed = self._iterated = self._open(order, start)
         try:
             self._position.begin()
             self.report = report
-            batches = feed.batches(order, report, start)
-            for number, batch in enumerate(batches, start + 1):
+            for number, batch in enumerate(feed.batches(order, report, start), start + 1):
                 self._position.running = order.epoch, number
                 yield batch
-                if self._feed is not feed:
+                if self._iterated is not feed:
                     raise OptionError("this loader was closed while it was iterated: end the iteration first")
-            self._position.running, self._feed_is_at = (order.epoch, None), order.epoch + 1
+            self._position.running = order.epoch, None
+        except GeneratorExit:  # threads and memory stay for the next iteration
+            raise
+        except BaseException:
+            if self._iterated is feed and not self.is_resident:
+                self.close()
+            raise
         finally:
-            if self._feed is feed and self._feed_is_at is None:
-                # what is on the device stays right; who counts batches stops at the last one, and that is an end, too
-                at_last = not self._reuse and number == order.num_batches
-                if self.is_resident or (at_last and next(batches, self) is self):
-                    self._feed_is_at = order.epoch + 1
-                else:
-                    self.close()
+            if self._iterated is feed:
+                self._iterated = None
 
-    def _feed_at(self, order: Order, start: int) -> BatchSource:
-        """What gives the batches of an order from ``start`` on: the one that runs, if it stands there."""
-        if self._feed is None or ((self._feed_is_at != order.epoch or start) and not self.is_resident):
+    def _open(self, order: Order, start: int) -> BatchSource:
+        """Return the source of the batches, whose threads and memory are kept from epoch to epoch."""
+        if self._feed is not None and not self._feed.is_usable:
             self.close()
+        if self._feed is None:
             self._feed, close = self._start(order, start)
             self._finalizer = weakref.finalize(self, close)
         return self._feed
@@ -268,9 +268,10 @@ class ChunkLoader(Resumable):
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
+        self._iterated = None
         if self._feed is not None:
             self._finalizer()
-            self._feed = self._feed_is_at = None
+            self._feed = None
             for pipeline in self._pipelines:
                 pipeline.release()
 

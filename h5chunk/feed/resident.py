@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from h5chunk.feed.batches import BatchMaker, Passthrough, Tensors
-from h5chunk.feed.slots import BatchMemory, Fields, Layouts, gather, slot_bytes, to_device
+from h5chunk.feed.layout import Layouts, slot_bytes
+from h5chunk.feed.slots import BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import DataSource, EpochReport, open_stream
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
@@ -42,7 +43,11 @@ class Resident:
     ----------
     close : callable
         Frees the data and ends the thread; holds nothing else of this.
+    is_usable : bool
+        Whether this process may go on with it, which a fork may, too.
     """
+
+    is_usable = True
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class Resident:
         """Gathered several at a time, if they are small; after the fresh ones those of the echoes."""
         left = fresh + num_echoed(self._echo, fresh)
         without = fresh - math.ceil(len(samples) / order.batch_size)  # a last batch that other ranks have
-        together = 1 if self._memory is not None else self._maker.num_together(order.batch_size, gathered=True)
+        together = 1 if self._memory is not None else self._maker.num_gathered(order.batch_size)
         for number in count():
             numbers = Numbers(samples, to_device(samples, self._device))
             for first in range(0, len(samples), together * order.batch_size):
@@ -91,7 +96,7 @@ class Resident:
                 made = self._maker.make(gather(tuple(self._fields), some, self._memory), order.batch_size)
                 yield from made[:left]
                 left -= len(made[:left])
-            if without and not number:
+            if left and (without if not number else not len(samples)):
                 nothing = Numbers(samples[:0], to_device(samples[:0], self._device))
                 yield from self._maker.make(gather(tuple(self._fields), nothing, self._memory), order.batch_size)
                 left -= 1
@@ -111,6 +116,7 @@ class Resident:
 def load_resident(source: DataSource, piece_samples: int, maker: BatchMaker, echo: float) -> Resident:
     """Read all samples of a file, in its order, in pieces of so many."""
     num_samples = source.reader.num_samples
+    source = replace(source, layouts={name: layout.of_pieces for name, layout in source.layouts.items()})
     pieces = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
     plan = SlotPlan(pieces, LOADING_SLOTS, piece_samples, slot_bytes(source.layouts, piece_samples))
     stream, close = open_stream(source, plan, Passthrough(), lends_slot=True, once=True)

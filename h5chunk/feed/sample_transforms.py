@@ -9,9 +9,8 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.collate import Sample
-from h5chunk.feed.slots import torch_dtype
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.feed.layout import torch_dtype
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 

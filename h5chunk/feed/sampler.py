@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,13 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from h5chunk.errors import OptionError
+from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.epoch import DataIdentity, Position, Resumable, State, find_ranks
-from h5chunk.feed.order import make_order, make_picks
-from h5chunk.feed.tagged_batch import TaggedBatch, check_numbering
-from h5chunk.plan.order import Order
+from h5chunk.feed.epoch import DataIdentity, Position, Ranks, Resumable, State, find_ranks
+from h5chunk.feed.sample_reader import recommended_window
+from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
+from h5chunk.plan.selection import FixedSelection, Selection, WeightedSelection, balanced_weights, check_weights
+from h5chunk.store.read.reader import H5Reader
 
 
 class ChunkSampler(Resumable, Sampler[list[int]]):
@@ -92,7 +94,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             interleave=interleave,
             ranks=find_ranks(lanes, rank, world_size),
             pad=pad,
-            picks=make_picks(reader, dataset.subset_samples, weights, dataset.values),
+            selection=make_selection(reader, dataset.subset_samples, weights, dataset.values),
         )
         self._set(dataset, order, DataIdentity(dataset, weights), rank, chooses_window=window_chunks is None)
 
@@ -108,12 +110,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     ) -> None:
         self._template, self._position, self._identity = order, Position(order.epoch), identity
         self._given_rank, self.chooses_window = rank, chooses_window
-        self._numbering = dataset.numbering
         dataset.expect_order(order)
 
     def check_data(self, dataset: ChunkDataset) -> None:
         """Raise OptionError if the samples of a data set are not those that this sampler draws."""
-        check_numbering(self._numbering, dataset.numbering)
+        check_numbering(self._identity.numbering, dataset.numbering)
 
     @property
     def sampler(self) -> ChunkSampler:
@@ -151,7 +152,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         order = replace(self._template, epoch=epoch)
         for number, batch in enumerate(order.batches(start), start + 1):
             self._position.running = epoch, number
-            yield TaggedBatch(batch.tolist(), self._numbering)
+            yield TaggedBatch(batch.tolist(), self._identity.numbering)
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:
@@ -182,3 +183,88 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
 def _is_whole(number: object) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
+def make_order(
+    reader: H5Reader,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    window_chunks: int | None,
+    drop_last: bool,
+    interleave: int | None,
+    ranks: Ranks,
+    pad: bool = False,
+    selection: Selection | None = None,
+) -> Order:
+    """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
+
+    A file that was not shuffled when it was converted, or windows that the user asked for, get windows of that size
+    even where few fit in an epoch; else workers get windows of their own, which are smaller.
+
+    Raises
+    ------
+    OptionError
+        A number is out of range.
+    """
+    order = Order(
+        num_samples=reader.num_samples if selection is None else len(selection),
+        chunk_samples=reader.chunk_samples
+        if selection is None
+        else max(1, round(len(selection) / max(1, selection.num_chunks))),
+        batch_size=batch_size,
+        window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
+        interleave=INTERLEAVE if interleave is None else interleave,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        pad=pad,
+        selection=selection,
+        **ranks._asdict(),
+    )
+    if interleave is None:
+        order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
+        if window_chunks is not None or reader.header is None or not reader.header.shuffled:
+            order = with_full_windows(order)
+    return order
+
+
+def make_selection(
+    reader: H5Reader, samples: np.ndarray | None, weights: Any, values: Callable[[str], np.ndarray]
+) -> Selection | None:
+    """The samples that an epoch visits, by their positions in the subset; None: all samples of equal chunks, once.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    samples : (n,) int64, optional
+        A subset, ascending.
+    weights : array, str or None
+        One weight per sample of the subset; or the name of a field, each value of which is drawn equally often.
+    values : callable
+        Gives the values of a field.
+
+    Raises
+    ------
+    OptionError, FieldError
+        The weights cannot be.
+    """
+    starts = reader.chunk_starts
+    if samples is None and weights is None:
+        return None if starts is None else FixedSelection(starts)
+    rows = np.arange(reader.num_samples) if samples is None else samples
+    chunks = rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
+    if weights is None:
+        return FixedSelection(FixedSelection.of(chunks, 1).starts)
+    if not len(rows):
+        raise OptionError("weights are given, but there are no samples to draw")
+    given = balanced_weights(values(weights)) if isinstance(weights, str) else check_weights(weights, len(rows))
+    return WeightedSelection.of(given, chunks, None, len(rows))
+
+
+def in_file(order: Order, samples: np.ndarray | None) -> Order:
+    """An order of the positions of a subset as an order of its samples' numbers in the file."""
+    if samples is None:
+        return order
+    return replace(order, selection=replace(order.selection, samples=samples))  # type: ignore[type-var]

@@ -4,35 +4,33 @@ On a GPU a slot is a pair of buffers, pinned host memory and device memory. Two 
 overwrites the pinned buffer only after the copy out of it is done, and a copy overwrites the device buffer only after
 the consumer's kernels that read it are done. Batches are made on the consumer's stream, so that nothing else needs a
 guard: no ``record_stream``, no new stream per epoch.
+
+Where a slot keeps its memory, the views of its arrays are made once: torch lets other threads run for each view, and
+then waits for them.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from h5chunk.errors import FieldError, OptionError, human_bytes
-from h5chunk.store.read.csrrows import CsrRoom
+from h5chunk.errors import OptionError, human_bytes
+from h5chunk.feed.layout import ArrayShape, CsrWindow, FieldLayout, Layouts, aligned_bytes, slot_bytes
+from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, Numbers
 
-ALIGNMENT = 512  # of an array in a slot's buffer
 KEPT = 2  # free buffers to keep: a loop holds one batch while the next is read
 REUSED_BYTES = 1 << 20  # smaller buffers are left to malloc, which keeps their memory itself
 
-ArrayShape = tuple[tuple[int, ...], torch.dtype]
-Samples = torch.Tensor | CsrRows  # of one field, on the device
-Fields = tuple[Any, ...]  # the Samples of each field
-Destination = np.ndarray | CsrRoom  # where readers put the samples of a field
-Take = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
+Destination = np.ndarray | CsrBuffers  # where readers put the samples of a field
+Arrays = list[list[torch.Tensor]]  # of each field
 
 
 class BatchMemory:
@@ -98,146 +96,79 @@ class SingleBuffer:
         return self._held[:num_bytes].view(dtype).view(shape).data
 
 
-class Window(Protocol):
-    """The samples of a field in a window."""
+class _Window:
+    """The arrays that the samples of a window take in a slot."""
 
-    shapes: list[ArrayShape]
+    def __init__(self, layouts: Layouts, samples: np.ndarray) -> None:
+        self._names = list(layouts)
+        self.shapes: list[list[ArrayShape]] = []
+        self._matrices: list[CsrWindow | None] = []
+        for layout in layouts.values():
+            if isinstance(layout, FieldLayout):
+                self._matrices.append(None)
+                self.shapes.append([((len(samples), *layout.sample_shape), layout.dtype)])
+            else:
+                self._matrices.append(matrix := layout.window(samples))
+                self.shapes.append(matrix.shapes)
 
-    def destination(self, arrays: Sequence[torch.Tensor]) -> Destination:
-        """Where readers put them, in arrays of these shapes."""
+    def destinations(self, arrays: Arrays) -> dict[str, Destination]:
+        """Where readers put each field; of dense samples (num_samples, sample_bytes) uint8."""
+        fields = zip(self._names, self._matrices, arrays, strict=True)
+        return {
+            name: _rows_of_bytes(own[0].numpy()) if matrix is None else matrix.destination(own)
+            for name, matrix, own in fields
+        }
 
-    def check(self) -> None:
-        """Raise FileError if what was read is damaged."""
-
-    def samples(self, arrays: Sequence[torch.Tensor]) -> Samples:
-        """The samples of which batches are made."""
-
-
-class DenseWindow:
-    """Samples of equal size: one array."""
-
-    def __init__(self, num_samples: int, layout: FieldLayout) -> None:
-        self.shapes: list[ArrayShape] = [((num_samples, *layout.sample_shape), layout.dtype)]
-
-    def destination(self, arrays: Sequence[torch.Tensor]) -> np.ndarray:
-        """Where readers put them: (num_samples, sample_bytes) uint8."""
-        (samples,) = arrays
-        if not samples.numel():
-            return np.empty((len(samples), 0), np.uint8)
-        return samples.reshape(len(samples), -1).view(torch.uint8).numpy()
-
-    def check(self) -> None:
-        """Any bytes are valid."""
-
-    def samples(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The samples of which batches are made."""
-        return arrays[0]
-
-
-@dataclass(frozen=True)
-class FieldLayout:
-    """Shape and dtype of a field's samples."""
-
-    sample_shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def sample_bytes(self) -> int:
-        return math.prod(self.sample_shape) * self.dtype.itemsize
-
-    def most_bytes(self, num_samples: int) -> int:
-        """The bytes of any window of this many samples."""
-        return aligned(num_samples * self.sample_bytes)
-
-    def all_bytes(self, num_samples: int) -> int:
-        """The bytes of all samples of the file."""
-        return self.most_bytes(num_samples)
-
-    def window(self, samples: np.ndarray) -> DenseWindow:
-        """A window of these samples."""
-        return DenseWindow(len(samples), self)
-
-    @property
-    def example(self) -> None:
-        """Kernels are compiled without one."""
-
-    def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Memory for all samples of the file."""
-        return torch.empty((num_samples, *self.sample_shape), dtype=self.dtype, device=device)
-
-    def put(self, there: torch.Tensor, first: int, samples: torch.Tensor) -> None:
-        """Copy some samples to their place among all."""
-        there[first : first + len(samples)].copy_(samples)
-
-
-Layouts = Mapping[str, Any]  # FieldLayout or h5chunk.feed.matrix_layout.MatrixLayout, by field
-
-
-def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
-    """The torch dtype of a field; None for strings.
-
-    Raises
-    ------
-    FieldError
-        torch does not have it.
-    """
-    if dtype.kind == "S":
-        return None
-    try:
-        return torch.from_numpy(np.empty(0, dtype)).dtype
-    except TypeError:
-        raise FieldError(f"field {name!r} has the type {dtype}, which torch does not have: leave it out") from None
-
-
-def aligned(num_bytes: int) -> int:
-    """The bytes that an array of this size takes in a slot's buffer."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def slot_bytes(layouts: Layouts, num_samples: int) -> int:
-    """The bytes of any window of this many samples."""
-    return sum(layout.most_bytes(num_samples) for layout in layouts.values())
-
-
-class _Buffers:
-    """The arrays of a window in the memory of a slot, which ``take`` gives piece by piece."""
-
-    def __init__(self, layouts: Layouts, samples: np.ndarray, take: Take) -> None:
-        self._windows: list[Window] = [layout.window(samples) for layout in layouts.values()]
-        self.arrays = [[take(*shape) for shape in window.shapes] for window in self._windows]
-
-    def destinations(self, names: Layouts) -> dict[str, Destination]:
-        """Where readers put each field."""
-        windows = zip(names, self._windows, self.arrays, strict=True)
-        return {name: window.destination(arrays) for name, window, arrays in windows}
-
-    def check(self) -> None:
-        """Raise FileError if what was read is damaged."""
-        for window in self._windows:
-            window.check()
-
-    def samples(self, arrays: list[list[torch.Tensor]]) -> Fields:
+    def samples(self, arrays: Arrays) -> Fields:
         """The samples of each field, in these arrays."""
-        return tuple(window.samples(some) for window, some in zip(self._windows, arrays, strict=True))
+        fields = zip(self._matrices, arrays, strict=True)
+        return tuple(own[0] if matrix is None else matrix.rows(own) for matrix, own in fields)
+
+    def check(self) -> None:
+        """Raise FileError if the entries of a matrix are damaged; any bytes are valid dense samples."""
+        for matrix in self._matrices:
+            if matrix is not None:
+                matrix.check()
 
 
-class _Pieces:
-    """Cuts a buffer into arrays, one behind the other."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self.used = buffer, 0
-        self.places: list[tuple[int, tuple[int, ...], torch.dtype]] = []
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next array."""
-        self.places.append((self.used, shape, dtype))
-        self.used += aligned(math.prod(shape) * dtype.itemsize)
-        return view_at(self._buffer, *self.places[-1])
+def _rows_of_bytes(samples: np.ndarray) -> np.ndarray:
+    if not samples.size:
+        return np.empty((len(samples), 0), np.uint8)
+    return samples.reshape(len(samples), -1).view(np.uint8)
 
 
-def view_at(buffer: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An array in a buffer of bytes."""
-    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+class _FixedArrays:
+    """The arrays of the largest window, one behind the other in a buffer."""
+
+    def __init__(self, layouts: Layouts, num_samples: int, buffer: torch.Tensor) -> None:
+        self._arrays: Arrays = []
+        start = 0
+        for layout in layouts.values():
+            own = []
+            for shape, dtype in layout.capacity(num_samples):
+                stop = start + math.prod(shape) * dtype.itemsize
+                own.append(buffer[start:stop].view(dtype).view(shape))
+                start += aligned_bytes([(shape, dtype)])
+            self._arrays.append(own)
+
+    def of(self, window: _Window) -> Arrays:
+        """The arrays of a window: those of the largest one as they are, or the beginning of each."""
+        fields = zip(self._arrays, window.shapes, strict=True)
+        return [
+            [_first(array, shape[0]) for array, (shape, _) in zip(own, shapes, strict=True)] for own, shapes in fields
+        ]
+
+    def are_all(self, arrays: Arrays) -> bool:
+        """Whether these are the arrays of the largest window."""
+        return all(
+            one is other
+            for own, others in zip(arrays, self._arrays, strict=True)
+            for one, other in zip(own, others, strict=True)
+        )
+
+
+def _first(array: torch.Tensor, count: int) -> torch.Tensor:
+    return array if len(array) == count else array[:count]
 
 
 class CpuSlot:
@@ -251,104 +182,94 @@ class CpuSlot:
     ) -> None:
         self._layouts, self._memory = layouts, memory
         self._gathered = gathered or BatchMemory()
-        self._buffers: _Buffers | None = None
+        self._fixed: _FixedArrays | None = None
         if memory is None:
-            self._held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
+            held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
+            self._fixed = _FixedArrays(layouts, num_samples, held)
+        self._window: _Window | None = None
         self.window: Fields = ()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Make room for a window of these samples; gives memory of each field."""
-        take = _Pieces(self._held).take if self._memory is None else self._memory.empty
-        self._buffers = _Buffers(self._layouts, samples, take)
-        destinations = self._buffers.destinations(self._layouts)
-        self.window = self._buffers.samples(self._buffers.arrays)
+        """Allocate memory for a window of these samples; returns the destination of each field."""
+        self._window = window = _Window(self._layouts, samples)
+        if self._memory is None:
+            assert self._fixed is not None
+            arrays = self._fixed.of(window)
+        else:
+            arrays = [[self._memory.empty(*shape) for shape in shapes] for shapes in window.shapes]
+        destinations = window.destinations(arrays)
+        self.window = window.samples(arrays)
         return destinations
 
     def send(self) -> None:
-        """The window is read: there is nowhere to send it."""
-        if self._buffers is not None:
-            self._buffers.check()
+        """Check the window that was read. It stays where it is."""
+        if self._window is not None:
+            self._window.check()
 
     def receive(self) -> None:
-        """The consumer is about to use the window."""
+        """Prepare for use by the consumer: there is nothing to do."""
 
     def gather(self, order: np.ndarray) -> Fields:
         """Copies of these samples of the window."""
         return gather(self.window, Numbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
-        """The consumer is done with all batches of the window."""
+        """Let go of the window: the consumer is done with all its batches."""
         if self._memory is not None:
-            self.window, self._buffers = (), None
-
-
-class PinnedMemory:
-    """Host memory that a GPU copies from at full speed: exactly as much as was asked for, and given back in time.
-
-    torch's own pinned allocator takes powers of two and keeps what was freed.
-
-    Source: cudaHostRegister of the CUDA runtime.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, max(1, num_bytes))
-        self.bytes = np.frombuffer(self._map, np.uint8)
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
-
-    def close(self) -> None:
-        """Unpin it; nothing copies from it any more."""
-        error = int(torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data))
-        if error:
-            warnings.warn(f"pinned memory could not be given back: CUDA error {error}", stacklevel=2)
+            self.window, self._window = (), None
 
 
 class CudaSlot:
-    """A window in pinned memory and its copy on the device: one buffer each for all fields, one copy per window.
+    """A window in pinned memory and its copy on the device: one buffer each for all fields.
 
     Parameters
     ----------
     layouts : Layouts
+    num_samples : int
+        Of the largest window.
     pinned : (slot_bytes,) uint8
-        Memory for the largest window.
     stream : torch.cuda.Stream
         The stream of the copies.
     """
 
-    def __init__(self, layouts: Layouts, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
+    def __init__(self, layouts: Layouts, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
         self._stream, self._layouts = stream, layouts
-        self._pinned = torch.from_numpy(pinned)
-        self._there = torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device)
-        self._used = 0
-        self._buffers: _Buffers | None = None
+        self._buffers = (
+            torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device),
+            torch.from_numpy(pinned),
+        )
+        self._device, self._host = (_FixedArrays(layouts, num_samples, buffer) for buffer in self._buffers)
+        self._window: _Window | None = None
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.window: Fields = ()
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
         self.release()  # who had the memory of the device buffer before may still be using it on the current stream
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Make room for a window of these samples; gives pinned memory of each field."""
+        """Wait until the pinned buffer may be overwritten; returns the destination of each field in it."""
         if not self._copied.query():
-            self._copied.synchronize()  # the host may overwrite the pinned buffer
-        pieces = _Pieces(self._pinned)
-        self._buffers = _Buffers(self._layouts, samples, pieces.take)
-        self._used = pieces.used
-        places = iter(pieces.places)
-        there = [[view_at(self._there, *next(places)) for _ in arrays] for arrays in self._buffers.arrays]
-        self.window = self._buffers.samples(there)  # valid from `receive` until `release`
-        return self._buffers.destinations(self._layouts)
+            self._copied.synchronize()
+        self._window = window = _Window(self._layouts, samples)
+        device, host = self._device.of(window), self._host.of(window)
+        self._copies = [self._buffers]
+        if not self._host.are_all(host):
+            self._copies = [pair for own in zip(device, host, strict=True) for pair in zip(*own, strict=True)]
+        self.window = window.samples(device)  # valid from `receive` until `release`
+        return window.destinations(host)
 
     def send(self) -> None:
         """Start the copy to the device; any thread may."""
-        if self._buffers is not None:
-            self._buffers.check()
+        if self._window is not None:
+            self._window.check()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
-            self._there[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
+            for device, host in self._copies:
+                device.copy_(host, non_blocking=True)
             self._copied.record(self._stream)
 
     def receive(self) -> None:
-        """The consumer's current stream waits for the copy."""
+        """Let the consumer's current stream wait for the copy."""
         torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def gather(self, order: np.ndarray) -> Fields:
@@ -356,7 +277,7 @@ class CudaSlot:
         return gather(self.window, Numbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:
-        """The consumer has queued, on its current stream, all that reads the device buffer."""
+        """Note that the consumer has queued, on its current stream, all that reads the device buffer."""
         self._consumed.record(torch.cuda.current_stream(self._stream.device))
 
 
@@ -380,5 +301,5 @@ def _gather(field: torch.Tensor, samples: Numbers, memory: BatchMemory | None) -
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device; the caller waits until it is read, but not for what the device has to do before."""
+    """Copy an array to a device; the caller waits until it is read, but not for what the device has to do before."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -1,36 +1,43 @@
-"""A stream of windows, epoch after epoch, and their batches in order; each window several times if asked."""
+"""Stream windows epoch after epoch, and give their batches in order; each window several times where data is echoed."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from h5chunk.feed.batches import Maker, Tensors
-from h5chunk.feed.read_pool import Direct, ReadPool, WindowRead
-from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Layouts, PinnedMemory, slot_bytes
+from h5chunk.errors import FileError, printable
+from h5chunk.feed.batches import BatchMaker, Passthrough, Tensors
+from h5chunk.feed.layout import Layouts, slot_bytes
+from h5chunk.feed.memory import PinnedMemory
+from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.several import DirectField
 
 
 @dataclass
 class EpochReport:
-    """What an epoch gave so far.
+    """Counts and times of an epoch so far.
 
     Attributes
     ----------
     batches, samples : int
-        Handed out, echoes included.
+        Handed out, with echoes.
     fresh_samples : int
         Of those, the samples that are no echoes.
     seconds : float
-        From the first request to the last, with opening the file, and all that the caller did meanwhile.
+        From the first request to the last, with the opening of the file, and all that the caller did meanwhile.
     waited_s : float
         Of those, the seconds in which the caller waited for data. On a GPU the wait for a copy is not counted.
     """
@@ -60,15 +67,15 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class DataSource:
-    """The fields of a file, and what they are read with.
+    """The fields of a data set, and how they are read.
 
     Attributes
     ----------
     reader : H5Reader
-    direct : dict of str to Direct
+    direct : dict of str to DirectField
         The fields that are read by byte ranges.
     why : dict of str to str
-        The fields that are read through HDF5, and why.
+        Why a field is read through HDF5, for those that are.
     numbered : dict of str to callable
         The fields that are not in the file: see `ReadPool`.
     layouts : dict of str to FieldLayout or MatrixLayout
@@ -79,7 +86,7 @@ class DataSource:
     """
 
     reader: H5Reader
-    direct: dict[str, Direct]
+    direct: dict[str, DirectField]
     why: dict[str, str]
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]
     layouts: Layouts
@@ -90,14 +97,11 @@ class DataSource:
 
     def open(self) -> ReadPool:
         """Start the threads."""
-        return ReadPool(
-            self.reader,
-            self.direct,
-            self.num_threads,
-            numbered=self.numbered,
-            mapped=self.mapped,
-            timeout_s=self.timeout_s,
-        )
+        how: dict[str, Any] = {"numbered": self.numbered, "mapped": self.mapped, "timeout_s": self.timeout_s}
+        return ReadPool(self.reader, self.direct, self.num_threads, **how)
+
+
+Maker = BatchMaker | Passthrough
 
 
 def open_stream(
@@ -118,8 +122,16 @@ def open_stream(
     try:
         slots = resources.slots(source, plan, lends_slot)
         resources.pool = source.open()
+        resources.planner = _Planner(resources.pool, slots)
         stream = WindowStream(
-            resources.pool, slots, plan.order, maker, lends_slot=lends_slot, echo=echo, once=once, start=start
+            resources.pool,
+            resources.planner,
+            plan.order,
+            maker,
+            lends_slot=lends_slot,
+            echo=echo,
+            once=once,
+            start=start,
         )
         return stream, resources.close
     except BaseException:
@@ -132,24 +144,31 @@ class _Resources:
 
     def __init__(self) -> None:
         self.pool: ReadPool | None = None
+        self.planner: _Planner | None = None
         self._pinned: PinnedMemory | None = None
         self._copies: Any = None
 
     def slots(self, source: DataSource, plan: SlotPlan, lends_slot: bool) -> list[Any]:
-        """The slots of a plan."""
+        """Make the slots of a plan."""
+        layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
             memory = None if lends_slot else BatchMemory()
             gathered = BatchMemory()
-            return [CpuSlot(source.layouts, plan.window_samples, memory, gathered) for _ in range(plan.num_slots)]
+            return [CpuSlot(layouts, num_samples, memory, gathered) for _ in range(plan.num_slots)]
         self._copies = torch.cuda.Stream(source.device)
-        num_bytes = slot_bytes(source.layouts, plan.window_samples)
+        num_bytes = slot_bytes(layouts, num_samples)
         with torch.cuda.device(source.device):
             self._pinned = PinnedMemory(plan.num_slots * num_bytes)
         parts = self._pinned.bytes[: plan.num_slots * num_bytes].reshape(plan.num_slots, num_bytes)
-        return [CudaSlot(source.layouts, part, self._copies) for part in parts]
+        return [CudaSlot(layouts, num_samples, part, self._copies) for part in parts]
 
     def close(self) -> None:
         """End the threads, then give the memory back."""
+        if self.planner is not None and self.planner.is_current:  # the garbage collector's call
+            threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
+            return
+        if self.planner is not None:
+            self.planner.end()
         if self.pool is not None:
             self.pool.close()
         if self._pinned is not None:
@@ -158,38 +177,93 @@ class _Resources:
             self._pinned = None
 
 
+class _Planner:
+    """Starts reading windows in a thread of its own, as slots become free: the consumer's thread is spared that.
+
+    Attributes
+    ----------
+    free : queue of slots
+    opened : queue of _OpenWindow, or the exception that ended the thread
+    """
+
+    def __init__(self, pool: ReadPool, slots: list[Any]) -> None:
+        self._pool = pool
+        self.free: SimpleQueue[Any] = SimpleQueue()
+        self.opened: SimpleQueue[_OpenWindow | BaseException] = SimpleQueue()
+        for slot in slots:
+            self.free.put(slot)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its thread is the one that asks."""
+        return threading.current_thread() is self._thread
+
+    def begin(self, windows: Iterator[tuple[int, Window]]) -> None:
+        """Start reading these windows."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, args=(windows,), name="h5chunk-planner", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread. Windows that it opened stay in the queue."""
+        if self._thread is not None:
+            self._stop.set()
+            self.free.put(None)  # it may be waiting for a slot
+            self._thread.join()
+            self._thread = None
+            for slot in filter(None, [self.free.get() for _ in range(self.free.qsize())]):
+                self.free.put(slot)
+
+    def _run(self, windows: Iterator[tuple[int, Window]]) -> None:
+        try:
+            for epoch, window in windows:
+                slot = self.free.get()
+                if self._stop.is_set():
+                    self.free.put(slot)
+                    return
+                self.opened.put(_OpenWindow(self._pool.load(window, slot), epoch))
+        except BaseException as error:  # raised again in the consumer's thread
+            self.opened.put(error)
+
+
 class BatchSource(Protocol):
     """Gives the batches of epochs: `WindowStream`, or `h5chunk.feed.resident.Resident`."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process may go on with it."""
 
     def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from ``start`` on."""
 
 
 class WindowStream:
-    """Keeps windows coming and gives their batches.
+    """Read windows ahead and give their batches.
 
     Parameters
     ----------
     pool : ReadPool
-    slots : list of slots
-        One more than windows are open at a time, at least.
+    planner : _Planner
+        With at least one slot more than the windows that are open at a time.
     order : Order
         Of the first epoch. With an echo its windows come one after the other (``interleave=1``).
     start : int
         The first epoch's first batch.
-    maker : Maker
+    maker : BatchMaker or Passthrough
     lends_slot : bool
-        A batch lies in its slot until the next one is asked for: the slot stays so long. Else it was copied, or has
-        memory of its own.
+        A batch lies in its slot until the next one is asked for, and so long the slot stays. Else batches have memory
+        of their own.
     echo : float
     once : bool
-        One epoch alone: nothing is read beyond it.
+        Read one epoch, and nothing beyond it.
     """
 
     def __init__(
         self,
         pool: ReadPool,
-        slots: list[Any],
+        planner: _Planner,
         order: Order,
         maker: Maker,
         *,
@@ -198,39 +272,71 @@ class WindowStream:
         once: bool = False,
         start: int = 0,
     ) -> None:
-        self._pool, self._free, self._maker = pool, slots, maker
-        self._lends_slot, self._echo = lends_slot, echo
-        self._seed, self._batch_size = order.seed, order.batch_size
-        self._windows = _windows(order, once, start)
-        self._open: dict[tuple[int, int], tuple[_OpenWindow, int]] = {}
-        self._fill()
+        self._pool, self._planner, self._maker = pool, planner, maker
+        self._lends_slot, self._echo, self._once = lends_slot, echo, once
+        self._process = os.getpid()
+        self._open: dict[_OpenWindow, None] = {}  # in the order in which they are read
+        self._batches: dict[tuple[int, int], tuple[_OpenWindow, int]] = {}
+        self._begin(order, start)
 
-    def _fill(self) -> None:
-        while self._free and (following := next(self._windows, None)) is not None:
-            epoch, window = following
-            opened = _OpenWindow(self._pool.load(window, self._free.pop()), epoch, self._batch_size, self._maker)
-            for number, batch in enumerate(window.batches):
-                self._open[epoch, batch] = opened, number
+    @property
+    def is_usable(self) -> bool:
+        """Whether its threads are in this process: a fork leaves them behind."""
+        return self._process == os.getpid()
+
+    def _begin(self, order: Order, start: int) -> None:
+        self._next: tuple[int, int] | None = (order.epoch, start)
+        self._planner.begin(_windows(order, self._once, start))
+
+    def _begin_again(self, order: Order, start: int) -> None:
+        """Go on elsewhere, with the same threads and memory. What is being read is waited for, and dropped."""
+        self._planner.end()
+        while not self._planner.opened.empty():
+            self._receive_window()
+        self._pool.cancel()
+        self._batches.clear()
+        for opened in list(self._open):
+            opened.read.settle(self._pool.timeout_s)
+            self._release(opened)
+        self._begin(order, start)
+
+    def _receive_window(self) -> None:
+        """Take over the next window that the planner has opened."""
+        if not self.is_usable:
+            path = printable(self._pool.path)
+            raise FileError(f"{path}: read ahead by threads that a fork leaves behind: start again")
+        opened = self._planner.opened.get()
+        if isinstance(opened, BaseException):
+            raise opened
+        self._open[opened] = None
+        for number, batch in enumerate(opened.read.window.batches):
+            self._batches[opened.epoch, batch] = opened, number
 
     def batches(self, order: Order, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from ``start`` on, which only the first has; epochs come one after the other."""
-        self._report = report
+        """The batches of an epoch from ``start`` on. What was read ahead is used, if it is of these."""
+        if self._next != (order.epoch, start):
+            self._begin_again(order, start)
+        self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
         for number in range(start, order.num_batches):
-            opened, place = self._open.pop((order.epoch, number))
-            if not opened.load.is_ready:
-                self._wait(opened.load)
-            last = opened.left == 1
-            yield from self._give(opened.take(place), opened if last and self._echo == 1 else None, fresh=True)
+            while (order.epoch, number) not in self._batches:
+                self._receive_window()
+            opened, place = self._batches.pop((order.epoch, number))
+            opened.receive(self._maker, order.batch_size, self._wait)
+            batch, last = opened.take(place), opened.left == 0
+            if number + 1 == order.num_batches and self._echo == 1 and not self._lends_slot:
+                self._next = order.epoch + 1, 0  # whoever counts batches stops here, and that is an end, too
+            yield from self._give(batch, opened if last and self._echo == 1 else None, fresh=True)
             if last and self._echo != 1:
                 due, before = (num_echoed(self._echo, n) for n in (number + 1, number + 1 - len(opened)))
-                for batch in islice(opened.echoes(self._seed), due - before):
+                for batch in islice(opened.echoes(self._maker, order), due - before):
                     yield from self._give(batch, None, fresh=False)
                 self._release(opened)
+        self._next = order.epoch + 1, 0
 
-    def _wait(self, load: WindowRead) -> None:
+    def _wait(self, read: WindowRead) -> None:
         waits = time.perf_counter()
-        load.wait(self._pool.timeout_s)
+        read.wait(self._pool.timeout_s)
         self._report.waited_s += time.perf_counter() - waits
 
     def _give(self, batch: Tensors, done: _OpenWindow | None, *, fresh: bool) -> Iterator[Any]:
@@ -243,50 +349,46 @@ class WindowStream:
             self._release(done)
 
     def _release(self, opened: _OpenWindow) -> None:
-        opened.load.slot.release()
-        self._free.append(opened.load.slot)
-        self._fill()
+        """Give the slot of a window back."""
+        del self._open[opened]
+        opened.batches = None
+        opened.read.slot.release()
+        self._planner.free.put(opened.read.slot)
 
 
 class _OpenWindow:
     """A window whose batches are being taken; its length is their number."""
 
-    def __init__(self, load: WindowRead, epoch: int, batch_size: int, maker: Maker) -> None:
-        self.load, self._epoch, self._batch_size, self._maker = load, epoch, batch_size, maker
-        self.left = len(load.window.batches)
-        self._received, self._together = False, 1
-        self._made: dict[int, Tensors] = {}
+    def __init__(self, read: WindowRead, epoch: int) -> None:
+        self.read, self.epoch = read, epoch
+        self.left = len(self)
+        self.batches: Any = None  # once it was read
 
     def __len__(self) -> int:
-        return len(self.load.window.batches)
+        return len(self.read.window.batches)
+
+    def receive(self, maker: Maker, batch_size: int, wait: Callable[[WindowRead], None]) -> None:
+        """Wait until it is read, and raise its error if there is one."""
+        if self.batches is not None:
+            return
+        if not self.read.is_ready:
+            wait(self.read)
+        self.read.wait()
+        self.read.slot.receive()
+        self.batches = maker.open(self.read.slot.window, batch_size)
 
     def take(self, place: int) -> Tensors:
-        """A batch. It is made with those beside it, if they are small."""
-        self.load.wait()
-        if not self._received:
-            self.load.slot.receive()
-            self._received, self._together = True, self._maker.num_together(self._batch_size)
-        if place not in self._made:
-            first = place - place % self._together
-            start, stop = first * self._batch_size, (first + self._together) * self._batch_size
-            self._make(first, start, stop)
-        if place not in self._made:  # a last one without samples, as other ranks have it
-            self._make(place, len(self.load.window.samples), stop)
+        """The batch at a place, once."""
         self.left -= 1
-        return self._made.pop(place)
+        return self.batches.take(place)
 
-    def _make(self, first: int, start: int, stop: int) -> None:
-        """Batch ``first`` and those behind it, of these samples of the window."""
-        samples = tuple(field[start:stop] for field in self.load.slot.window)
-        self._made.update(enumerate(self._maker.make(samples, self._batch_size), first))
-
-    def echoes(self, seed: int) -> Iterator[Tensors]:
+    def echoes(self, maker: Any, order: Order) -> Iterator[Tensors]:
         """Batches of the window shuffled again, and again."""
-        window, size = self.load.window, self._batch_size
+        window, size = self.read.window, order.batch_size
         for number in count():
-            order = echo_pass(len(window.samples), seed, self._epoch, window.batches[0], number)
-            for first in range(0, len(order), size):
-                yield from self._maker.make(self.load.slot.gather(order[first : first + size]), size, gathered=True)
+            samples = echo_pass(len(window.samples), order.seed, self.epoch, window.batches[0], number)
+            for first in range(0, max(1, len(samples)), size):  # one without samples, where other ranks have some
+                yield from maker.make(self.read.slot.gather(samples[first : first + size]), size)
 
 
 def _windows(order: Order, once: bool, start: int) -> Iterator[tuple[int, Window]]:

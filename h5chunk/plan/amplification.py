@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from h5chunk.plan.permute import Indices
+from h5chunk.plan.permutation import Indices
 
 
 def read_with(wanted: Indices, chunk_size: int, length: int) -> int:

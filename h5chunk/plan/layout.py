@@ -20,7 +20,6 @@ MIN_CHUNK_BYTES = 64 << 10
 MIN_CHUNKS = 128  # a shuffle of fewer chunks than this is a poor one
 MAX_CHUNK_BYTES = (4 << 30) - 1  # HDF5 stores the size of a chunk in 32 bits
 OPEN_WINDOWS_BYTES = 256 << 20  # memory for the windows that are open at one time, over all workers
-MAX_OPEN_BYTES = 1 << 30  # the same where a file's chunks are so large that single ones make the windows
 
 
 @dataclass(frozen=True)
@@ -111,16 +110,6 @@ def _cache_reason(layout: Layout) -> str:
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
     """How many chunks to shuffle together, so that the open windows fit in memory."""
     return max(1, min(OPEN_WINDOWS_BYTES // max(1, INTERLEAVE * chunk_bytes), num_chunks))
-
-
-def choose_interleave(window_bytes: int) -> int:
-    """How many windows to keep open: fewer than usual if the chunks of a file are too large for that.
-
-    >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
-    (24, 8, 1)
-    """
-    fitting = (n for n in range(INTERLEAVE, 1, -1) if INTERLEAVE % n == 0 and n * window_bytes <= MAX_OPEN_BYTES)
-    return next(fitting, 1)
 
 
 def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, list[str]]:

@@ -1,18 +1,19 @@
 """The order of an epoch: which samples form which batch, a pure function of (seed, epoch).
 
-Chunks are permuted and laid end to end (`h5chunk.plan.line`). This line is cut into windows of whole batches; the
-samples of a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a window, and
-two windows share at most the one chunk that their border cuts (none where a window is a whole number of chunks).
+Chunks are permuted and laid end to end (`h5chunk.plan.permutation`). This sequence is cut into windows of whole
+batches; the samples of a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a
+window, and two windows share at most the one chunk that their border cuts (none where a window is a whole number of
+chunks).
 
 Batches of ``interleave`` windows alternate: batch ``t`` of a round belongs to window ``t % interleave``. torch's
 DataLoader hands batch ``t`` to worker ``t % num_workers``, so that every ``num_workers`` that divides ``interleave``
 gets whole windows, and no chunk is read by two workers. The order itself knows nothing of workers. A window of a
 single batch needs none of this and is not interleaved.
 
-For several processes the line is dealt to lanes, which are cut into windows and batches each by itself. A rank takes
-some lanes, and its batch ``t`` is batch ``t`` of each of them. So the batches ``t`` of all ranks together are the same
-samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many batches;
-but for fewer chunks than there are lanes, at the end of the line, no two read the same chunk.
+For several processes the sequence is dealt to lanes, which are cut into windows and batches each by itself. A rank
+takes some lanes, and its batch ``t`` is batch ``t`` of each of them. So the batches ``t`` of all ranks together are the
+same samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many
+batches, and no two read the same chunk but for fewer chunks than there are lanes, at the end of the sequence.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -27,29 +28,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
-from h5chunk.plan.line import ChunkLine, FileLine, Lane, Line, PickLine, Picks
-from h5chunk.plan.permute import Indices, check_seed
-from h5chunk.plan.rounds import Round, round_rows
+from h5chunk.plan.permutation import (
+    WINDOW,
+    ChunkSequence,
+    FileSequence,
+    Indices,
+    Lane,
+    ShuffledSequence,
+    check_seed,
+    random_bits,
+    sorted_order,
+)
+from h5chunk.plan.selection import Selection, SelectionSequence
 
 MAX_EPOCHS = 1 << 63
+MAX_OPEN_BYTES = 1 << 30  # of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 
 
-class Drawn(Protocol):
-    """Samples to visit in an epoch: `h5chunk.plan.line.Picks`, or `h5chunk.plan.picks.WeightedPicks`."""
+class Round(NamedTuple):
+    """Windows whose batches alternate: ``num_windows`` of them, of ``window_batches`` batches each."""
 
-    def __len__(self) -> int: ...
-
-    @property
-    def num_chunks(self) -> int: ...
-
-    def drawn(self, seed: int, epoch: int, /) -> Picks: ...
+    first_batch: int
+    num_windows: int
+    window_batches: int
 
 
 class Window(NamedTuple):
@@ -59,15 +67,15 @@ class Window(NamedTuple):
     ----------
     samples : (n,) int64
         Batch after batch. All but the epoch's last are full.
-    rows, places : (n,) int64
-        The same in the order of the line, neighbours in a chunk side by side: ``samples[places] == rows``.
+    rows, destinations : (n,) int64
+        The same in the order of the sequence, neighbours in a chunk side by side: ``samples[destinations] == rows``.
     batches : range
         Which batches of the epoch they are.
     """
 
     samples: Indices
     rows: Indices
-    places: Indices
+    destinations: Indices
     batches: range
 
 
@@ -78,7 +86,7 @@ class Order:
     Attributes
     ----------
     num_samples : int
-        Of all ranks; with ``picks``, how many of those.
+        Of all ranks; with a ``selection``, how many of those.
     chunk_samples, batch_size : int
         At least 1 each. ``batch_size`` is of one rank.
     window_chunks : int
@@ -98,7 +106,7 @@ class Order:
     pad : bool
         Whether the last batch of every rank is filled up, with samples that the epoch began with. Without it and
         ``drop_last`` the last batches of ranks may differ by a sample for each lane, and some may be empty.
-    picks : Picks or WeightedPicks, optional
+    selection : FixedSelection or WeightedSelection, optional
         The samples to visit, if not all.
     """
 
@@ -115,7 +123,7 @@ class Order:
     rank: int = 0
     world_size: int = 1
     pad: bool = False
-    picks: Drawn | None = field(default=None, repr=False)
+    selection: Selection | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -152,8 +160,10 @@ class Order:
                 f"batch_size is {self.batch_size} and each rank has {self.lanes // self.world_size} lanes: "
                 "give a batch_size that they divide, or fewer lanes"
             )
-        if self.picks is not None and len(self.picks) != self.num_samples:
-            raise OptionError(f"num_samples is {self.num_samples} but picks has {len(self.picks)}: give the latter")
+        if self.selection is not None and len(self.selection) != self.num_samples:
+            raise OptionError(
+                f"num_samples is {self.num_samples} but the selection has {len(self.selection)}: give the latter"
+            )
         if self.drop_last and self.pad:
             raise OptionError("drop_last leaves out the last batch and pad fills it up: give one of them")
         if self.pad and 0 < self.num_samples < self.lanes:
@@ -202,7 +212,7 @@ class Order:
         the one that is being read. The chunk that fills the gap of the short one stays open to the end.
         """
         samples = self.window_batches * self.lane_batch
-        whole = samples % self.chunk_samples == 0 and self.picks is None
+        whole = samples % self.chunk_samples == 0 and self.selection is None
         if self.window_batches == 1:
             chunks = 1 if whole else 3
         elif whole:
@@ -253,40 +263,41 @@ class Order:
 
         Of those that hold batches before it as well, what is left.
         """
-        line, lanes = self._line(), self._lanes()
+        sequence, lanes = self._sequence(), self._lanes()
         for each in self.rounds():
             if each.first_batch + each.num_windows * each.window_batches <= start:
                 continue
-            rows, places = round_rows(self, line, lanes, each)
+            rows, destinations = _round_rows(self, sequence, lanes, each)
             size = each.window_batches * self.batch_size
             for window in range(each.num_windows):
                 stop = each.first_batch + each.num_windows * each.window_batches
                 numbers = range(each.first_batch + window, stop, each.num_windows)
                 if numbers[-1] >= start:
                     some = slice(window * size, (window + 1) * size)
-                    yield self._window(rows[some], places[some], numbers, start)
+                    yield self._window(rows[some], destinations[some], numbers, start)
 
-    def _window(self, rows: Indices, places: Indices, numbers: range, start: int) -> Window:
+    def _window(self, rows: Indices, destinations: Indices, numbers: range, start: int) -> Window:
         done = sum(number < start for number in numbers)
         if done:
-            left = places >= done * self.batch_size
-            rows, places, numbers = rows[left], places[left] - done * self.batch_size, numbers[done:]
+            left = destinations >= done * self.batch_size
+            rows, destinations = rows[left], destinations[left] - done * self.batch_size
+            numbers = numbers[done:]
         samples = np.empty_like(rows)
-        samples[places] = rows
-        return Window(samples, rows, places, numbers)
+        samples[destinations] = rows
+        return Window(samples, rows, destinations, numbers)
 
-    def _line(self) -> Line:
-        if self.picks is not None:
-            picks = self.picks.drawn(self.seed, self.epoch)
-            return PickLine(picks, self.seed, self.epoch, shuffle=self.shuffle)
+    def _sequence(self) -> ChunkSequence:
+        if self.selection is not None:
+            selected = self.selection.resolve(self.seed, self.epoch)
+            return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle)
         if not self.shuffle:
-            return FileLine()
-        return ChunkLine(self.num_samples, self.chunk_samples, self.seed, self.epoch)
+            return FileSequence()
+        return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch)
 
     def _lanes(self) -> list[Lane]:
-        """Those of this rank. Picks make no equal chunks: then lanes are what lies side by side in the line."""
+        """The lanes of this rank. Chunks of a selection differ in size: then a lane is one part of the sequence."""
         each = self.lanes // self.world_size
-        chunk = self.chunk_samples if self.picks is None else max(1, self.num_samples)
+        chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
         return [
             Lane.of(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
             for number in range(self.rank * each, (self.rank + 1) * each)
@@ -304,5 +315,71 @@ def with_full_windows(order: Order) -> Order:
     return replace(order, interleave=next(fitting, 1))
 
 
+def choose_interleave(window_bytes: int) -> int:
+    """Choose the number of windows whose batches alternate: fewer than usual where chunks are very large.
+
+    >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
+    (24, 8, 1)
+    """
+    fitting = (n for n in range(INTERLEAVE, 1, -1) if INTERLEAVE % n == 0 and n * window_bytes <= MAX_OPEN_BYTES)
+    return next(fitting, 1)
+
+
 def _divisors(number: int) -> list[int]:
     return [n for n in range(number, 0, -1) if number % n == 0]
+
+
+def _round_rows(order: Order, sequence: ChunkSequence, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
+    """The samples of a round of windows in the order of the sequence, and the destination of each in its window.
+
+    Window by window, and in each the lanes one behind the other.
+    """
+    parts = [_lane_round(order, lane, each) for lane in lanes]
+    if len(lanes) == 1:
+        return sequence.at(parts[0][0]), parts[0][1]
+    size, batch = each.window_batches * order.lane_batch, order.lane_batch
+    full = min(len(rows) for rows, _ in parts) // size
+    windows = [_full_windows(order, parts, full, size)]
+    for first in range(full * size, each.num_windows * size, size):
+        some = [(rows[first : first + size], destinations[first : first + size]) for rows, destinations in parts]
+        for number, (_, destinations) in enumerate(some):  # in a batch the lanes one behind the other, too
+            batches, within = np.divmod(destinations, batch)
+            before = sum(np.minimum(batch, len(rows) - batches * batch) for rows, _ in some[:number])
+            destinations[:] = batches * order.batch_size + before + within
+        windows += some
+    rows, destinations = (np.concatenate(column) for column in zip(*windows, strict=True))
+    return sequence.at(rows), destinations
+
+
+def _full_windows(order: Order, parts: list[tuple[Indices, Indices]], count: int, size: int) -> tuple[Indices, Indices]:
+    """As `_round_rows`, of windows that are full in all lanes: one calculation for all of them."""
+    rows, destinations = (
+        np.stack([lane[: count * size].reshape(count, size) for lane in column], axis=1)
+        for column in zip(*parts, strict=True)
+    )
+    batches, within = np.divmod(destinations, order.lane_batch)
+    before = order.lane_batch * np.arange(len(parts))[:, None]
+    return rows.reshape(-1), (batches * order.batch_size + before + within).reshape(-1)
+
+
+def _lane_round(order: Order, lane: Lane, each: Round) -> tuple[Indices, Indices]:
+    """Positions in the sequence of the samples of a lane's windows, and the destination of each in its window.
+
+    One sort for all windows: the time of an order is that of the calls it takes, not of the numbers in it.
+    """
+    size = each.window_batches * order.lane_batch
+    first = each.first_batch * order.lane_batch
+    stop = first + each.num_windows * size
+    if not order.pad and not order.drop_last:
+        stop = min(stop, lane.num_samples)
+    rows, count = lane.positions(first, stop), stop - first
+    if not order.shuffle:
+        return rows, np.arange(count, dtype=np.int64) % size
+    keys = random_bits(count, order.seed, (WINDOW, order.epoch, first), lane.number)
+    destinations = np.empty(count, np.int64)
+    full = count // size * size
+    if full:
+        turns = sorted_order(keys[:full].reshape(-1, size))
+        np.put_along_axis(destinations[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
+    destinations[full:][sorted_order(keys[full:])] = np.arange(count - full, dtype=np.int64)
+    return rows, destinations

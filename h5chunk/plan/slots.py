@@ -25,7 +25,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order
-from h5chunk.plan.permute import ECHO, Indices, permutation
+from h5chunk.plan.permutation import ECHO, Indices, permutation
 
 AHEAD = 6  # windows that are read ahead of those in use; scripts/LOG.md
 AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise

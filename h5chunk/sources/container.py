@@ -1,4 +1,4 @@
-"""Where the bytes of an image come from: a folder, or an archive that is read in place.
+"""Read the encoded bytes of images from a folder, or from an archive in place.
 
 A container travels to worker processes: it holds paths and numbers, and opens files when it is asked for bytes.
 Archives are read with ``pread`` at the places that their index gives, so that workers share nothing.
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import SampleError, SourceError, printable
+from h5chunk.stamp import stamp_of
 
 MAX_FILE_BYTES = 1 << 30  # an encoded image larger than this is no image
 MAX_DIRECTORY_BYTES = 1 << 30  # of a zip: 15 million members, about; listing them takes ten times as much memory
@@ -52,7 +53,7 @@ _ZIP_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
 class Container(ABC):
-    """Gets the bytes of one sample."""
+    """Base of what reads the bytes of one sample."""
 
     @abstractmethod
     def select(self, members: np.ndarray) -> None:
@@ -60,7 +61,7 @@ class Container(ABC):
 
     @abstractmethod
     def read(self, index: int, name: bytes) -> bytes:
-        """The bytes of sample ``index``, called ``name``.
+        """Return the bytes of sample ``index``, whose path is ``name``.
 
         Raises
         ------
@@ -70,11 +71,11 @@ class Container(ABC):
 
     @abstractmethod
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        """What changes when the bytes of sample ``index`` do; whole numbers of 64 bits."""
+        """Return 64-bit integers that change when the bytes of sample ``index`` do."""
 
 
-def stamp_of(status: os.stat_result) -> tuple[int, ...]:
-    """Size and times of a file; that of its last change is kept by the system, whatever times were set."""
+def content_stamp(status: os.stat_result) -> tuple[int, ...]:
+    """Return size, modification time and inode change time of a file; programs cannot set the last."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -89,7 +90,7 @@ class Folder(Container):
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
-            return stamp_of(os.stat(os.path.join(self._root, name)))
+            return content_stamp(os.stat(os.path.join(self._root, name)))
         except OSError as error:
             return -1, error.errno or 0, 0
 
@@ -131,38 +132,41 @@ def _check_size(num_bytes: int) -> None:
 
 
 def _read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """``num_bytes`` from ``offset`` on, or fewer at the end of the file."""
+    """Read ``num_bytes`` from ``offset`` on, or fewer at the end of the file."""
     data = os.pread(descriptor, num_bytes, offset)
     while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
         data += more
     return data
 
 
-class Archive(Container):
-    """One file that holds many; each process opens it once."""
+class StoredFile:
+    """A file of which parts are read at offsets, and which must not change; each process opens it once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
         self._opened: tuple[int, int] | None = None  # (process, descriptor)
         status = os.stat(path)
-        self._stamp, self.whole_stamp = self._state(status), stamp_of(status)
+        self._stamp, self.whole_stamp = stamp_of(status), content_stamp(status)
         self._num_bytes = status.st_size
-
-    @staticmethod
-    def _state(status: os.stat_result) -> tuple[int, ...]:
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": None}
 
-    def _read_at(self, offset: int, num_bytes: int) -> bytes:
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        """Read bytes from an offset on.
+
+        Raises
+        ------
+        SampleError
+            The file is too short, changed, or cannot be read.
+        """
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is taken
             raise SampleError("is cut off by the end of its archive")
         try:
             if self._opened is None or self._opened[0] != os.getpid():
                 self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             data = _read_at(self._opened[1], offset, num_bytes)
-            if self._state(os.fstat(self._opened[1])) != self._stamp:
+            if stamp_of(os.fstat(self._opened[1])) != self._stamp:
                 raise SampleError("its archive changed while it was read")
             return data
         except OSError as error:
@@ -171,6 +175,10 @@ class Archive(Container):
     def __del__(self) -> None:
         if getattr(self, "_opened", None) is not None and self._opened[0] == os.getpid():  # type: ignore[index]
             os.close(self._opened[1])  # type: ignore[index]
+
+
+class Archive(StoredFile, Container):
+    """Base of archives: one file that holds many."""
 
 
 class Tar(Archive):
@@ -191,7 +199,7 @@ class Tar(Archive):
         if size < 0:
             _check_kind(-size)
         _check_size(size)
-        data = self._read_at(int(self._offsets[index]), size)
+        data = self.read_at(int(self._offsets[index]), size)
         if len(data) != size:
             raise SampleError("is cut off by the end of its archive")
         return data
@@ -219,11 +227,11 @@ class Zip(Archive):
         _check_size(size)
         if stored > MAX_FILE_BYTES:
             raise SampleError(f"takes {stored} bytes in its archive, over the limit of {MAX_FILE_BYTES}")
-        local = self._read_at(header, _ZIP_LOCAL_HEADER.size)
+        local = self.read_at(header, _ZIP_LOCAL_HEADER.size)
         if len(local) != _ZIP_LOCAL_HEADER.size or not local.startswith(b"PK\x03\x04"):
             raise SampleError("has no local header in its archive: the archive is damaged")
         name_bytes, extra_bytes = _ZIP_LOCAL_HEADER.unpack(local)[-2:]
-        data = self._read_at(header + len(local) + name_bytes + extra_bytes, stored)
+        data = self.read_at(header + len(local) + name_bytes + extra_bytes, stored)
         if method == zipfile.ZIP_DEFLATED:
             try:
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
@@ -237,7 +245,7 @@ class Zip(Archive):
 
 
 def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
-    """An archive, and the (name, number) of each file in it; names of folders end with a slash.
+    """Open an archive, and list the (name, number) of its members; names of folders end with a slash.
 
     Raises
     ------
@@ -301,12 +309,12 @@ def _open_zip(path: Path) -> tuple[Zip, list[tuple[bytes, int]]]:
 
 
 def _kind_in_zip(member: zipfile.ZipInfo) -> int:
-    """The type of file that a system with such types packed; 0 if none is known."""
+    """Return the type of file that a member was on a Unix system; 0 if that is unknown."""
     return stat.S_IFMT(member.external_attr >> 16) if member.create_system == ZIP_UNIX else 0
 
 
 def _kind_in_tar(member: tarfile.TarInfo) -> int:
-    """The type of file."""
+    """Return the type of file of a member."""
     return SPARSE if member.issparse() else _TAR_KINDS.get(member.type, UNKNOWN)
 
 

@@ -1,4 +1,4 @@
-"""From the bytes of an image to uint8 pixels, with one explicit policy for each kind of image.
+"""Decode images to uint8 pixels, with one explicit policy for each kind of image.
 
 | kind | policy |
 | --- | --- |
@@ -24,11 +24,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from h5chunk.errors import OptionError, SampleError
+from h5chunk.sources.options import Options, option
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
@@ -41,46 +43,37 @@ _FILTER = Image.Resampling.BICUBIC
 
 
 @dataclass(frozen=True)
-class ImageOptions:
-    """What to make of each image.
+class ImageOptions(Options):
+    """Options of decoding images."""
 
-    Attributes
-    ----------
-    size : (height, width), optional
-        None: as they are; they must agree.
-    fit : {"error", "stretch", "crop", "pad"}
-        For an image of another size: refuse it, scale both sides, scale and cut the middle out, scale and fill
-        with black.
-    color : {"rgb", "gray", "keep"}
-    layout : {"nchw", "nhwc"}
-        Order of a sample's axes in the file.
-    animated : {"error", "first"}
-    max_pixels : int
-        Images of more pixels are refused.
-    """
+    heading: ClassVar[str] = "Images"
 
-    size: tuple[int, int] | None = None
-    fit: str = "error"
-    color: str = "rgb"
-    layout: str = "nchw"
-    animated: str = "error"
-    max_pixels: int = MAX_PIXELS
+    size: tuple[int, int] | None = option(
+        None, "Height and width of all images.", metavar="H W", shown_default="all images must have one size"
+    )
+    fit: str = option(
+        "error",
+        "How to bring an image of another size to --size: refuse it, scale both sides, scale and cut out the middle, "
+        "or scale and fill with black.",
+        choices=("error", "stretch", "crop", "pad"),
+    )
+    color: str = option(
+        "rgb", "Channels in the file; keep: those of the images, with alpha.", choices=("rgb", "gray", "keep")
+    )
+    layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
+    animated: str = option("error", "Refuse images of several frames, or take the first.", choices=("error", "first"))
+    max_pixels: int = option(MAX_PIXELS, "Refuse images of more pixels.", minimum=1)
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("fit", ("error", "stretch", "crop", "pad")),
-            ("color", ("rgb", "gray", "keep")),
-            ("layout", ("nchw", "nhwc")),
-            ("animated", ("error", "first")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise OptionError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(allowed)}")
+        super().__post_init__()
         if self.size is not None and not _is_size(self.size):
             raise OptionError(f"size is {self.size!r}: give height and width, whole numbers of at least 1")
         if self.size is None and self.fit != "error":
             raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
-        if self.max_pixels < 1:
-            raise OptionError(f"max_pixels is {self.max_pixels}: give at least 1")
+
+    def recorded(self) -> dict[str, Any]:
+        """What a file records of the options: those that decide the pixels."""
+        return {name: getattr(self, name) for name in ("size", "fit", "color", "layout", "animated")}
 
 
 def _is_size(size: object) -> bool:
@@ -103,7 +96,7 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
 
 
 def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
-    """One image, turned upright, in the wanted colours and, if a size is given, of that size.
+    """Decode an image, turn it upright, and convert it to the requested colours and size.
 
     Call it within `pillow_limits`.
 
@@ -120,7 +113,7 @@ def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, 
         The image is refused, with the reason.
     """
     try:
-        return _decode(data, options)
+        return adapt(Image.open(io.BytesIO(data), formats=FORMATS), options)
     except SampleError:
         raise
     except UnidentifiedImageError:
@@ -128,18 +121,36 @@ def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, 
         raise SampleError(
             f"is no image of a known format ({known}); starts with {start} (or is a variant that Pillow cannot read)"
         ) from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise SampleError(
-            f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant"
-        ) from None
-    except MemoryError:
-        raise SampleError("needs more memory than there is") from None
+    except Exception as error:
+        raise _refusal(error, options) from None
+
+
+def adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
+    """Decode what Pillow has opened, as `decode` does.
+
+    Raises
+    ------
+    SampleError
+        The image is refused, with the reason.
+    """
+    try:
+        return _adapt(image, options)
+    except SampleError:
+        raise
     except Exception as error:  # Pillow's plugins raise many kinds on broken data
-        raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
+        raise _refusal(error, options) from None
 
 
-def _decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
-    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+def _refusal(error: Exception, options: ImageOptions) -> SampleError:
+    """The error of an image that Pillow refuses."""
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+        return SampleError(f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant")
+    if isinstance(error, MemoryError):
+        return SampleError("needs more memory than there is")
+    return SampleError(f"cannot be decoded: {error or type(error).__name__}")
+
+
+def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
     notes = [image.mode]
     _refuse_deep(image)
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
@@ -177,7 +188,7 @@ def _refuse_deep(image: Image.Image) -> None:
 
 
 def _turn(image: Image.Image) -> int:
-    """EXIF orientation: 1 is upright. Parsing EXIF costs, so only where there is some."""
+    """Return the EXIF orientation: 1 is upright. EXIF is parsed only where there is some, as that takes time."""
     if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
         return image.getexif().get(0x0112, 1)
     return 1
@@ -241,7 +252,7 @@ def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
 
 
 def sample_shape(image: Image.Image, layout: str) -> tuple[int, int, int]:
-    """Shape of an image as a sample."""
+    """Return the shape that an image has as a sample."""
     channels = _KEPT[image.mode]
     if layout == "nchw":
         return channels, image.height, image.width

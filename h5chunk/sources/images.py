@@ -1,7 +1,9 @@
-"""A source of images: a listing, a container and the options to decode with."""
+"""Images by number: a listing, its container, and the options to decode with."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,71 +12,158 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from h5chunk.errors import SampleError, SourceError, as_text
+from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, as_text
+from h5chunk.source import OpenContext, SampleField, shape_text
 from h5chunk.sources.decode import ImageOptions, decode, pillow_limits, sample_shape, write_pixels
-from h5chunk.sources.listing import Listing
+from h5chunk.sources.listing import Listing, Names, list_images
+from h5chunk.sources.manifest import list_manifest
+from h5chunk.sources.options import option
+from h5chunk.sources.recognise import is_path
+from h5chunk.sources.splits import CHOICES as SPLIT_CHOICES
+
+IMAGES = "images"
+LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class ImageSourceOptions(ImageOptions):
+    """Options of a folder or an archive of images."""
+
+    manifest: str | os.PathLike[str] | None = option(
+        None, "Table of paths below SOURCE; its further columns become fields.", metavar="TABLE.csv", is_path=True
+    )
+    split_folders: str = option(
+        "auto",
+        "Whether the top folders are splits (train, val, ...), which become a field, with classes one level down.",
+        choices=SPLIT_CHOICES,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.manifest is not None and self.split_folders != "auto":
+            raise OptionError(
+                f"split_folders is {self.split_folders!r}, but a manifest has columns for that: leave it out"
+            )
 
 
 @dataclass
 class ImageSource:
-    """Images by number. Travels to worker processes.
+    """Images by number, of one shape: a `h5chunk.source.SampleSource`.
 
     Attributes
     ----------
     listing : Listing
-    options : ImageOptions
+    decoding : ImageOptions
+    split_folders : {"auto", "yes", "no"}
+        Whether the top folders of the source are splits, as the file's header records it.
+    shape : tuple of int
+        Of every sample: (C, H, W) or (H, W, C). Known once `settle_shape` was called, or given.
     """
 
     listing: Listing
-    options: ImageOptions
+    decoding: ImageOptions
+    split_folders: str = "auto"
+    shape: tuple[int, ...] = ()
+
+    kind = IMAGES
+    noun = "images"
+    Options = ImageSourceOptions
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        """Whether a source is a path: this kind is asked last, and its error says what images can be in."""
+        return is_path(source)
+
+    @classmethod
+    def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:
+        """List the images, and take the shape of the first."""
+        splits = options.split_folders
+        if options.manifest is not None:
+            listing = list_manifest(options.manifest, source, context.report_found)
+        else:
+            listing = list_images(source, context.report_found, split_folders=splits)
+            splits = "yes" if "split" in listing.columns else splits
+        decoding = ImageOptions(**{name: getattr(options, name) for name in ImageOptions.names()})
+        images = cls(listing, decoding, splits)
+        images.settle_shape(context.skips_bad_samples)
+        return images
+
+    @property
+    def fields(self) -> Mapping[str, SampleField]:
+        return {IMAGES: SampleField(self.shape, np.dtype(np.uint8), self.decoding.layout.upper())}
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        return self.listing.columns
+
+    @property
+    def categories(self) -> Mapping[str, list[str]]:
+        return {LABELS: self.listing.class_names} if self.listing.class_names else {}
+
+    @property
+    def names(self) -> Names:
+        return self.listing.names
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.decoding.recorded() | {"split_folders": self.split_folders}
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return self.listing.ignored
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.listing.notes
 
     def __len__(self) -> int:
         return len(self.listing.names)
 
     def name(self, index: int) -> str:
-        """Where sample ``index`` comes from, for people."""
+        """Return the path of sample ``index`` below the source."""
         return as_text(self.listing.names[index])
 
     def session(self) -> AbstractContextManager[None]:
-        """What must be in force while samples are read."""
-        return pillow_limits(self.options.max_pixels)
+        """Return Pillow's limits, which must be in force while samples are read."""
+        return pillow_limits(self.decoding.max_pixels)
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """What changes when the bytes of sample ``index`` do."""
+        """Return numbers that change when the bytes of sample ``index`` do."""
         return self.listing.container.stamp(index, self.listing.names[index])
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-        """All that, with the bytes of each sample, decides its pixels: what JSON has, and blobs."""
+        """Return all that, with the bytes of each sample, decides its pixels: facts for JSON, and blobs."""
         names = self.listing.names
-        facts = {"decoder": PIL.__version__, "options": vars(self.options)}
+        facts = {"decoder": PIL.__version__, "options": vars(self.decoding)}
         return facts, (names.blob, names.offsets.tobytes())
 
-    def read_into(self, index: int, out: np.ndarray) -> tuple[str, ...]:
-        """Decode sample ``index`` into ``out`` (uint8, a sample's shape); give what to count for the report.
+    def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+        """Decode sample ``index`` into ``out["images"]`` (uint8); return what the report shall count.
 
         Raises
         ------
         SampleError
-            The image is refused, or of another shape than ``out``.
+            The image is refused; `ShapeError` if it has another shape than the array.
         """
+        pixels = out[IMAGES]
         image, notes = self._decode(index)
-        shape = sample_shape(image, self.options.layout)
-        if shape != out.shape:
-            raise ShapeError(f"is {shape_text(shape)} but others are {shape_text(out.shape)}")
-        write_pixels(image, self.options.layout, out)
+        shape = sample_shape(image, self.decoding.layout)
+        if shape != pixels.shape:
+            raise ShapeError(f"is {shape_text(shape)} but others are {shape_text(pixels.shape)}")
+        write_pixels(image, self.decoding.layout, pixels)
         return notes
 
     def _decode(self, index: int) -> tuple[Image.Image, tuple[str, ...]]:
         listing = self.listing
-        return decode(listing.container.read(index, listing.names[index]), self.options)
+        return decode(listing.container.read(index, listing.names[index]), self.decoding)
 
     def shape_of(self, index: int) -> tuple[int, int, int]:
-        """Shape of sample ``index``: (C, H, W) or (H, W, C)."""
+        """Return the shape of sample ``index``: (C, H, W) or (H, W, C)."""
         with self.session():
-            return sample_shape(self._decode(index)[0], self.options.layout)
+            return sample_shape(self._decode(index)[0], self.decoding.layout)
 
-    def first_shape(self, skip: bool) -> tuple[int, tuple[int, int, int]]:
-        """The first sample that can be read, and its shape, which all samples must have.
+    def settle_shape(self, skip: bool) -> int:
+        """Take the shape of the first sample that can be read, which all samples must have; return its number.
 
         Raises
         ------
@@ -85,15 +174,16 @@ class ImageSource:
         """
         for index in range(len(self)):
             try:
-                return index, self.shape_of(index)
+                self.shape = self.shape_of(index)
+                return index
             except SampleError as error:
                 if not skip:
                     raise SampleError(f"{self.name(index)}: {error}") from None
                 reason = f"{self.name(index)}: {error}"
         raise SourceError(f"none of the {len(self)} images can be used; the last: {reason}")
 
-    def disagreement(self, shape: tuple[int, ...]) -> str:
-        """Names the first two samples that do not agree; called once some are known not to."""
+    def disagreement(self) -> str:
+        """Name the first two samples of different shapes and the remedy; called once a `ShapeError` was raised."""
         first = other = None
         for index in range(len(self)):
             try:
@@ -106,24 +196,11 @@ class ImageSource:
                 other = index, found
                 break
         if first is None or other is None:
-            return f"the images do not all have the shape {shape_text(shape)}, and changed since"
+            return f"the images do not all have the shape {shape_text(self.shape)}, and changed since"
         remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
-        if self.options.color == "keep" and (self.options.size or sorted(first[1])[1:] == sorted(other[1])[1:]):
+        if self.decoding.color == "keep" and (self.decoding.size or sorted(first[1])[1:] == sorted(other[1])[1:]):
             remedy = "give the colours that all shall have (--color rgb|gray)"
         return (
             f"images differ: {self.name(first[0])} is {shape_text(first[1])}, {self.name(other[0])} is "
             f"{shape_text(other[1])}: {remedy}"
         )
-
-
-class ShapeError(SampleError):
-    """An image of another shape than the rest, which no option allowed."""
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape for people.
-
-    >>> shape_text((3, 224, 224))
-    '3 x 224 x 224'
-    """
-    return " x ".join(map(str, shape))

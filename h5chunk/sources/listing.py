@@ -1,4 +1,4 @@
-"""Which images there are: the names in a folder or archive, in order, with their classes.
+"""List the images of a folder or an archive in order, with their classes and splits.
 
 Knows names only; opens no image. The order and the labels are those of torchvision's ImageFolder: classes sorted
 by name, within a class the folders sorted by path, within a folder the files sorted by name.
@@ -90,13 +90,13 @@ class Directory:
     other: bytes = b""
 
     def pass_over(self, name: bytes) -> None:
-        """Count a file that is not called like an image."""
+        """Count a file whose name has no suffix of an image."""
         self.others += 1
         self.other = min(self.other or name, name)
 
 
 def list_images(source: str | os.PathLike[str], found: Found | None = None, *, split_folders: str = "auto") -> Listing:
-    """The images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
+    """List the images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
 
     Where the top folders are splits (`h5chunk.sources.splits`), classes are the folders in those, the same for all
     splits, and the column ``split`` has the name of the top folder.
@@ -147,7 +147,7 @@ def is_hidden(name: bytes) -> bool:
 
 
 def scan_folder(root: bytes, found: Found) -> dict[bytes, Directory]:
-    """Image files below ``root`` by folder; links are followed, but not from a folder into one that it lies in.
+    """Find image files below ``root``, by folder; links are followed, but not into a folder that contains the link.
 
     Whatever is called like an image and is no folder is taken for one, so that a broken link or a pipe is an error
     of that sample and not a sample that is missing.
@@ -191,7 +191,7 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Directory]:
-    """Image members of an archive by folder; a folder that wraps all images is taken off."""
+    """Group the image members of an archive by folder; a folder that wraps all images is removed from their paths."""
     directories: dict[bytes, Directory] = {}
     folders: set[bytes] = set()
     passed_over = Directory()
@@ -224,7 +224,7 @@ def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Di
 
 
 def _arrange(source: str, directories: dict[bytes, Directory], container: Container, split_folders: str) -> Listing:
-    """Sort what was found as ImageFolder would, split by split, and label it."""
+    """Sort and label images as torchvision's ImageFolder would, split by split."""
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
         wanted = ", ".join(e.decode() for e in EXTENSIONS)
@@ -253,12 +253,12 @@ def _arrange(source: str, directories: dict[bytes, Directory], container: Contai
 
 
 def _depth(name: bytes) -> int:
-    """Folders on the way to a folder, itself among them."""
+    """Return the number of folders on the path of a folder, including itself."""
     return name.count(b"/") + 1 if name else 0
 
 
 def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
-    """What folders are called at a level, from 0, on the way to some."""
+    """Return the names of folders at one level of some paths, counted from 0."""
     return {name.split(b"/")[level] for name in names if _depth(name) > level}
 
 
@@ -300,7 +300,7 @@ def _names(directories: dict[bytes, Directory], depth: int, members: array[int])
 
 
 def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
-    """Of each image the number of its folder at a level: int64."""
+    """Return the number of the folder of each image at one level: (num_images,) int64."""
     number = {folder: number for number, folder in enumerate(folders)}
     return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
 

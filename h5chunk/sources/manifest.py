@@ -42,7 +42,7 @@ MAX_LINE = 1 << 20  # characters
 def list_manifest(
     manifest: str | os.PathLike[str], source: str | os.PathLike[str], found: Found | None = None
 ) -> Listing:
-    """The images that a manifest names, in its order, with its columns as fields.
+    """List the images that a manifest names, in its order, with its columns as fields.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def list_manifest(
 
 
 class _Table:
-    """The lines of a manifest, cut into cells."""
+    """The rows of a manifest, split into cells."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,7 +171,7 @@ def _stamp(file: TextIO) -> tuple[int, int, int]:
 
 @dataclass
 class _Kind:
-    """What a column holds, learned cell by cell."""
+    """The type of a column, inferred cell by cell."""
 
     whole: bool = True
     fits: bool = True  # whole numbers in 64 bits
@@ -207,7 +207,7 @@ class _Kind:
 
 
 def _stored(text: str) -> bytes:
-    """A string as it stands in the file; bytes that are no UTF-8 are escaped."""
+    """Encode a string as UTF-8; bytes that are not UTF-8 are escaped."""
     return as_text(text).encode()
 
 

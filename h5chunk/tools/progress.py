@@ -33,17 +33,25 @@ class TimeBudget:
     seconds : float
     progress : callable, optional
         Called with the stage and the percentage of the time that was taken, whenever that has grown.
+    clock : callable
+        Returns the time in seconds.
     """
 
-    def __init__(self, stage: str, seconds: float, progress: Progress | None = None) -> None:
-        self.seconds, self._stage, self._progress = seconds, stage, progress
-        self._started = time.perf_counter()
+    def __init__(
+        self,
+        stage: str,
+        seconds: float,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.seconds, self._stage, self._progress, self._clock = seconds, stage, progress, clock
+        self._started = clock()
         self._reported = -1
 
     @property
     def taken_s(self) -> float:
         """Seconds since it was made."""
-        return time.perf_counter() - self._started
+        return self._clock() - self._started
 
     @property
     def slice_s(self) -> float:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from h5chunk.errors import OptionError
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis, leading_image_transforms
 from h5chunk.transforms.rows import (
     L2,

@@ -83,39 +83,44 @@ class FusedKernel:
     def _first_launch(self) -> Any:
         from h5chunk.transforms.kernels import scale_and_shift as kernel
 
-        image = torch.ones(1, 1, 16, dtype=torch.uint8, device=self._scale.device)
-        self._launch(kernel, image, torch.empty(1, 1, 16, device=self._scale.device), self._scale, self._shift)
+        image = torch.ones(1, 16, dtype=torch.uint8, device=self._scale.device)
+        self._launch(kernel, image, torch.empty(1, 16, device=self._scale.device), 1, (16, 1), (16, 1))
         return kernel
 
     def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
-        """Do it, unless it is not compiled or the batch is too small; says whether it is done."""
+        """Do it, unless it is not compiled or the batch is too small; returns whether it is done.
+
+        Samples lie one behind the other, and the kernel takes the strides within them: no view is made for it.
+        """
         if self._compiling.kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
-        channels, scale, shift = self._scale.numel(), self._scale, self._shift
-        if self._channels_last:
-            channels = images.shape[1]
-            source = images.view(len(images), channels, -1)
-            there = out.permute(0, 2, 3, 1).view(len(out), -1, channels).transpose(1, 2)
-            if scale.numel() != channels:
-                scale, shift = scale.expand(channels).contiguous(), shift.expand(channels).contiguous()
-                self._scale, self._shift = scale, shift
-        elif channels > 1 and self._channel_axis:
-            source = images.view(len(images), -1, channels).transpose(1, 2)
-            there = out.view(len(out), -1, channels).transpose(1, 2)
-        else:
-            source, there = images.view(len(images), channels, -1), out.view(len(out), channels, -1)
-        self._launch(self._compiling.kernel, source, there, scale, shift)
+        channels = images.shape[1] if self._channels_last else self._scale.numel()
+        if self._scale.numel() != channels:
+            self._scale, self._shift = (each.expand(channels).contiguous() for each in (self._scale, self._shift))
+        planes, interleaved = (images.numel() // (len(images) * channels), 1), (1, channels)
+        source = interleaved if channels > 1 and self._channel_axis else planes
+        self._launch(
+            self._compiling.kernel, images, out, channels, source, interleaved if self._channels_last else source
+        )
         return True
 
-    @staticmethod
-    def _launch(kernel: Any, source: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> None:
-        """(n, channels, pixels) each, of any strides within a sample; samples lie one behind the other."""
-        num_samples, channels, pixels = source.shape
-        programs = num_samples * -(-pixels // PIXELS)
-        padded = 1 << (channels - 1).bit_length()
-        strides = (*source.stride()[1:], *out.stride()[1:])
-        with torch.cuda.device(source.device):
-            kernel[(programs,)](source, out, scale, shift, pixels, *strides, channels, padded, PIXELS, num_warps=4)
+    def _launch(
+        self,
+        kernel: Any,
+        images: torch.Tensor,
+        out: torch.Tensor,
+        channels: int,
+        source_strides: tuple[int, int],
+        out_strides: tuple[int, int],
+    ) -> None:
+        """Strides are those of a channel and of a pixel."""
+        pixels = images.numel() // (len(images) * channels)
+        programs, padded = len(images) * -(-pixels // PIXELS), 1 << (channels - 1).bit_length()
+        strides = (*source_strides, *out_strides)
+        with torch.cuda.device(images.device):
+            kernel[(programs,)](
+                images, out, self._scale, self._shift, pixels, *strides, channels, padded, PIXELS, num_warps=4
+            )
 
 
 class DenseKernel:

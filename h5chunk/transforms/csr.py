@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from h5chunk import native
+
 NUM_CODES = 256
 MAX_INT32 = (1 << 31) - 1
 DENSE_BYTES = 4 << 20  # of the part of a batch that one thread makes dense; scripts/LOG.md
@@ -354,6 +356,32 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
 
     step = max(1, DENSE_BYTES // max(1, num_columns * out.itemsize))
     for _ in map_parts(fill, range(0, num_rows, step)):
+        pass
+
+
+def can_scatter_natively(rows: CsrRows, rule: ValueRule) -> bool:
+    """Whether `scatter_natively` does it: values follow from the stored numbers one by one, in one step."""
+    if rule.steps or rule.least is not None or not native.available():
+        return False
+    return rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
+
+
+def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> None:
+    """Make rows dense as `scatter` does, from the stored numbers; without Python's lock."""
+    same = _SAME_SIZE[out.itemsize]
+    table = rule.table if rows.values is not None else np.array([rule.constant])
+    values = None if table is None else torch.from_numpy(table).to(rule.dtype).view(same).numpy()
+    numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
+    numbers = np.ascontiguousarray(numbers, np.int64)
+    columns, codes = rows.indices.numpy(), None if rows.values is None else rows.values.view(-1).numpy()
+    dense = out.view(same).numpy()
+
+    def fill(start: int) -> None:
+        part = slice(start, start + step)
+        native.dense_rows(rows.host_starts, columns, codes, values, numbers[part], dense[part])
+
+    step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
+    for _ in map_parts(fill, range(0, len(numbers), step)):
         pass
 
 

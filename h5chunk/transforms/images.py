@@ -134,7 +134,7 @@ class ImageConverter:
         """Put the constants on the device, and compile for it."""
         if self._scaled:
             self._scale, self._shift = self._scale.to(device), self._shift.to(device)
-        if self._kernel is None and self._scaled and self._stored == torch.uint8:
+        if device.type == "cuda" and self._kernel is None and self._scaled and self._stored == torch.uint8:
             last = self._format == torch.channels_last
             if FusedKernel.suits(self.dtype, self._scale):
                 self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, human_bytes
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.matrixfield import MatrixField
-from h5chunk.store.write.fill import available_cores
+from h5chunk.machine import available_cores
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
 from h5chunk.transforms.csr import (
     NUM_CODES,
@@ -32,10 +31,12 @@ from h5chunk.transforms.csr import (
     RowArithmetic,
     ValueRule,
     ValueStep,
+    can_scatter_natively,
     dense_values,
     entries_of,
     make_csr,
     scatter,
+    scatter_natively,
 )
 
 DENSE_THREADS = 4  # of batches that are made dense on the host
@@ -227,7 +228,9 @@ class RowConverter:
             return dense_values(rows, self.rule)
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
-            if self._kernel is None or not self._kernel(rows, out):
+            if out.device.type == "cpu" and can_scatter_natively(rows, self.rule):
+                scatter_natively(out, rows, self.rule, self._map_parts())
+            elif self._kernel is None or not self._kernel(rows, out):
                 scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
             return out
         starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)

@@ -12,7 +12,7 @@ import numpy as np
 from make_packed import spec_of
 
 import h5chunk
-from h5chunk.store.write.newfile import NewFile
+from h5chunk.store.write.new_file import NewFile
 from peers import REUSED, Source
 from peers.reading import Batch
 

@@ -1,1 +1,1 @@
-"""Reading files: what is in them, and rows of it, through HDF5 and by byte ranges."""
+"""Reading of fields and rows, through HDF5 and by byte ranges."""

@@ -1,8 +1,14 @@
-"""What the datasets of a file say of themselves, as fields of samples."""
+"""Describe datasets, and groups that hold a sparse matrix, as fields of samples.
+
+`h5chunk.store.format.spec` specifies the matrix of an h5chunk file. AnnData's differ in types, and may be compressed:
+https://anndata.readthedocs.io/en/latest/fileformat-prose.html, "Sparse arrays".
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +17,23 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
-from h5chunk.store.format import GROUP, Header
-from h5chunk.store.guard.claims import small_attribute
-from h5chunk.store.guard.guard import Guard
-from h5chunk.store.read.matrixfield import MatrixField, look_at_matrix
+from h5chunk.plan.csr import plan_csr
+from h5chunk.store.format.header import Header
+from h5chunk.store.format.matrix import CSR, DENSE
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.claims import MAX_RATIO, small_attribute
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.strings import read_words
+
+MATRIX_PARTS = ("indptr", "indices", "data")
+KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
+SLACK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a file, as its dataset says.
+    """A field of a file, as its dataset describes it.
 
     Attributes
     ----------
@@ -49,8 +63,69 @@ class Field:
         return self.grid.shape[1:]
 
 
-def usual_fields(file: h5py.File, path: Path) -> dict[str, str]:
-    """What is read where nothing is named."""
+@dataclass(frozen=True)
+class MatrixField:
+    """A CSR matrix of a file; a sample is a row of it.
+
+    Attributes
+    ----------
+    name : str
+        What users call it.
+    dataset : str
+        Path of its group in the file.
+    num_rows, num_columns, num_entries : int
+    index_dtype : np.dtype
+        Of columns, as stored.
+    value_dtype : np.dtype or None
+        None for a pattern: all values are one, and none is read.
+    scale : float
+        A value is what is stored over this.
+    chunk_samples : int
+        Rows of a nominal chunk of rows.
+    filtered : bool
+        Whether entries are compressed.
+    """
+
+    name: str
+    dataset: str
+    num_rows: int
+    num_columns: int
+    num_entries: int
+    index_dtype: np.dtype
+    value_dtype: np.dtype | None
+    scale: float
+    chunk_samples: int
+    filtered: bool
+    axes: str = ""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Of a row made dense."""
+        return (self.num_columns,)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the values, as stored."""
+        return np.dtype(np.uint8) if self.value_dtype is None else self.value_dtype
+
+    @property
+    def entry_bytes(self) -> int:
+        """Stored bytes of an entry."""
+        return self.index_dtype.itemsize + (0 if self.value_dtype is None else self.value_dtype.itemsize)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """Its nominal chunks: rows of average length."""
+        row_bytes = max(1, math.ceil(self.num_entries * self.entry_bytes / max(1, self.num_rows)))
+        return ChunkGrid((self.num_rows, row_bytes), (self.chunk_samples, row_bytes), 1, self.filtered)
+
+
+def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
+    """Return the fields that are read where none are named."""
+    recorded = header.fields if header is not None else ()
+    recorded = tuple(name for name in recorded if file.id.links.exists(name.encode()))
+    if recorded:
+        return {name: name for name in recorded}
     there = [name for name in ("images", "X", "labels") if file.id.links.exists(name.encode())]  # follows no link
     main = next((name for name in there if name != "labels"), None)
     if main is None:
@@ -73,7 +148,7 @@ def _has_samples(dataset: h5py.Dataset) -> bool:
 def look_at(
     file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard | None = None
 ) -> Field | MatrixField:
-    """What a dataset, or the group of a matrix, says of itself, if it can be a field and the guard lets it through."""
+    """Describe a dataset, or the group of a matrix, as a field, after the guard has checked it."""
     guard = guard or Guard(path)
     item = guard.find(file, dataset)
     if item is None:
@@ -81,7 +156,7 @@ def look_at(
     where = f"{printable(path)}: {dataset!r}"
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
-        return look_at_matrix(item, path, name, header.chunk_samples if header else None)
+        return look_at_matrix(item, path, name, header.chunk_samples if header and header.kind == CSR else None)
     if not isinstance(item, h5py.Dataset):
         raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
     guard.check_field(item, dataset)
@@ -97,8 +172,8 @@ def look_at(
 
 
 def _scale(dataset: h5py.Dataset, path: Path, header: Header | None) -> float | None:
-    """What the values of dense rows of ours are to be divided by."""
-    found = small_attribute(dataset, "scale") if header is not None else None
+    """Return the number that the values of an h5chunk file's dense rows are divided by."""
+    found = small_attribute(dataset, "scale") if header is not None and header.kind == DENSE else None
     if found is None:
         return None
     try:
@@ -108,3 +183,130 @@ def _scale(dataset: h5py.Dataset, path: Path, header: Header | None) -> float | 
     if not 0 < scale < math.inf:
         raise FileError(f"{printable(path)}: {dataset.name!r} is damaged: its scale is {scale}")
     return scale
+
+
+def find_matrix_groups(names: Iterable[str]) -> list[str]:
+    """Find the groups that hold what a CSR or CSC matrix is made of, among the names of datasets.
+
+    >>> find_matrix_groups(["X/data", "X/indices", "X/indptr", "indptr", "obs/indptr"])
+    ['X']
+    """
+    there = set(names)
+    groups = sorted(name.removesuffix("/indptr") for name in there if name.endswith("/indptr"))
+    return [group for group in groups if all(f"{group}/{part}" in there for part in MATRIX_PARTS)]
+
+
+def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
+    """Describe the CSR matrix in a group.
+
+    Parameters
+    ----------
+    group : h5py.Group
+    path : path
+    name : str
+        For messages.
+    chunk_samples : int, optional
+        Rows of a nominal chunk, where an h5chunk file says it: values are codes then.
+
+    Raises
+    ------
+    FieldError
+        It is no CSR matrix.
+    FileError
+        It is damaged.
+    """
+    where = f"{printable(path)}: {name!r}"
+    for part in MATRIX_PARTS:
+        dataset = group.get(part)
+        if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
+            raise FieldError(f"{where} is no CSR matrix: it has no list of numbers {part!r}")
+    num_rows, num_columns = _shape(group, where)
+    num_entries = len(group["indices"])
+    if len(group["indptr"]) != num_rows + 1:
+        raise FileError(f"{where} is damaged: {num_rows} rows but indptr has {len(group['indptr'])} numbers")
+    if len(group["data"]) != num_entries:
+        raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
+    if group["indices"].dtype.kind not in "iu" or group["indptr"].dtype.kind not in "iu":
+        raise FieldError(f"{where} is no CSR matrix: its indptr or indices are not whole numbers")
+    pattern, scale = False, 1.0
+    if chunk_samples is not None:
+        pattern, scale = _codes(group, where)
+    values = None if pattern else group["data"].dtype.newbyteorder("=")
+    filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
+    index_dtype = group["indices"].dtype.newbyteorder("=")
+    if chunk_samples is None:
+        chunk_samples = _nominal_chunk(group, num_rows, num_columns, num_entries)
+    return MatrixField(
+        name, group.name, num_rows, num_columns, num_entries, index_dtype, values, scale, chunk_samples, filtered
+    )
+
+
+def _codes(group: h5py.Group, where: str) -> tuple[bool, float]:
+    """Return whether the matrix of an h5chunk file is a pattern, and its scale."""
+    try:
+        pattern, scale = bool(int(small_attribute(group, "pattern"))), float(small_attribute(group, "scale"))
+    except (TypeError, ValueError, OverflowError):
+        raise FileError(f"{where} is damaged: it does not say its scale, or whether it is a pattern") from None
+    if not 0 < scale < math.inf:
+        raise FileError(f"{where} is damaged: its scale is {scale}")
+    if group["data"].dtype != np.uint8:
+        raise FileError(f"{where} is damaged: its codes are {group['data'].dtype}, not uint8")
+    return pattern, scale
+
+
+def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
+    """Return rows and columns, if the group says that rows are compressed: a CSC matrix looks the same."""
+    try:
+        words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
+    except FileError:
+        raise
+    except DAMAGES as error:
+        raise FileError(f"{where} is damaged: what it says of itself cannot be read: {error}") from None
+    kind = next((each[0] for each in words if len(each) == 1), "")
+    if kind not in ("csr_matrix", "csr"):
+        said = f"it says {kind!r}" if kind else "it does not say so"
+        raise FieldError(f"{where} is no matrix of compressed rows ({said}): pack it with h5chunk convert")
+    try:
+        rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))
+    except (TypeError, ValueError, OverflowError):
+        raise FileError(f"{where} is damaged: it has no shape of two numbers") from None
+    if not (0 <= rows < 1 << 62 and 1 <= columns < 1 << 62):
+        raise FileError(f"{where} is damaged: its shape is {rows} x {columns}")
+    return rows, columns
+
+
+def _nominal_chunk(group: h5py.Group, num_rows: int, num_columns: int, num_entries: int) -> int:
+    """Return the rows that are read together: as in h5chunk files, but no fewer than a compressed chunk holds."""
+    chosen = plan_csr(max(1, num_rows), num_columns, num_entries, pattern=False).chunk_samples
+    indices = group["indices"]
+    if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
+        chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
+    return max(1, min(chosen, num_rows))
+
+
+def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
+    """Read the first entry of each row: (num_rows + 1,) int64.
+
+    Raises
+    ------
+    FileError
+        It is damaged.
+    """
+    where = f"{printable(path)}: {field.name!r}"
+    dataset = group["indptr"]
+    if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
+        raise FileError(
+            f"{where} is damaged: indptr claims {dataset.nbytes} bytes out of {dataset.id.get_storage_size()} stored"
+        )
+    try:
+        indptr: np.ndarray = dataset[:].astype(np.int64)
+    except OSError as error:
+        raise FileError(f"{where}: indptr cannot be read: {error}") from error
+    if indptr[0] != 0 or indptr[-1] != field.num_entries:
+        raise FileError(
+            f"{where} is damaged: indptr does not lead from 0 to {field.num_entries} in {field.num_rows} rows"
+        )
+    falls = np.diff(indptr) < 0
+    if falls.any():
+        raise FileError(f"{where} is damaged: indptr falls at row {int(falls.argmax())}")
+    return indptr

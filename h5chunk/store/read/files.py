@@ -1,4 +1,4 @@
-"""Which files a path means, and the reader of one of them or of several as one data set."""
+"""List the files that a path names, and open one of them, or several as one data set."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.guard.checksums import OFF
-from h5chunk.store.guard.child import try_files
-from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.format.shard_names import missing_shards, wrong_counts
+from h5chunk.store.hdf5.child import try_files
+from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.shardnames import missing_shards, wrong_counts
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
@@ -26,9 +22,9 @@ SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # what is read of a folder
 
 
 def open_reader(
-    path: Paths, fields: Mapping[str, str] | None = None, *, trusted: Trusted = False, checksums: str = OFF
+    path: Paths, fields: Mapping[str, str] | None = None, *, trusted: bool = False, checksums: str = OFF
 ) -> H5Reader:
-    """The reader of a file, or of several as one data set.
+    """Open a file, or several as one data set.
 
     Parameters
     ----------
@@ -50,21 +46,20 @@ def open_reader(
     """
     files = list_files(path)
     _check_shards(path)
-    options: Any = {"trusted": trusted, "checksums": checksums}
-    _try(files, fields, options)
-    if len(files) == 1:
-        return H5Reader(files[0], fields, **options)
-    return FileSet(files, fields, _name(path, files), **options)
+    return _open(files, fields, _name(path, files), {"trusted": trusted, "checksums": checksums})
 
 
 def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
-    """A reader of other fields of the same file or files."""
-    options: Any = {"trusted": reader.trusted, "checksums": reader.checksums}
-    files = [each.path for each in reader.readers] if isinstance(reader, FileSet) else [reader.path]
+    """Open other fields of the same file or files."""
+    files = [each.path for each in reader.readers]
+    return _open(files, fields, reader.path, {"trusted": reader.trusted, "checksums": reader.checksums})
+
+
+def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, options: dict[str, Any]) -> H5Reader:
     _try(files, fields, options)
-    if isinstance(reader, FileSet):
-        return FileSet(files, fields, reader.path, **options)
-    return H5Reader(reader.path, fields, **options)
+    if len(files) == 1:
+        return H5Reader(files[0], fields, **options)
+    return FileSet(files, fields, name, **options)
 
 
 def _try(files: list[Path], fields: Mapping[str, str] | None, options: dict[str, Any]) -> None:
@@ -74,7 +69,7 @@ def _try(files: list[Path], fields: Mapping[str, str] | None, options: dict[str,
 
 
 def list_files(path: Paths) -> list[Path]:
-    """The files that are meant; see `open_reader`."""
+    """List the files that a path names; see `open_reader`."""
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, bytes) or not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
@@ -128,18 +123,8 @@ def _list_files(path: Path) -> list[Path]:
     return sorted(matching, key=_natural)
 
 
-def chunk_starts(reader: H5Reader) -> np.ndarray | None:
-    """The number of each chunk's first sample, and that of all samples; None where all chunks are equal."""
-    return reader.chunk_starts if isinstance(reader, FileSet) else None
-
-
-def cache_bytes(reader: H5Reader, main: CacheSettings) -> int:
-    """What the caches of the largest field take in one process."""
-    return reader.cache_bytes(main) if isinstance(reader, FileSet) else main.nbytes
-
-
 def _natural(path: Path) -> list[tuple[int, str] | str]:
-    """By name, but numbers in it by their value; of equal ones (a1, a01) the name decides."""
+    """Return the key for sorting by name, with numbers in it by their value; for equal ones, by name."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
@@ -148,7 +133,7 @@ def _natural(path: Path) -> list[tuple[int, str] | str]:
 
 
 def _name(path: Paths, files: list[Path]) -> Path:
-    """What messages call the set."""
+    """Return the name of the set in messages."""
     if isinstance(path, (str, os.PathLike)):
         return Path(path)
     return Path(f"{files[0]} and {len(files) - 1} more")

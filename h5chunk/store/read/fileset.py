@@ -1,4 +1,4 @@
-"""Reads several files as if they were one: samples numbered file after file.
+"""Read several files as one, with samples numbered file after file.
 
 A set has one reader for each of its files, which opens it when the first of its samples is asked for. The chunks of
 different files may differ in size; their fields must agree, and so must the classes that labels stand for.
@@ -21,18 +21,17 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import plan_layout
-from h5chunk.store.guard.checksums import OFF
-from h5chunk.store.guard.guard import Trusted
-from h5chunk.store.read.agree import check_names, joined_field, joined_header, with_chunks
-from h5chunk.store.read.csrrows import CsrRoom
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.read.agreement import check_names, joined_field, joined_header, with_chunks
+from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
 
 RESERVED_DESCRIPTORS = 32  # of a process, beside those of data: standard streams, sockets, libraries
 
 
 class FileSet(H5Reader):
-    """Reads rows of several files as if they were one.
+    """Reader of rows of several files as if they were one.
 
     Parameters
     ----------
@@ -46,10 +45,6 @@ class FileSet(H5Reader):
 
     Attributes
     ----------
-    readers : tuple of H5Reader
-        Of each file.
-    starts : (num_files + 1,) int64
-        The number of each file's first sample.
     chunk_starts : (num_chunks + 1,) int64, or None
         The number of each chunk's first sample; None: all chunks are of ``chunk_samples``, but for the last one. Where
         they differ, ``chunk_samples`` is what they have on average.
@@ -72,18 +67,18 @@ class FileSet(H5Reader):
         fields: Mapping[str, str] | None,
         name: Path,
         *,
-        trusted: Trusted = False,
+        trusted: bool = False,
         checksums: str = OFF,
     ) -> None:
         self.path, self.trusted, self.checksums = name, trusted, checksums
         _check_number(len(paths), name)
-        self.readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
+        self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
         _check_different(self.readers)
         check_names(self.readers)
         self.fields = {each: joined_field(self.readers, each) for each in self.readers[0].fields}
         self.matrix = next((field for field in self.fields.values() if isinstance(field, MatrixField)), None)
         lengths = [reader.num_samples for reader in self.readers]
-        self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self.num_samples = int(self.starts[-1])
         main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
         sizes = _chunk_samples(self.readers)
@@ -96,6 +91,16 @@ class FileSet(H5Reader):
         self.header = joined_header(self.readers, self.num_samples, self.chunk_samples, self.chunk_bytes)
         self._cache: CacheSettings | None = None
         self._fingerprint = self._indptr = None
+
+    @property
+    def readers(self) -> tuple[H5Reader, ...]:
+        """The reader of each file."""
+        return self._readers
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The number of each file's first sample, and that of all samples: (num_files + 1,) int64."""
+        return self._starts
 
     @property
     def fingerprint(self) -> int:
@@ -127,7 +132,7 @@ class FileSet(H5Reader):
                 reader.set_caches(self._share(reader, main))
 
     def _share(self, reader: H5Reader, main: CacheSettings) -> CacheSettings:
-        """A file's part of the chunks that are open at one time, and as many more as chance may give it of them."""
+        """Return the cache of one file: its part of the open chunks, and as many more as chance may give it."""
         grid = reader.main.grid
         if not main.nbytes or not grid.chunks:
             return CacheSettings(1, 0, main.w0)
@@ -140,7 +145,7 @@ class FileSet(H5Reader):
         return sum(self._share(reader, main).nbytes for reader in self.readers)
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """What HDF5 says of the caches of this process, by field: those of all files together."""
+        """Return the caches that HDF5 uses in this process, by field: those of all files together."""
         found = [reader.caches_in_force() for reader in self.readers]
         return {
             name: CacheSettings(
@@ -149,7 +154,7 @@ class FileSet(H5Reader):
             for name in self.fields
         }
 
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrRoom) -> None:
+    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read rows of a field, as `H5Reader.read`.
 
         Raises
@@ -191,18 +196,18 @@ class FileSet(H5Reader):
             reader.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "readers": tuple(copy(reader) for reader in self.readers), "_indptr": None}
+        return {**self.__dict__, "_readers": tuple(copy(reader) for reader in self.readers), "_indptr": None}
 
 
-def _room_of(some: np.ndarray, out: np.ndarray | CsrRoom) -> np.ndarray | CsrRoom:
-    """Room for some of the rows; those of a matrix go to their places at once."""
+def _room_of(some: np.ndarray, out: np.ndarray | CsrBuffers) -> np.ndarray | CsrBuffers:
+    """Return memory for some of the rows; those of a matrix go to their places at once."""
     if isinstance(out, np.ndarray):
         return np.empty((len(some), *out.shape[1:]), out.dtype)
-    return CsrRoom(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
+    return CsrBuffers(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
-    """The same, with what to do where no more files can be opened."""
+    """Add the remedy to an error where no more files can be opened."""
     if os.strerror(errno.EMFILE) not in str(error):
         return error
     return FileError(f"{error}: a set of {num_files} files: raise ulimit -n, or pack them into fewer")
@@ -220,7 +225,7 @@ def _check_number(num_files: int, name: Path) -> None:
 def _check_different(readers: Sequence[H5Reader]) -> None:
     seen: dict[tuple[int, ...], Path] = {}
     for reader in readers:
-        other = seen.setdefault(reader._stamp[:2], reader.path)
+        other = seen.setdefault(reader.stamp[:2], reader.path)
         if other is not reader.path:
             raise OptionError(
                 f"{printable(reader.path)}: the same file as {printable(other)}: name it once; for more of some "
@@ -229,7 +234,7 @@ def _check_different(readers: Sequence[H5Reader]) -> None:
 
 
 def _chunk_samples(readers: Sequence[H5Reader]) -> list[int]:
-    """Samples that are read together in each file; where none has chunks, as many in one as in another."""
+    """Return the samples that are read together in each file; the same number where none has chunks."""
     if any(reader.main.grid.chunks for reader in readers):
         return [reader.chunk_samples for reader in readers]
     total = sum(reader.num_samples for reader in readers)
@@ -237,7 +242,7 @@ def _chunk_samples(readers: Sequence[H5Reader]) -> list[int]:
 
 
 def _even_size(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Samples of a chunk, if all are equal but for the last one; else None."""
+    """Return the samples of a chunk if all chunks are equal but for the last one; else None."""
     filled = [(length, size) for length, size in zip(lengths, sizes, strict=True) if length]
     if not filled:
         return max(1, *sizes)

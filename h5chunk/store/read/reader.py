@@ -1,4 +1,4 @@
-"""Rows of any HDF5 file in which samples lie along the first axis, through HDF5's own chunk cache.
+"""Read rows of any HDF5 file whose samples lie along the first axis, through HDF5's own chunk cache.
 
 A reader travels between processes and opens the file in each one when it is first asked for rows. The rows of a
 request are read chunk by chunk, so that a request needs each chunk once, whatever the order of its rows.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import h5py
@@ -18,16 +18,16 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import CALL_BYTES, MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
 from h5chunk.plan.layout import plan_layout
-from h5chunk.store.format import Header, checksums_of, open_file, opened, read_header
-from h5chunk.store.guard.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
-from h5chunk.store.guard.claims import check_chunks
-from h5chunk.store.guard.guard import Guard, Trusted, damages
-from h5chunk.store.read.chunktable import list_chunks
-from h5chunk.store.read.csrhdf5 import CsrHandle
-from h5chunk.store.read.csrrows import CsrRoom
-from h5chunk.store.read.fields import Field, look_at, usual_fields
-from h5chunk.store.read.matrixfield import MatrixField, read_indptr
-from h5chunk.store.read.unwritten import leaves_memory
+from h5chunk.stamp import stamp_of
+from h5chunk.store.format.header import Header, checksums_of, read_header
+from h5chunk.store.hdf5.chunk_table import list_chunks
+from h5chunk.store.hdf5.claims import check_chunks
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.open import open_file, opened, translate_errors
+from h5chunk.store.hdf5.unwritten import leaves_memory
+from h5chunk.store.read.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
+from h5chunk.store.read.csr import CsrBuffers, CsrHandle
+from h5chunk.store.read.fields import Field, MatrixField, look_at, read_indptr, usual_fields
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
 
@@ -36,7 +36,7 @@ _reading = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """In a fork: the thread that held it may not be there."""
+    """Make a new lock after a fork, where the thread that held the old one is missing."""
     global _reading
     _reading = threading.Lock()
 
@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class H5Reader:
-    """Reads rows of some fields of one file.
+    """Reader of some fields of one file, which is a set of one: see `h5chunk.store.read.fileset`.
 
     Parameters
     ----------
@@ -53,12 +53,12 @@ class H5Reader:
     fields : mapping of str to str, or None
         Datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or the matrix
         ``X``, and ``labels`` if there are any.
-    trusted : bool, path or sequence of paths
-        Whether links, views of other files, external storage and unknown filters are followed: not; in the folder of
-        the file; or in these folders. See `h5chunk.store.guard.guard`.
+    trusted : bool
+        Whether to follow links, views and external storage within the file's folder, and to run unknown filters. See
+        `h5chunk.store.hdf5.guard`.
     checksums : {"off", "first", "always"}
-        Whether chunks are checked against the checksums of a file of ours: each when this process first reads of it,
-        or whenever it does. See `h5chunk.store.guard.checksums`.
+        Whether chunks are checked against the checksums of an h5chunk file: each when this process first reads of it,
+        or whenever it does. See `h5chunk.store.read.checksums`.
 
     Attributes
     ----------
@@ -69,6 +69,10 @@ class H5Reader:
         The matrix, or the field of the largest samples.
     chunk_samples : int
         Samples of ``main`` that are read together.
+    chunk_starts : (num_chunks + 1,) int64, or None
+        The number of each chunk's first sample; None: all chunks are of ``chunk_samples``, but for the last one.
+    stamp : tuple of int
+        Of the file as it was first opened, see `h5chunk.stamp`.
 
     Raises
     ------
@@ -82,27 +86,31 @@ class H5Reader:
         Checksums shall be checked, but there are none.
     """
 
+    chunk_starts: np.ndarray | None = None
+
     def __init__(
         self,
         path: str | os.PathLike[str],
         fields: Mapping[str, str] | None = None,
         *,
-        trusted: Trusted = False,
+        trusted: bool = False,
         checksums: str = OFF,
     ) -> None:
         self.path = Path(path)
         self.trusted, self.checksums = trusted, checksums
-        self._stamp = _stamp(self.path)  # before opening it; compared after opening it: no replacement slips between
+        self.stamp = stamp_of(self.path)  # before opening it; compared after opening it: no replacement slips between
         with opened(self.path) as file:
             self.header: Header | None = read_header(file)
             if fields is None:
-                fields = usual_fields(file, self.path)
+                fields = usual_fields(file, self.path, self.header)
             _check_names(fields)
             guard = Guard(self.path, trusted)
             self.fields = {
                 name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
             }
-            self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
+            self.sums: Sums = {}
+            if checksums != OFF:
+                self.sums = read_sums(file, self.path, self.fields, self.header, checksums)
         matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
         if len(matrices) > 1:
             raise FieldError(f"{printable(self.path)}: fields name {len(matrices)} sparse matrices: name one")
@@ -122,6 +130,25 @@ class H5Reader:
     def _chunk_samples_if_contiguous(self) -> int:
         """A contiguous dataset has no chunks: neighbours are read together as if it had good ones."""
         return plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes)).chunk_samples
+
+    @property
+    def readers(self) -> tuple[H5Reader, ...]:
+        """The reader of each file."""
+        return (self,)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The number of each file's first sample, and that of all samples: (num_files + 1,) int64."""
+        return np.array([0, self.num_samples])
+
+    def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Each file in which there are any of these rows, and where they are among them, in the same order."""
+        if len(rows):
+            yield 0, np.arange(len(rows))
+
+    def cache_bytes(self, main: CacheSettings) -> int:
+        """The most that caches of the largest field take in one process, all files together."""
+        return main.nbytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -193,10 +220,10 @@ class H5Reader:
             self.close()
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """What HDF5 says of the caches of this process, by field: read back, not remembered."""
+        """Return the caches that HDF5 uses in this process, by field: read back, not remembered."""
         return {name: handle.cache() for name, handle in self._handles().items()}
 
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrRoom) -> None:
+    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read rows of a field.
 
         Parameters
@@ -204,7 +231,7 @@ class H5Reader:
         name : str
         rows : (n,) int64
             Each from 0 to ``num_samples - 1``; in any order, also repeated.
-        out : (n, *sample_shape), the field's dtype, C-contiguous; or CsrRoom
+        out : (n, *sample_shape), the field's dtype, C-contiguous; or CsrBuffers
             The latter for a matrix, with its ``starts``.
 
         Raises
@@ -231,7 +258,7 @@ class H5Reader:
         """The open datasets of this process; those inherited by a fork are left alone."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = None
-            with damages(self.path):
+            with translate_errors(self.path):
                 file = open_file(self.path)
                 self.check_unchanged()
                 self.read_through(file)
@@ -250,10 +277,10 @@ class H5Reader:
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
-        found = _stamp(self.path if descriptor is None else descriptor)
+        found = stamp_of(self.path if descriptor is None else descriptor)
         if not found:
             raise FileError(f"{printable(self.path)}: no such file any more: removed since it was first opened")
-        if found != self._stamp:
+        if found != self.stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
 
     def touch(self) -> None:
@@ -313,7 +340,7 @@ class _Handle:
         return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 says 0 slots where there is no cache
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Chunk by chunk: a run of rows in one call where that copies little more than is wanted, else row by row."""
+        """Read rows chunk by chunk: a run in one call where that copies little more than is wanted, else singly."""
         if not len(rows):
             return
         if self._checks is not None:
@@ -346,16 +373,8 @@ class _Handle:
         out[places] = scratch[rows - first]
 
 
-def _stamp(path: Path | int) -> tuple[int, ...]:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()  # opening it says why
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-    """The cache in which ``open_chunks`` runs of ``reader.chunk_samples`` samples stay until read in full."""
+    """Return the cache that holds ``open_chunks`` runs of ``reader.chunk_samples`` samples until read in full."""
     return _cache_of(reader.main.grid, open_chunks, w0)
 
 

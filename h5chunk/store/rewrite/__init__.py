@@ -1,1 +1,1 @@
-"""Writing a whole file anew, of whatever is in it."""
+"""Rewriting of whole files, whatever is in them."""

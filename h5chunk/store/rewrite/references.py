@@ -1,4 +1,4 @@
-"""Copies attributes and values between files where HDF5 itself does not: those that refer to other objects.
+"""Copy attributes and values that refer to other objects between files, which HDF5 itself does not.
 
 Copied objects lie elsewhere in the new file, so that every reference is made anew, to the object of the same path.
 What has neither references nor variable-length parts travels as the bytes that it is.
@@ -19,7 +19,7 @@ ORDER_TRACKED = 1  # of the flags of creation order
 
 
 def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
-    """A type and all types that it is made of."""
+    """Yield a type and all types that it is made of."""
     yield kind
     if isinstance(kind, h5t.TypeCompoundID):
         for number in range(kind.get_nmembers()):
@@ -64,7 +64,7 @@ def attribute_names(item: Any) -> list[bytes]:
 
 
 class Copier:
-    """Copies attributes and values from one open file to another that has the same objects.
+    """Copier of attributes and values from one open file to another that has the same objects.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Copier:
         self.lost: list[str] = []
 
     def type_of(self, kind: h5t.TypeID) -> h5t.TypeID:
-        """The same type for the target: a named one stays a named one."""
+        """Return a type for the target file: a named one stays a named one."""
         if kind.committed():
             path = self._paths.get(h5o.get_info(kind).addr)
             if path is not None and h5o.exists_by_name(self._target, path):
@@ -113,7 +113,7 @@ class Copier:
         new.write(self.translated(values, where))
 
     def translated(self, value: Any, where: str) -> Any:
-        """A value, or an array of them, that refers to the objects of the target."""
+        """Return a value, or an array of values, with references to the objects of the target."""
         if isinstance(value, h5r.Reference):
             return self._reference(value, where)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:

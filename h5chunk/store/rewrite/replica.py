@@ -1,26 +1,34 @@
-"""A new file with all that another one has: objects, links, attributes; some datasets with their values, some without.
+"""Copy a file with its objects, links and attributes; some datasets with their values, some without.
 
 What is to be laid out anew gets its space, and its bytes are written later by others. All else is copied by HDF5
-(``h5o.copy``), chunk by chunk as it is stored. References are made anew.
+(``h5o.copy``), chunk by chunk as it is stored. References are made anew. Values that are no plain bytes, as they are of
+variable length or refer to objects, go through Python objects, chunk by chunk; in a new order, once for each part of
+the new file that fits in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
+import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 
 from h5chunk.errors import printable
-from h5chunk.store.format import ALIGNMENT, Region, new_file, region_of
-from h5chunk.store.rewrite.references import Copier, attribute_names, refers
-from h5chunk.store.rewrite.survey import Survey, damages
+from h5chunk.store.format.spec import ALIGNMENT, Region, new_file, region_of
+from h5chunk.store.hdf5.open import translate_errors
+from h5chunk.store.rewrite.references import Copier, attribute_names, is_fixed, refers
+from h5chunk.store.rewrite.shuffle import NewOrder
+from h5chunk.store.rewrite.survey import Survey
 
 LIBVER = ("v110", "latest")  # nothing newer than 1.10 unless a type of the source needs it
 COMMENT = 13  # number of the message of an object's header that is a comment
 WriteValues = Callable[[h5py.Dataset, h5py.Dataset, Copier], None]
+BAND_ROWS = 1024  # read together where there are no chunks
+OBJECT_BYTES = 80  # of memory for a value, beside its own bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class NewLayout:
-    """How a dataset is laid out anew.
+    """The new layout of a dataset.
 
     Attributes
     ----------
@@ -51,7 +59,7 @@ class NewLayout:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is not copied as it is.
+    """The parts of a file that are not copied unchanged.
 
     Attributes
     ----------
@@ -79,7 +87,7 @@ class Changes:
 
 @dataclass
 class Replica:
-    """What came of it.
+    """The places of the data in a copied file, and what could not be copied.
 
     Attributes
     ----------
@@ -101,8 +109,7 @@ def create_replica(path: Path, source: h5py.File, survey: Survey, changes: Chang
     FileError
         The source is damaged.
     """
-    shown = printable(source.filename)
-    with damages(shown), h5py.File(_create_file(path, source)) as target:
+    with translate_errors(source.filename), h5py.File(_create_file(path, source)) as target:
         copier = Copier(source, target, survey.paths)
         made = _Maker(source, target, survey, changes, copier)
         made.nodes()
@@ -141,7 +148,7 @@ def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
 
 
 class _Maker:
-    """Makes the objects of the new file, step by step."""
+    """Builder of the objects of the new file."""
 
     def __init__(self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copier: Copier) -> None:
         self._source, self._target = source.id, target.id
@@ -258,3 +265,75 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
     if layout.written:  # else values stay what they are: the fill value, or nothing
         new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
     return new
+
+
+def copy_objects(old: h5py.Dataset, new: h5py.Dataset, copier: Copier) -> None:
+    """Write all values as they are, but for references, which lead to the new objects."""
+    where = printable(old.name)
+    if old.shape is None or 0 in old.shape:
+        return
+    if old.shape == ():
+        _write(new, None, copier.translated(_read(old, None), where))
+        return
+    for rows in _bands(old):
+        _write(new, rows, copier.translated(_read(old, rows), where))
+
+
+def permute_objects(order: NewOrder, memory_bytes: int) -> Callable[[h5py.Dataset, h5py.Dataset, Copier], None]:
+    """Return a function that does what `copy_objects` does, in another order and within limited memory."""
+
+    def permute(old: h5py.Dataset, new: h5py.Dataset, copier: Copier) -> None:
+        num_rows = old.shape[0]
+        total = sum(_size(_read(old, rows)) for rows in _bands(old))
+        part = max(1, num_rows // math.ceil(total / memory_bytes))
+        for first in range(0, num_rows, part):
+            last = min(first + part, num_rows)
+            values = np.empty((last - first, *old.shape[1:]), old.dtype)
+            for rows in _bands(old):
+                places = order.places[rows.start : rows.stop] - first
+                wanted = (places >= 0) & (places < last - first)
+                values[places[wanted]] = _read(old, rows)[wanted]
+            _write(new, range(first, last), copier.translated(values, printable(old.name)))
+
+    return permute
+
+
+def _bands(dataset: h5py.Dataset) -> Iterator[range]:
+    step = dataset.chunks[0] if dataset.chunks else BAND_ROWS
+    return (range(first, min(first + step, len(dataset))) for first in range(0, len(dataset), step))
+
+
+def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...], h5py.h5s.SpaceID, h5py.h5s.SpaceID]:
+    if rows is None:
+        return (), h5py.h5s.create(h5py.h5s.SCALAR), dataset.id.get_space()
+    shape = (len(rows), *dataset.shape[1:])
+    space = dataset.id.get_space()
+    space.select_hyperslab((rows.start, *(0,) * (len(shape) - 1)), shape)
+    return shape, h5py.h5s.create_simple(shape), space
+
+
+def _read(dataset: h5py.Dataset, rows: range | None) -> np.ndarray:
+    shape, memory, space = _spaces(dataset, rows)
+    kind = dataset.id.get_type()
+    fixed = is_fixed(kind)
+    values = np.empty(shape, f"V{kind.get_size()}" if fixed else dataset.dtype)
+    dataset.id.read(memory, space, values, kind if fixed else None)
+    return values
+
+
+def _write(dataset: h5py.Dataset, rows: range | None, values: np.ndarray) -> None:
+    _, memory, space = _spaces(dataset, rows)
+    kind = dataset.id.get_type()
+    dataset.id.write(memory, space, values, kind if is_fixed(kind) else None)
+
+
+def _size(values: np.ndarray) -> int:
+    """Bytes of memory, about."""
+    if values.dtype.names:
+        return sum(_size(values[name]) for name in values.dtype.names) + values.nbytes
+    if values.dtype.kind != "O":
+        return int(values.nbytes)
+    return sum(
+        OBJECT_BYTES + (each.nbytes if isinstance(each, np.ndarray) else len(each) if isinstance(each, bytes) else 0)
+        for each in values.reshape(-1)
+    )

@@ -1,4 +1,4 @@
-"""What is in any HDF5 file, object by object, and what of it cannot be kept when the file is written anew.
+"""List the objects of any HDF5 file, and refuse those that cannot be kept when the file is rewritten.
 
 Nothing is followed out of the file: external links, external storage and virtual datasets are refused. Soft links are
 taken as they are, and not followed.
@@ -6,28 +6,23 @@ taken as they are, and not followed.
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import h5py
 from h5py import h5d, h5g, h5l, h5o, h5s, h5t
 
-from h5chunk.errors import FileError, H5ChunkError, OutputError, TrustError, printable
+from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.rewrite.references import ORDER_TRACKED, is_fixed, refers, refers_to_regions, unknown_reference
 
 NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
-_FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))
-_DAMAGES = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """One dataset, as it says of itself.
+    """A dataset, as its metadata describe it.
 
     Attributes
     ----------
@@ -114,7 +109,7 @@ class Node:
 
 @dataclass
 class Survey:
-    """All of a file.
+    """All objects and links of a file.
 
     Attributes
     ----------
@@ -131,22 +126,8 @@ class Survey:
     paths: dict[int, bytes] = field(default_factory=dict)
 
 
-@contextmanager
-def damages(shown: str) -> Iterator[None]:
-    """What HDF5 says of a file becomes an error of ours; that the disk is full is not the file's fault."""
-    try:
-        yield
-    except H5ChunkError:
-        raise
-    except _DAMAGES as error:
-        reason = str(error) or type(error).__name__
-        if any(word in reason for word in _FULL_DISK):
-            raise OutputError(f"{shown}: its copy cannot be written: {reason}") from None
-        raise FileError(f"{shown}: cannot be read: {reason}: it is damaged, or of a kind that is not known") from error
-
-
 def survey_file(file: h5py.File) -> Survey:
-    """Walk through a file.
+    """List all objects and links of a file.
 
     Raises
     ------
@@ -154,7 +135,7 @@ def survey_file(file: h5py.File) -> Survey:
         Something leads out of the file, cannot be kept, or is damaged.
     """
     found, shown = Survey(), printable(file.filename)
-    with damages(shown):
+    with translate_errors(file.filename):
         found.paths[h5o.get_info(file.id).addr] = b""
         groups = [b""]
         for parent in groups:  # grows
@@ -201,7 +182,7 @@ def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey,
 
 
 def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetFacts:
-    """What a dataset says of itself.
+    """Describe a dataset by its metadata.
 
     Raises
     ------

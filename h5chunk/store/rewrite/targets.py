@@ -1,4 +1,4 @@
-"""Where the bytes of a dataset go in a new file: plainly in their place, or in compressed chunks; with checksums."""
+"""Write the bytes of a dataset of a new file, plainly or in compressed chunks, and compute their checksums."""
 
 from __future__ import annotations
 
@@ -10,52 +10,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import H5ChunkError, OutputError, printable
-from h5chunk.store.format import LIBVER, Region
-from h5chunk.store.guard.crc import crc32
-from h5chunk.store.read.codecs import GZIP
-from h5chunk.store.read.ranges import read_bytes
-from h5chunk.store.rewrite.waiting import WaitingFile
-from h5chunk.store.write.partfile import ROOM_BYTES, check_room, write_at
-
-
-class Target(Protocol):
-    """Context manager around the writing of one dataset.
-
-    Attributes
-    ----------
-    any_order : bool
-        Whether parts may come in any order and from several threads; else from the first to the last.
-    """
-
-    any_order: bool
-
-    def __enter__(self) -> Target: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def put(self, offset: int, data: np.ndarray) -> None:
-        """Bytes of the dataset, (n,) uint8, from its byte ``offset`` on.
-
-        Raises
-        ------
-        OutputError
-            They cannot be written.
-        """
-
-    def finish(self) -> np.ndarray:
-        """CRC-32 of each stored chunk: (num_chunks,) uint32. Of none if they are not wanted."""
+from h5chunk.store.format.spec import LIBVER, Region
+from h5chunk.store.hdf5.codecs import GZIP
+from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.ranges import read_bytes
+from h5chunk.store.write.part_file import ROOM_BYTES, check_room, write_at
+from h5chunk.store.write.spool import TemporaryBytes
 
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """What the system says of writing becomes an error of ours."""
+    """Raise OutputError where the system or HDF5 fails to write."""
     try:
         yield
     except H5ChunkError:
@@ -66,7 +36,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 class PlainTarget:
-    """A dataset without filters: a run of bytes, in which chunk follows upon chunk.
+    """Context manager around the writing of a dataset without filters: a run of bytes, chunk after chunk.
 
     Parameters
     ----------
@@ -80,6 +50,11 @@ class PlainTarget:
         Of its elements, and of one chunk.
     checked : bool
         Whether checksums are wanted.
+
+    Attributes
+    ----------
+    any_order : bool
+        Whether parts may come in any order and from several threads.
     """
 
     any_order = True
@@ -100,6 +75,13 @@ class PlainTarget:
     ) -> None: ...
 
     def put(self, offset: int, data: np.ndarray) -> None:
+        """Write bytes of the dataset, (n,) uint8, from its byte ``offset`` on.
+
+        Raises
+        ------
+        OutputError
+            They cannot be written.
+        """
         self.write(offset, data)
         if not len(self._sums):
             return
@@ -116,6 +98,7 @@ class PlainTarget:
         self._sums[chunk], self._known[chunk] = checksum, True
 
     def finish(self) -> np.ndarray:
+        """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; none if they are not wanted."""
         for chunk in np.flatnonzero(~self._known).tolist():  # those that came in parts
             start = chunk * self._chunk_bytes
             data = np.empty(min(self._chunk_bytes, self._num_bytes - start), np.uint8)
@@ -124,17 +107,19 @@ class PlainTarget:
         return self._sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Keep bytes there for a while."""
+        """Write bytes that are not yet in their final order."""
         with written(self._part):
             write_at(self.descriptor, data.data, self.offset + offset)
 
     def read(self, offset: int, out: np.ndarray) -> None:
-        """Get them back."""
+        """Read bytes that `write` has written."""
         read_bytes(self.descriptor, self.offset + offset, out.data, lambda _: printable(self._part))
 
 
 class CompressedTarget:
-    """A dataset whose chunks pass filters. gzip alone is applied by threads, other filters by HDF5.
+    """Context manager around the writing of a dataset whose chunks pass filters.
+
+    gzip alone is applied by threads, other filters by HDF5. Parts must come from the first to the last.
 
     Parameters
     ----------
@@ -181,6 +166,7 @@ class CompressedTarget:
             self._file.close()
 
     def put(self, offset: int, data: np.ndarray) -> None:
+        """As `PlainTarget.put`, in order."""
         if offset != self._begun * len(self._chunk) + self._filled:
             raise ValueError(f"byte {offset} of {self._path!r} came out of turn")
         while len(data):
@@ -231,6 +217,7 @@ class CompressedTarget:
             check_room(self._part, num_bytes + 2 * ROOM_BYTES)
 
     def finish(self) -> np.ndarray:
+        """As `PlainTarget.finish`."""
         if self._filled:  # the rest of it is zero
             self._begin()
         while self._waiting:
@@ -238,4 +225,5 @@ class CompressedTarget:
         return np.array(self._sums, np.uint32)
 
 
-Waiting = PlainTarget | WaitingFile  # where bytes may be kept for a while
+Target = PlainTarget | CompressedTarget
+Waiting = PlainTarget | TemporaryBytes  # where bytes may be kept for a while

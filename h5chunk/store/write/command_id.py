@@ -1,4 +1,4 @@
-"""Which command made an output: so that one that was killed when it was done finds its work done.
+"""Record which command made an output, so that a command that was killed at its very end finds its work done.
 
 A writer that is killed right after its output got its name had no time to say so. The identity of its command lies with
 the output then, in an extended attribute of the file system: it covers the options, and the size and times of all that

@@ -1,4 +1,4 @@
-"""Worker processes that write samples into a new file, whole chunks in place.
+"""Fill the chunks of a new file from a source, in worker processes.
 
 Workers take runs of chunks, get the samples from a source, and write each chunk with one ``pwrite``: pixels never
 pass between processes. What comes back for a chunk is its checksum and what to count. Which worker writes a chunk
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import WorkerError
-from h5chunk.store.write.filltask import Done, Failure, FillJob, Tasks
+from h5chunk.store.write.fill_task import Done, Failure, FillJob, TaskRunner
 
 TASKS_AHEAD = 3  # waiting for each worker
 GO_ON, STOP, LEAVE = 0, 1, 2  # what workers are told
@@ -37,20 +37,21 @@ Written = Callable[[int], None]  # told how many samples were written since the 
 
 @dataclass
 class Filled:
-    """What came of it.
+    """Result of `fill`.
 
     Attributes
     ----------
-    checksums : (num_chunks,) uint32
+    checksums : dict of str to (num_chunks,) uint32
+        Of each field's chunks.
     notes : Counter
         What the source noted of its samples.
     failures : list of Failure
         In row order; their rows hold zeros.
     stamp : int
-        Of all samples, as they were when they were read: see `h5chunk.store.write.filltask.SourceStamp`.
+        Of all samples, as they were when they were read: see `h5chunk.store.write.fill_task.SourceStamp`.
     """
 
-    checksums: np.ndarray
+    checksums: dict[str, np.ndarray] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     stamp: int = 0
@@ -86,7 +87,8 @@ def fill(
     OutputError
         A chunk could not be written.
     """
-    filled = Filled(np.zeros(job.num_chunks, np.uint32))
+    filled = Filled()
+    checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
     claims = claims or {}
     claimed = {first: claim for first, claim in claims.items() if not (stop_at_failure and claim.failures)}
     tasks = [(chunks, claimed.get(chunks.start)) for chunks in job.tasks()]
@@ -94,7 +96,8 @@ def fill(
     results = _in_this_process(job, tasks) if num_workers == 0 else _in_workers(job, tasks, num_workers)
     try:
         for done in results:
-            filled.checksums[done.chunks.start : done.chunks.stop] = done.checksums
+            for chunk, of_fields in zip(done.chunks, done.checksums, strict=False):
+                checksums[:, chunk] = of_fields
             filled.notes.update(done.notes)
             filled.failures.extend(done.failures)
             filled.stamp ^= done.stamp
@@ -107,6 +110,7 @@ def fill(
     finally:
         results.close()
     filled.failures.sort()
+    filled.checksums = {each.name: of_field for each, of_field in zip(job.fields, checksums, strict=True)}
     return filled
 
 
@@ -114,9 +118,9 @@ _Task = tuple[range, "Done | None"]
 
 
 def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
-    with Tasks(job) as doing:
+    with TaskRunner(job) as runner:
         for task in tasks:
-            yield doing.do(*task)
+            yield runner.run(*task)
 
 
 def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
@@ -159,13 +163,8 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
         timer.cancel()
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _start_method() -> str:
-    """How workers are started: by fork on Linux, at once and without a guard in the caller's main module.
+    """Return how workers are started: by fork on Linux, at once and without a guard in the caller's main module.
 
     They run Pillow, NumPy and zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere
     fork is not safe, and the caller's main module needs the guard that torch's DataLoader needs as well.
@@ -173,19 +172,19 @@ def _start_method() -> str:
     return "fork" if sys.platform == "linux" else "spawn"
 
 
-_tasks: Tasks
+_runner: TaskRunner
 
 
 def _start_worker(job: FillJob, told: Any) -> None:
-    global _tasks
+    global _runner
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
     threading.Thread(target=_leave_in_time, args=(told,), daemon=True).start()
-    _tasks = Tasks(job, lambda: told.value != GO_ON)
-    _tasks.__enter__()  # for the life of this process
+    _runner = TaskRunner(job, lambda: told.value != GO_ON)
+    _runner.__enter__()  # for the life of this process
 
 
 def _leave_in_time(told: Any) -> None:
-    """End with the parent, or when told to: one that was killed may have locked for ever what others wait for."""
+    """End with the parent, or when told to: a killed process may hold a lock that the others wait for."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):
@@ -194,4 +193,4 @@ def _leave_in_time(told: Any) -> None:
 
 
 def _run_task(chunks: range, claim: Done | None) -> Done:
-    return _tasks.do(chunks, claim)
+    return _runner.run(chunks, claim)

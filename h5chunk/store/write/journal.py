@@ -1,4 +1,4 @@
-"""What a writer has done, so that one that is stopped can be continued: records that are only ever added.
+"""Journal of what a writer has done, so that an interrupted one can be continued: records that are only ever added.
 
 A line is a record: the CRC-32 of its JSON, the JSON. The first one is a key, which stands for all that decides what the
 other records mean. A line that is torn or damaged ends the journal: what stands behind it is not believed. Records are
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from h5chunk.errors import OutputError, printable
-from h5chunk.store.write.ownfile import open_own, remove_own
+from h5chunk.store.write.part_file import open_own, remove_own
 
 
 class Journal:
-    """Records beside a part file, of whoever holds the lock of that.
+    """Records beside a part file. Only the writer that holds the lock of the part file may use it.
 
     Parameters
     ----------
@@ -44,17 +44,21 @@ class Journal:
 
     @property
     def holds_work(self) -> bool:
-        """Whether it has records, those found or those added."""
+        """Whether the journal has records, found or added."""
         return bool(self.records) or self._num_added > 0
 
-    def open(self, key: str) -> None:
+    def open(self, key: str | None) -> None:
         """Take over the records that are there, if they are of the same key, or start anew.
+
+        Without a key, nothing is taken over and nothing is recorded.
 
         Raises
         ------
         OutputError
             It cannot be opened.
         """
+        if key is None:
+            return
         try:
             self._file = os.fdopen(open_own(self.path, printable(self.path)), "r+b", buffering=0)
             records, end = _read(self._file)
@@ -73,7 +77,7 @@ class Journal:
         self._write(key)
 
     def add(self, record: Any) -> None:
-        """Add a record, of what JSON has. Once the disk is full none is added: only a later run takes longer then."""
+        """Add a record (JSON). Once the disk is full, none is added: a later run repeats more work then."""
         if self._write(record):
             self._num_added += 1
 
@@ -90,13 +94,13 @@ class Journal:
         return False
 
     def close(self) -> None:
-        """Leave it as it is; nothing can be added any more."""
+        """Close the journal; nothing can be added any more."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def remove(self) -> None:
-        """Close it, and remove what is there, of whomever."""
+        """Close the journal and remove its file, whichever writer made it."""
         self.close()
         self.records, self._num_added = [], 0
         remove_own(self.path)
@@ -108,7 +112,7 @@ def _line(record: Any) -> bytes:
 
 
 def _read(file: IO[bytes]) -> tuple[list[Any], int]:
-    """The records up to the first line that is torn or damaged, and where they end."""
+    """Return the records before the first line that is torn or damaged, and where they end."""
     records, end = [], 0
     with os.fdopen(os.dup(file.fileno()), "rb") as lines:
         for line in lines:
@@ -124,7 +128,7 @@ def _read(file: IO[bytes]) -> tuple[list[Any], int]:
 
 
 def key_of(what: Any, blobs: Iterable[bytes] = ()) -> str:
-    """A digest of what JSON has, and of bytes.
+    """Return a digest of a JSON value and of byte strings.
 
     >>> key_of({"seed": 1})[:8] == key_of({"seed": 2})[:8]
     False

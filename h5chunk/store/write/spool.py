@@ -6,17 +6,72 @@ The file lies in a folder but has no name there: the system takes it back with t
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
-from h5chunk.store.write.partfile import write_at
+from h5chunk.store.hdf5.ranges import read_bytes
+from h5chunk.store.write.part_file import write_at
+
+
+class TemporaryBytes:
+    """Context manager around a temporary file of bytes, in a folder but without a name there.
+
+    Attributes
+    ----------
+    descriptor, offset : int
+        Of the file, and where the bytes begin in it.
+
+    Raises
+    ------
+    OutputError
+        The folder is not writable or, from `write`, the disk is full.
+    """
+
+    offset = 0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, prefix=".h5chunk-", buffering=0)
+        except OSError as error:
+            raise OutputError(f"{printable(folder)}: no temporary file can be made: {error.strerror}") from None
+        self.descriptor = self._file.fileno()
+
+    def __enter__(self) -> TemporaryBytes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Write bytes at an offset."""
+        try:
+            write_at(self.descriptor, data.reshape(-1).data, offset)
+        except OSError as error:
+            where = printable(self._folder)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise OutputError(
+                    f"{where}: the disk is full after {offset} bytes of a temporary file: "
+                    "free some, give more memory, or write elsewhere"
+                ) from None
+            raise OutputError(f"{where}: no temporary file can be written: {error.strerror}") from None
+
+    def read(self, offset: int, out: np.ndarray) -> None:
+        """Fill ``out`` with the bytes from an offset on."""
+        read_bytes(
+            self.descriptor, offset, out.reshape(-1).data, lambda _: f"{printable(self._folder)}: temporary file"
+        )
 
 
 class Spool:
@@ -40,7 +95,7 @@ class Spool:
         self.dtype = dtype
         self._memory_bytes = memory_bytes
         self._parts: list[np.ndarray] = []
-        self._file: IO[bytes] | None = None
+        self._file: TemporaryBytes | None = None
         self.num_bytes = 0
 
     def __enter__(self) -> Spool:
@@ -75,38 +130,20 @@ class Spool:
             self._spill()
 
     def _spill(self) -> None:
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".h5chunk-", buffering=0)
-                offset = 0
-            else:
-                offset = self.num_bytes - sum(part.nbytes for part in self._parts)
-            while self._parts:
-                part = self._parts.pop(0)
-                write_at(self._file.fileno(), part.view(np.uint8).data, offset)
-                offset += part.nbytes
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise OutputError(
-                    f"{printable(self._folder)}: the disk is full after {self.num_bytes} bytes of a temporary file: "
-                    "free some, give more memory, or write elsewhere"
-                ) from None
-            raise OutputError(
-                f"{printable(self._folder)}: no temporary file can be written: {error.strerror}"
-            ) from None
+        if self._file is None:
+            self._file = TemporaryBytes(self._folder)
+        offset = self.num_bytes - sum(part.nbytes for part in self._parts)
+        while self._parts:
+            part = self._parts.pop(0)
+            self._file.write(offset, part.view(np.uint8))
+            offset += part.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Elements ``start`` to ``stop``, of what is on disk, in new memory."""
         if self._file is None:
             raise ValueError("it is in memory: take the parts")
         values = np.empty(stop - start, self.dtype)
-        view = values.view(np.uint8).data
-        offset = start * self.dtype.itemsize
-        while view:
-            done = os.preadv(self._file.fileno(), [view], offset)
-            if not done:
-                raise OutputError(f"{printable(self._folder)}: a temporary file was cut short")
-            view, offset = view[done:], offset + done
+        self._file.read(start * self.dtype.itemsize, values.view(np.uint8))
         return values
 
     def take(self, num_elements: int) -> Iterator[np.ndarray]:

@@ -1,1 +1,1 @@
-"""`h5chunk bench`: what this machine gives for a file, stage by stage."""
+"""`h5chunk bench`: measure how fast this machine feeds a file, stage by stage."""

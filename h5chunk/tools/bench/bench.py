@@ -1,4 +1,4 @@
-"""`h5chunk bench`: measure what this machine gives for a file, and what each way of reading makes of it."""
+"""`h5chunk bench`: measure how fast this machine feeds a file, and which stage limits it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, WorkerError, printable
+from h5chunk.machine import available_cores
 from h5chunk.plan.layout import human_bytes
-from h5chunk.store.guard.guard import Trusted
 from h5chunk.store.read.files import Paths, open_reader
-from h5chunk.store.write.fill import available_cores
 from h5chunk.tools.bench.report import BenchReport, verdict, with_ratios
 from h5chunk.tools.measure.checks import check_budget, check_counts, why_not_direct, worker_counts
 from h5chunk.tools.measure.disk import FileReads, Stored, locate
@@ -17,7 +16,6 @@ from h5chunk.tools.measure.machine import NotMeasured, available_bytes, describe
 from h5chunk.tools.measure.stages import (
     CACHED,
     DISK,
-    FRESH,
     LIMITS,
     Stage,
     Subject,
@@ -27,7 +25,7 @@ from h5chunk.tools.measure.stages import (
     disk_stage,
     fill_page_cache,
     measure_in_turns,
-    memory_stages,
+    memory_stage,
 )
 from h5chunk.tools.progress import Progress, TimeBudget
 
@@ -46,10 +44,10 @@ def bench(
     budget_s: float = 10.0,
     workers: Sequence[int] | None = None,
     cold: bool = True,
-    trusted: Trusted = False,
+    trusted: bool = False,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Measure what this machine gives for a file, and name what bounds it.
+    """Measure how fast this machine feeds a file, and name the slowest stage.
 
     Parameters
     ----------
@@ -66,7 +64,7 @@ def bench(
         DataLoader worker counts to try. Default: 0, and one per core up to 4.
     cold : bool
         Whether to read from the disk as well: parts of the file are dropped from the page cache, and read again.
-    trusted : bool, path or sequence of paths
+    trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
         Called with ("bench", done, 100).
@@ -80,7 +78,7 @@ def bench(
     OptionError
         A number is out of range, the device is not there, or a batch does not fit in memory.
     """
-    from h5chunk.feed.dataset import field_mapping
+    from h5chunk.feed.sample_reader import field_mapping
 
     num_cores = available_cores()
     numbers = worker_counts(workers, (0, min(MAX_WORKERS, num_cores)))
@@ -119,12 +117,11 @@ def bench(
 def _measure(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str, budget: TimeBudget, closing: ExitStack
 ) -> tuple[list[Stage], list[str], Stored | None]:
-    """Measure all stages; returns them with notes, and where the bytes lie."""
+    """Measure all stages; returns them with notes and the location of the bytes."""
     reads, stored, notes = _read_stages(subject, cold, budget, closing)
-    limits = [*memory_stages(subject, budget), *reads]
-    fresh_rate = next(stage.first_rate for stage in limits if stage.name == FRESH)
-    batches = batch_stages(subject, workers, not_direct, fresh_rate, budget, closing)
-    stages = [*limits, device_stage(subject, closing), *batches]
+    memory = memory_stage(subject, budget)
+    batches = batch_stages(subject, workers, not_direct, memory.first_rate, budget, closing)
+    stages = [memory, *reads, device_stage(subject, closing), *batches]
     measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], budget)
     measured_bytes = subject.sample_bytes * subject.num_samples
     if measured_bytes < SMALL_BYTES:
@@ -138,7 +135,7 @@ def _measure(
 def _read_stages(
     subject: Subject, cold: bool, budget: TimeBudget, closing: ExitStack
 ) -> tuple[list[Stage], Stored | None, list[str]]:
-    """Reads from the page cache and from the disk, where the bytes lie, and notes."""
+    """The stages of page cache and disk, the location of the bytes, and notes."""
     try:
         stored = locate(subject.reader)
     except NotMeasured as reason:
@@ -152,7 +149,7 @@ def _read_stages(
 
 @contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    """Raise what HDF5 or a worker says as an error that names the file, or the remedy."""
+    """Translate errors of HDF5 and of workers to errors that name the file or a remedy."""
     try:
         yield
     except H5ChunkError:
@@ -167,7 +164,7 @@ def _named_errors(path: str) -> Iterator[None]:
 
 
 def _check_subject(subject: Subject, num_workers: int) -> None:
-    """Raise unless there are bytes to move, and room for batches."""
+    """Raise an error unless there are samples to measure and memory for batches."""
     if subject.reader.matrix is not None:
         raise FieldError(f"{printable(subject.reader.path)}: holds a sparse matrix, which bench does not measure yet")
     if not subject.reader.num_samples:

@@ -1,4 +1,4 @@
-"""The report of `h5chunk bench`: figures, each over the limit that bounds it, and the slowest stage."""
+"""The report of `h5chunk bench`: rates of all stages, relative to their limits, and the slowest stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to ga
 
 @dataclass(frozen=True)
 class BenchReport(Report):
-    """Figures of what this machine gives for a file.
+    """Measured rates of all stages for a file.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Name the slowest of the stages behind the page cache."""
+    """Name the slowest of the stages after the page cache."""
     share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)

@@ -1,312 +1,285 @@
-"""Pack a folder, an archive or a manifest of images, or a sparse matrix, into one HDF5 file or a folder of shards."""
+"""Convert a source of any kind into one HDF5 file, or samples into a folder of files."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from h5chunk.errors import OutputError
-from h5chunk.sources.decode import MAX_PIXELS
-from h5chunk.store.format import GROUP, opened
+from h5chunk.plan.duplicates import IN_ORDER
+from h5chunk.source import OpenContext
+from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.sources.open import choose_options, find_kind, open_kind
+from h5chunk.sources.options import Options
+from h5chunk.sources.recognise import is_path
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.command_id import has_command_id
 from h5chunk.store.write.fill import Filled
-from h5chunk.store.write.newfile import NewFile
-from h5chunk.store.write.newfolder import check_folder
-from h5chunk.store.write.partfile import check_output, check_room, parse_output
-from h5chunk.tools.convert.images import Conversion, count_written, estimate_s, prepare, write_images
+from h5chunk.store.write.new_folder import check_folder
+from h5chunk.store.write.part_file import check_not_source, check_output, check_room, parse_output
+from h5chunk.store.write.samples import SampleJob
+from h5chunk.tools.convert.matrix import convert_matrix, naming_memory, plan_matrix
+from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
 from h5chunk.tools.convert.report import ConvertPlan, ConvertReport
-from h5chunk.tools.convert.report_sparse import SparsePlan, SparseReport
-from h5chunk.tools.convert.resume import Notify, TaskLog, say_nothing, telling
-from h5chunk.tools.convert.shards import check_shards, describe, folder_bytes, split_conversion, write_shards
+from h5chunk.tools.convert.report_matrix import MatrixPlan, MatrixReport
+from h5chunk.tools.convert.resume import Notify, is_complete, left_out, say_nothing
+from h5chunk.tools.convert.samples import estimate_s, prepare, write_file
+from h5chunk.tools.convert.shards import check_shards, describe, folder_bytes, split_job, write_shards
 from h5chunk.tools.convert.skipped import save_skipped, skipped_path
-from h5chunk.tools.convert.sparse import MEMORY_BYTES, convert_sparse, plan_sparse
-from h5chunk.tools.convert.sparse_options import SPARSE_ONLY, is_sparse, sparse_arguments
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import COMPLETE
 
 
 def convert(
-    source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
+    source: Any,
+    output: str | os.PathLike[str],
     *,
-    manifest: str | os.PathLike[str] | None = None,
-    split_folders: str = "auto",
-    size: tuple[int, int] | None = None,
-    fit: str = "error",
-    color: str = "rgb",
-    layout: str = "nchw",
-    chunk_samples: int | None = None,
-    seed: int = 0,
-    shuffle: bool = True,
-    workers: int | None = None,
-    on_error: str = "fail",
-    animated: str = "error",
-    max_pixels: int = MAX_PIXELS,
     format: str | None = None,
-    layer: str | None = None,
-    columns: Sequence[str] | None = None,
-    scale: float | None = None,
-    clip: bool = False,
-    binarize: float | None = None,
-    min_row_count: int = 0,
-    min_column_count: int = 0,
-    duplicates: str = "auto",
-    transpose: bool = False,
-    dense: bool = False,
-    filter: str = "gzip",
-    memory_bytes: int = MEMORY_BYTES,
-    shards: int | None = None,
-    shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     notify: Notify | None = None,
-) -> ConvertReport | SparseReport:
-    """Pack images, or a sparse matrix, into one HDF5 file, or images into a folder of several.
+    **options: Any,
+) -> ConvertReport | MatrixReport:
+    """Convert a source of any kind into one HDF5 file, or samples into a folder of several.
 
     The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
-    equal bytes, with any number of workers. What was done when it is stopped, by Ctrl-C, a full disk, an image that
-    cannot be used or a signal, is kept in ``.NAME.h5chunk-part`` beside it: the same call continues.
+    equal bytes, with any number of workers. What was done when it is stopped, by Ctrl-C, a full disk, a sample that
+    cannot be used or a signal, is kept in ``.NAME.h5chunk-part`` beside it: the same call continues. A matrix is
+    started anew.
 
     Parameters
     ----------
-    source : path
-        A folder with one folder per class, a flat folder, or either in a .zip or .tar; or a sparse matrix: a file of
-        (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
-        10x .h5, a 10x folder (its cells become the samples), or a dense .npy.
-    path : path
+    source : path or object
+        Images: a folder with one folder per class, a flat folder, or either in a .zip or .tar. A sparse matrix: a file
+        of (row, column[, value]) lines such as MovieLens' ratings.csv, .npz of scipy, Matrix Market, libsvm, .h5ad,
+        10x .h5, or a 10x folder (its cells become the samples). Arrays: .npy, .npz, an array, or a dict of arrays. A
+        table: .parquet, or a folder of such files. A data set in Python: any object with a length and samples by
+        number, such as those of torchvision and Hugging Face.
+    output : path
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
-    manifest : path, optional
-        A .csv with a path column, relative to ``source``, and columns that become fields.
-    split_folders : {"auto", "yes", "no"}
-        Whether the top folders are splits, such as ``train`` and ``val``: then classes are the folders in those, and
-        the field ``split`` says which split each sample is of. ``auto``: they are if all are called like splits; where
-        only some are, it is an error.
-    size : (height, width), optional
-        Of all images in the file. Without it, they must agree.
-    fit : {"error", "stretch", "crop", "pad"}
-        What to do with images of another size.
-    color : {"rgb", "gray", "keep"}
-    layout : {"nchw", "nhwc"}
-        Axes of the field ``images``: (N, C, H, W) or (N, H, W, C), uint8.
-    chunk_samples : int, optional
-        Samples in one chunk; chosen if not given.
-    seed : int
-        Of the permutation that the samples are written in.
-    shuffle : bool
-        False keeps the order of the source.
-    workers : int, optional
-        Processes that decode; as many as there are cores if not given; 0: none but this one.
-    on_error : {"fail", "skip"}
-        For an image that cannot be used: give up, or leave it out and list it in ``PATH.skipped.csv``.
-    animated : {"error", "first"}
-        For an image of several frames.
-    max_pixels : int
-        Images of more pixels are refused.
-    format : {"images", "csv", "npz", "mtx", "libsvm", "h5ad", "10x", "npy"}, optional
-        What the source is, where its name and first bytes do not tell. This and all options down to ``memory_bytes``
-        are for sparse matrices; those from ``manifest`` to ``max_pixels``, but for ``chunk_samples``, ``seed`` and
-        ``shuffle``, for images.
-    layer : str, optional
-        Which matrix of an .h5ad: ``X``, ``raw`` or the name of a layer; which genome of an old 10x file.
-    columns : sequence of str, optional
-        Names or numbers (from 0) of the columns of a delimited file that are row, column and, if there are more, value
-        and time.
-    scale : float, optional
-        Values are stored as value * scale, which must be whole numbers from 0 to 255; without, the smallest of 1, 2,
-        4, 5, 8, 10, 16, 20, 100 that makes them so. Duplicate entries are combined before anything else.
-    clip : bool
-        Whether values below 0 become 0, and those above 255, or above 255 / ``scale`` if that is given, become that.
-    binarize : float, optional
-        Values of at least this become 1, all others are dropped.
-    min_row_count, min_column_count : int
-        Leave out first columns, then rows, of fewer entries than this; once. Rows without entries are kept if the
-        source has them by number, and if this is 0.
-    duplicates : {"auto", "error", "sum", "last", "first", "max", "mean"}
-        What counts where several entries of the source share a row and a column. ``last`` and ``first`` go by the
-        column of times of a delimited file, if it has one, and else by the order in the source; a ``mean`` without an
-        exact code is an error. ``auto`` is ``error`` for ratings (delimited files) and libsvm, else ``sum``.
-    transpose : bool
-        Make the columns of the source the samples. Fields of rows (``obs``, labels) are left out then.
-    dense : bool
-        Pack dense rows instead.
-    filter : {"gzip", "none"}
-        Of their chunks.
-    memory_bytes : int
-        About the most memory to take; what does not fit waits on disk, beside ``path``. The output does not depend on
-        it. A source whose rows and columns alone take more is refused before that memory is taken.
-    shards : int, optional
-        Of images: make so many files ``PATH/NAME-00000-of-00012.h5``, each complete by itself, with samples that were
-        shuffled over all of them. `h5chunk.ChunkDataset` reads the folder as one.
-    shard_bytes : int, optional
-        The same, in as few files as there can be of at most so many bytes, about.
+    format : str, optional
+        The kind of the source, where its name and first bytes do not tell: see `h5chunk.sources.open.KINDS`.
     overwrite : bool
-        Whether to replace a file at ``path``, or a folder in which there are shards alone.
+        Whether to replace a file at ``output``, or a folder that holds nothing but shards.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
     notify : callable, optional
-        Called with a line for people: that an unfinished conversion of images is continued, or kept.
+        Called with a line for people: that an unfinished conversion is continued, or kept.
+    **options
+        Options of the kind of source: the fields of `h5chunk.sources.images.ImageSourceOptions` and its like. Options
+        of the file: the fields of `h5chunk.tools.convert.options.SampleOptions`, or of `MatrixOptions` for a sparse
+        matrix. ``h5chunk convert --help`` lists all of them.
 
     Returns
     -------
-    ConvertReport or SparseReport
+    ConvertReport or MatrixReport
 
     Raises
     ------
     SourceError, SampleError
-        The source cannot be used, with the image and the reason.
+        The source cannot be used; names the sample and the reason.
     OutputError
-        The file cannot be made, or something else than what the same call made stands at ``path``, which is as it was.
+        The file cannot be made, or something else than what the same call made stands at ``output``, which is as it
+        was.
     OptionError
-        An argument cannot be.
+        An option does not exist, does not apply to the source, or has an invalid value.
     """
-    given = dict(locals())
-    if is_sparse(source, given, convert):
-        return convert_sparse(source, path, **sparse_arguments(given), progress=progress)
-    return _convert_images(**_of_images(given), notify=notify or say_nothing)
+    request = _parse(source, format, options)
+    path = _check_output(request, output, overwrite)
+    if isinstance(request.how, MatrixOptions):
+        matrix = _open(request, progress)
+        how = request.source_options.given()
+        return convert_matrix(matrix, path, request.how, how=how, overwrite=overwrite, progress=progress)
+    return _convert_samples(request, path, overwrite, progress, notify or say_nothing)
 
 
-def _of_images(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in (*SPARSE_ONLY, "notify")}
+class _Request(NamedTuple):
+    """A source of a known kind, and its options, checked."""
+
+    kind: Any
+    source: Any
+    source_options: Options
+    how: SampleOptions | MatrixOptions
 
 
-def _convert_images(*, overwrite: bool, progress: Progress | None, notify: Notify, **options: Any) -> ConvertReport:
+def _parse(source: Any, format: str | None, options: dict[str, Any]) -> _Request:
+    kind = find_kind(source, format)
+    mine, others = SampleOptions, MatrixOptions
+    if issubclass(kind, SparseSource):
+        mine, others = others, mine  # type: ignore[assignment]
+    return _Request(kind, source, *choose_options(kind, source, options, (kind.Options, mine), others))
+
+
+def _open(request: _Request, progress: Progress | None) -> Any:
+    def report_found(count: int) -> None:
+        if progress:
+            progress("list", count, None)
+
+    if isinstance(request.how, SampleOptions):
+        context = OpenContext(skips_bad_samples=request.how.on_error == "skip", report_found=report_found)
+        return open_kind(request.kind, request.source, request.source_options, context)
+    memory_bytes = request.how.memory_bytes
+    with naming_memory(memory_bytes):
+        context = OpenContext(memory_bytes, with_times=request.how.duplicates in IN_ORDER)
+        return open_kind(request.kind, request.source, request.source_options, context)
+
+
+def _is_sharded(request: _Request) -> bool:
+    how = request.how
+    return isinstance(how, SampleOptions) and (how.shards is not None or how.shard_bytes is not None)
+
+
+def _check_output(request: _Request, output: str | os.PathLike[str], overwrite: bool) -> Path:
+    """Refuse an output that cannot be written, before the source is read."""
+    is_folder = _is_sharded(request)
+    if isinstance(request.how, SampleOptions):
+        check_shards(request.how.shards, request.how.shard_bytes)
+    path = parse_output(output, folder=is_folder)
+    sources = [request.source] if is_path(request.source) else []
+    check_not_source(path, *sources, *request.source_options.paths())
+    (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
+    return path
+
+
+def _convert_samples(
+    request: _Request, path: Path, overwrite: bool, progress: Progress | None, notify: Notify
+) -> ConvertReport:
     started = time.perf_counter()
-    job, shards = _prepare(overwrite=overwrite, progress=progress, **options)
+    job, shards = _prepare(request, path, progress)
     complete = False
     try:
         if shards:
             files, filled = write_shards(job, shards, overwrite, progress, notify)
         else:
-            left, filled = _write_file(job, overwrite, progress, notify)
+            left, filled = write_file(job, overwrite, progress, notify)
             files = [left]
     except OutputError:
-        complete = not overwrite and job.is_complete(len(shards) or 1)
+        complete = not overwrite and is_complete(job, len(shards) or 1)
         if not complete:
             raise
         files, filled = _read_back(shards or [job], job)
-    skipped = [(job.source.name(int(job.order[f.row])), f.reason) for f in filled.failures]
+    skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
     if overwrite and not skipped:
         skipped_path(job.path).unlink(missing_ok=True)  # of the file that was replaced
     return ConvertReport(
         path=str(job.path),
+        source_kind=request.kind.kind,
         num_samples=sum(len(each.order) for each in files),
         num_bytes=folder_bytes(job.path) if shards else job.path.stat().st_size,
-        sample_shape=job.sample_shape,
+        sample_shape=_main_shape(job),
+        fields=[spec.name for spec in job.spec().fields],
         chunk_samples=files[0].layout.chunk_samples,
         seconds=time.perf_counter() - started,
         modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
         applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
         skipped=skipped,
         skipped_list=save_skipped(job.path, skipped),
-        ignored=job.listing.ignored,
-        class_names=job.listing.class_names,
-        notes=job.listing.notes,
+        ignored=list(job.source.ignored),
+        class_names=list(job.source.categories.get("labels", [])),
+        notes=list(job.source.notes),
         already_complete=complete,
     )
-
-
-def _write_file(
-    job: Conversion, overwrite: bool, progress: Progress | None, notify: Notify
-) -> tuple[Conversion, Filled]:
-    new = NewFile(job.path, overwrite)
-    with telling(new, notify), new:
-        new.journal.open(job.key(1))
-        log = TaskLog(new.journal, [(len(job.order), job.layout.chunk_samples)], notify)
-        result = write_images(new, job, count_written(len(job.order), progress), log)
-        log.finish()
-        new.command_id = job.command_id(1, result[1].stamp)
-        new.commit()
-    return result
-
-
-def _read_back(files: list[Conversion], job: Conversion) -> tuple[list[Conversion], Filled]:
-    """What was written of files that are complete, without what only decoding all of their images could tell."""
-    left = []
-    for each in files:
-        with opened(each.path) as file:
-            order = file[f"{GROUP}/source_index"][()]
-        size = min(each.layout.chunk_samples, len(order))
-        left.append(replace(each, order=order, layout=replace(each.layout, num_samples=len(order), chunk_samples=size)))
-    kept = np.concatenate([each.order for each in left])
-    return left, Filled(np.empty(0, np.uint32), failures=job.left_out(kept))
 
 
 _APPLIED = ("rotated", "resized", "first frame")
 
 
-def _prepare(
-    *,
-    path: str | os.PathLike[str],
-    shards: int | None,
-    shard_bytes: int | None,
-    overwrite: bool,
-    **options: Any,
-) -> tuple[Conversion, list[Conversion]]:
-    """The conversion, and those of its shards if it is to have any."""
-    check_shards(shards, shard_bytes)
-    is_sharded = shards is not None or shard_bytes is not None
-    path = parse_output(path, folder=is_sharded)
-    check = partial(check_folder if is_sharded else check_output, overwrite=overwrite or has_command_id(path))
-    job = prepare(path=path, check=check, **options)
-    if not is_sharded:
+def _main_shape(job: SampleJob) -> tuple[int, ...]:
+    """The shape of a sample of the largest field."""
+    return max(job.source.fields.values(), key=lambda field: field.sample_bytes).shape
+
+
+def _read_back(files: list[SampleJob], job: SampleJob) -> tuple[list[SampleJob], Filled]:
+    """What was written of files that are complete, without what only reading all of their samples could tell."""
+    left = []
+    for each in files:
+        with opened(each.path) as file:
+            left.append(each.with_order(file[f"{GROUP}/source_index"][()]))
+    kept = np.concatenate([each.order for each in left])
+    return left, Filled(failures=left_out(job, kept))
+
+
+def _prepare(request: _Request, path: Path, progress: Progress | None) -> tuple[SampleJob, list[SampleJob]]:
+    """Open the source, and settle the conversion and those of its shards, if it has any."""
+    how = request.how
+    assert isinstance(how, SampleOptions)
+    job = prepare(_open(request, progress), path, how)
+    if not _is_sharded(request):
         return job, []
-    return job, split_conversion(job, shards, shard_bytes, chosen=options["chunk_samples"] is None)
+    return job, split_job(job, how.shards, how.shard_bytes, chosen=how.chunk_samples is None)
 
 
 def plan_convert(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any
-) -> ConvertPlan | SparsePlan:
-    """What `convert` would do with the same arguments; writes nothing.
+    source: Any,
+    output: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    notify: Notify | None = None,
+    **options: Any,
+) -> ConvertPlan | MatrixPlan:
+    """Predict what `convert` would do with the same arguments; writes nothing.
 
     Raises
     ------
-    As `convert`, as far as a look at the source and at a few images shows it.
+    As `convert`, as far as a look at the source and at a few samples shows it.
     """
-    plan = foresee_convert(source, path, **options)
+    plan = foresee_convert(source, output, format=format, overwrite=overwrite, progress=progress, **options)
     if isinstance(plan, ConvertPlan):
-        check_room(Path(path), plan.num_bytes)
+        check_room(Path(output), plan.num_bytes)
     return plan
 
 
 def foresee_convert(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], **options: Any
-) -> ConvertPlan | SparsePlan:
-    """As `plan_convert`, whether or not the disk has room for it."""
-    call = inspect.signature(convert).bind(source, path, **options)
-    call.apply_defaults()
-    given = call.arguments
-    if is_sparse(source, given, convert):
-        return plan_sparse(source, path, **sparse_arguments(given))
-    job, shards = _prepare(**_of_images(given))
-    complete = not given["overwrite"] and job.is_complete(len(shards) or 1)
+    source: Any,
+    output: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> ConvertPlan | MatrixPlan:
+    """Predict as `plan_convert` does, whether or not the disk has room for the output."""
+    request = _parse(source, format, options)
+    path = _check_output(request, output, overwrite)
+    if isinstance(request.how, MatrixOptions):
+        how = request.source_options.given()
+        return plan_matrix(_open(request, progress), path, request.how, how=how, overwrite=overwrite)
+    job, shards = _prepare(request, path, progress)
+    complete = not overwrite and is_complete(job, len(shards) or 1)
     if not complete:
-        (check_folder if shards else check_output)(job.path, given["overwrite"])
+        (check_folder if shards else check_output)(job.path, overwrite)
+    return _plan_samples(job, shards, complete)
+
+
+def _plan_samples(job: SampleJob, shards: list[SampleJob], complete: bool) -> ConvertPlan:
     specs = [each.spec() for each in shards or [job]]
-    num_bytes = sum(spec.num_bytes for spec in specs)
     layout = job.layout
     if shards:
         first = shards[0].layout
         layout = replace(first, num_samples=len(job.order), reasons=(*first.reasons, describe(shards)))
+    source = job.source
     return ConvertPlan(
-        num_samples=len(job.source),
-        sample_shape=job.sample_shape,
+        num_samples=len(source),
+        source_kind=source.kind,
+        sample_shape=_main_shape(job),
+        shapes={spec.name: tuple(spec.sample_shape) for spec in specs[0].fields},
         layout=layout,
         fields={each.name: str(each.dtype) for each in specs[0].fields},
-        num_bytes=num_bytes,
+        num_bytes=sum(spec.num_bytes for spec in specs),
         free_bytes=shutil.disk_usage(job.path.parent).free,
         estimated_s=estimate_s(job),
         num_workers=job.num_workers,
-        class_names=job.listing.class_names,
-        ignored=job.listing.ignored,
-        notes=[*job.listing.notes, *([COMPLETE] if complete else [])],
+        class_names=list(source.categories.get("labels", [])),
+        ignored=list(source.ignored),
+        notes=[*source.notes, *([COMPLETE] if complete else [])],
         already_complete=complete,
     )

@@ -1,4 +1,4 @@
-"""What a conversion would do, and what it did: for people (``str``) and for scripts (``to_json``)."""
+"""Plans and reports of converting samples, for people (``str``) and for scripts (``to_json``)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from h5chunk.plan.layout import Layout, human_bytes
-from h5chunk.sources.images import shape_text
+from h5chunk.source import shape_text
 from h5chunk.tools.report import Report, list_some
 
 
 @dataclass(frozen=True)
 class ConvertPlan(Report):
-    """What a conversion would do.
+    """Plan of a conversion of samples.
 
     Attributes
     ----------
+    source_kind : str
     num_samples : int
     sample_shape : tuple of int
+        Of the largest field.
     layout : Layout
     fields : dict of str to str
         dtype of each field.
+    shapes : dict of str to tuple of int
+        Shape of one sample of each field.
     num_bytes : int
         Of the output.
     free_bytes : int
@@ -33,10 +37,12 @@ class ConvertPlan(Report):
         The same command has made the output already, and would do nothing.
     """
 
+    source_kind: str
     num_samples: int
     sample_shape: tuple[int, ...]
     layout: Layout
     fields: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
     num_bytes: int
     free_bytes: int
     estimated_s: float
@@ -60,10 +66,13 @@ class ConvertPlan(Report):
     def lines(self) -> list[str]:
         chunk = shape_text((self.layout.chunk_samples, *self.sample_shape))
         return [
-            f"samples    {self.num_samples:,} of {shape_text(self.sample_shape)} uint8"
+            f"samples    {self.num_samples:,} ({self.source_kind})"
             + ("" if "labels" in self.fields else ", no labels"),
             *([f"classes    {list_some(self.class_names)}"] if self.class_names else []),
-            f"fields     {', '.join(f'{name} ({dtype})' for name, dtype in self.fields.items())}",
+            *(
+                f"field      {name} ({' '.join(filter(None, (shape_text(self.shapes[name]), dtype)))})"
+                for name, dtype in self.fields.items()
+            ),
             f"chunks     {self.layout.num_chunks:,} of {chunk}",
             *(f"           - {reason}" for reason in self.layout.reasons),
             f"disk       {human_bytes(self.num_bytes)} needed, {human_bytes(self.free_bytes)} free",
@@ -75,14 +84,17 @@ class ConvertPlan(Report):
 
 @dataclass(frozen=True)
 class ConvertReport(Report):
-    """What a conversion did.
+    """Report of a conversion of samples.
 
     Attributes
     ----------
     path : str
+    source_kind : str
     num_samples, num_bytes : int
         In the file; bytes of the whole file.
     sample_shape : tuple of int
+        Of the largest field.
+    fields : list of str
     chunk_samples : int
     seconds : float
         From the first look at the source until the file was on disk under its name.
@@ -99,9 +111,11 @@ class ConvertReport(Report):
     """
 
     path: str
+    source_kind: str
     num_samples: int
     num_bytes: int
     sample_shape: tuple[int, ...]
+    fields: list[str]
     chunk_samples: int
     seconds: float
     modes: dict[str, int]
@@ -116,11 +130,14 @@ class ConvertReport(Report):
     def lines(self) -> list[str]:
         counts = ", ".join(f"{count:,} {name}" for name, count in self.modes.items())
         applied = "".join(f", {count:,} {name}" for name, count in self.applied.items())
-        rate = f"{self.num_samples / self.seconds:,.0f} images/s"
+        noun = "images" if self.source_kind == "images" else "samples"
+        shape = f" of {shape_text(self.sample_shape)}" if self.sample_shape else ""
+        rate = f"{self.num_samples / self.seconds:,.0f} {noun}/s"
         lines = [
-            f"{self.path}: {self.num_samples:,} images of {shape_text(self.sample_shape)}, "
+            f"{self.path}: {self.num_samples:,} {noun}{shape}, "
             f"{human_bytes(self.num_bytes)}, {'already complete' if self.already_complete else rate}",
-            *([] if self.already_complete else [f"came as {counts}{applied}"]),
+            *([f"came as {counts}{applied}"] if counts and not self.already_complete else []),
+            f"fields {', '.join(self.fields)}",
             *([f"classes {list_some(self.class_names)}"] if self.class_names else []),
             *(f"ignored {what}" for what in self.ignored),
         ]

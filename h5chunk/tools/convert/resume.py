@@ -1,7 +1,7 @@
-"""Continuing a conversion that was stopped: what its journal is bound to, and what people are told.
+"""Continue what was stopped, and recognise what is complete: what a journal is bound to, and what people are told.
 
-An image conversion is continued task by task: the chunks that the journal claims are read and their checksums computed
-again, and the samples in them must have the size and times that they had. So only what changed is done again.
+Samples are written task by task: the chunks that the journal claims are read and their checksums computed again, and
+the samples in them must have the stamps that they had. So only what changed is done again.
 """
 
 from __future__ import annotations
@@ -10,23 +10,85 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 import h5chunk
-from h5chunk.errors import printable
-from h5chunk.store.write.filltask import Done, done_of
-from h5chunk.store.write.journal import Journal
-from h5chunk.store.write.newfile import NewFile
-from h5chunk.store.write.newfolder import NewFolder
+from h5chunk.errors import SampleError, printable
+from h5chunk.store.write.command_id import has_command_id, is_made_by
+from h5chunk.store.write.fill_task import Done, Failure, parse_record, stamp_of_samples
+from h5chunk.store.write.journal import Journal, key_of
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.new_folder import NewFolder
+from h5chunk.store.write.samples import SampleJob
 
 Notify = Callable[[str], None]
 
 
 def say_nothing(line: str) -> None:
-    """For those who do not want to be told."""
+    """Discard a message."""
 
 
 def facts_of_all() -> dict[str, Any]:
-    """What every journal is bound to."""
-    return {"h5chunk": h5chunk.__version__, "journal": 1}
+    """Return the facts that are part of every journal's key."""
+    return {"h5chunk": h5chunk.__version__, "journal": 2}
+
+
+def job_key(job: SampleJob, num_files: int) -> str | None:
+    """Return the key of a journal: all that decides the bytes of the chunks but the samples' own bytes.
+
+    None if the source has no identity: then nothing that was done can be used again.
+    """
+    identity = job.source.identity()
+    if identity is None:
+        return None
+    facts, blobs = identity
+    fields = [(name, each.shape, str(each.dtype)) for name, each in job.fields.items()]
+    mine = {"fields": fields, "chunk_samples": job.layout.chunk_samples, "files": num_files}
+    mine |= {name: job.options[name] for name in ("seed", "shuffle")}
+    return key_of({**facts_of_all(), "kind": job.source.kind, **facts, **mine}, blobs)
+
+
+def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
+    """Identify the command: equal ones make equal files. None if the source has no identity.
+
+    Parameters
+    ----------
+    job : SampleJob
+    num_files : int
+    stamp : int
+        Of all samples: see `h5chunk.store.write.fill_task.SourceStamp`.
+    """
+    key = job_key(job, num_files)
+    if key is None:
+        return None
+    columns, categories = job.source.columns, job.source.categories
+    facts = {"key": key, "options": dict(job.options), "skip": job.skip, "stamp": stamp}
+    facts["append"] = job.old.num_samples > 0
+    facts |= {"categories": dict(categories), "columns": {name: str(columns[name].dtype) for name in columns}}
+    return key_of(facts, (values.tobytes() for values in columns.values()))
+
+
+def is_complete(job: SampleJob, num_files: int) -> bool:
+    """Whether the output is there, and this command made it of the samples as they are now."""
+    if not has_command_id(job.path):
+        return False
+    command = command_id(job, num_files, stamp_of_samples(job.source, job.order))
+    return command is not None and is_made_by(job.path, command)
+
+
+def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
+    """Return the samples that are not among those that were kept, and why, as reading them again shows."""
+    failures = []
+    out = job.sample_buffers()
+    with job.source.session():
+        for row in np.flatnonzero(~np.isin(job.order, kept)).tolist():
+            reason = "could not be used then, though it can be now"
+            try:
+                job.source.read_into(int(job.order[row]), out)
+            except SampleError as error:
+                reason = str(error)
+            failures.append(Failure(row, reason, SampleError.__name__))
+    return failures
 
 
 class TaskLog:
@@ -35,18 +97,18 @@ class TaskLog:
     Parameters
     ----------
     journal : Journal
-        Opened.
-    sizes : list of (num_samples, chunk_samples)
-        Of the files.
+        Opened; or not, where nothing can be continued.
+    jobs : sequence of SampleJob
+        One per file.
     notify : callable
         Told how many samples are there.
     """
 
-    def __init__(self, journal: Journal, sizes: Sequence[tuple[int, int]], notify: Notify) -> None:
+    def __init__(self, journal: Journal, jobs: Sequence[SampleJob], notify: Notify) -> None:
         self._journal = journal
-        self._sizes = sizes
+        self._sizes = [(len(job.order), job.layout.chunk_samples) for job in jobs]
         self._notify = notify
-        self._claims: list[dict[int, Done]] = [{} for _ in sizes]
+        self._claims: list[dict[int, Done]] = [{} for _ in jobs]
         self._num_again = 0
         for record in journal.records:
             self._take(record)
@@ -54,11 +116,11 @@ class TaskLog:
             notify("the unfinished conversion was of other options or sources: starting over")
         if journal.records:
             there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
-            notify(f"continuing: {there:,} of {sum(size for size, _ in sizes):,} samples are there")
+            notify(f"continuing: {there:,} of {sum(size for size, _ in self._sizes):,} samples are there")
 
     def _take(self, record: Any) -> None:
         if isinstance(record, list) and record and record[0] in range(len(self._sizes)):
-            done = done_of(record[1:])
+            done = parse_record(record[1:])
             if done is not None:
                 self._claims[record[0]][done.chunks.start] = done
 
@@ -67,11 +129,11 @@ class TaskLog:
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
     def claims(self, number: int) -> dict[int, Done]:
-        """What is claimed of a file, by the first chunk of each task."""
+        """Return the claimed tasks of a file, by their first chunks."""
         return self._claims[number]
 
     def adder(self, number: int) -> Callable[[Done], None]:
-        """What adds tasks of a file."""
+        """Return a callable that adds finished tasks of a file to the journal."""
 
         def add(done: Done) -> None:
             if done.chunks.start in self._claims[number]:
@@ -81,14 +143,14 @@ class TaskLog:
         return add
 
     def finish(self) -> None:
-        """Tell what did not hold."""
+        """Report how many samples had to be written again."""
         if self._num_again:
             self._notify(f"{self._num_again:,} samples were not as they had been, and were done again")
 
 
 @contextmanager
-def telling(new: NewFile | NewFolder, notify: Notify) -> Iterator[None]:
-    """Tell what can be done about an output that is kept unfinished."""
+def keeping(new: NewFile | NewFolder, job: SampleJob, notify: Notify) -> Iterator[None]:
+    """Report what becomes of an output that is not finished."""
     try:
         yield
     except BaseException:
@@ -98,4 +160,6 @@ def telling(new: NewFile | NewFolder, notify: Notify) -> Iterator[None]:
                 "what was done is kept, and the same command continues it; to give its space back, delete "
                 + " and ".join(map(printable, there))
             )
+        elif job.source.identity() is None:
+            notify("nothing of what was done is kept: whether this source changes cannot be told")
         raise

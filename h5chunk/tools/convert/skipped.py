@@ -1,4 +1,4 @@
-"""The list of images that were left out, beside the file that they are not in."""
+"""The list of samples that were left out, in a file beside the output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HEADER = ["path", "reason"]
 
 
 def skipped_path(output: Path) -> Path:
-    """Where the list of an output is."""
+    """Return the path of the list of an output."""
     return output.with_name(output.name + ".skipped.csv")
 
 
 def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, behind: bool = False) -> str | None:
-    """Write the list; gives its path, or None if nothing was left out.
+    """Write the list; return its path, or None if nothing was left out.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, behind: bo
                 csv.writer(file).writerows(rows if there else [HEADER, *rows])
     except OSError as error:
         raise OutputError(
-            f"{printable(target)}: the list of {len(rows)} skipped images cannot be written: {error.strerror}; "
+            f"{printable(target)}: the list of {len(rows)} skipped samples cannot be written: {error.strerror}; "
             f"{printable(output)} itself is complete"
         ) from None
     return str(target)

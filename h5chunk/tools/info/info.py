@@ -1,28 +1,29 @@
-"""What is in any HDF5 file, and what drawing single random samples from it costs."""
+"""Describe the contents of HDF5 files, and what reading single random samples from them costs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import h5py
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, H5ChunkError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.layout import human_bytes
-from h5chunk.sources.sparse.hdf5calls import partial_chunks_are_plain
-from h5chunk.store.format import GROUP, Header, opened, read_header
-from h5chunk.store.guard.child import in_child, limited_memory
-from h5chunk.store.guard.claims import KNOWN_FILTERS
-from h5chunk.store.guard.guard import Guard, Refusal, Trusted
-from h5chunk.store.read.files import Paths, list_files
-from h5chunk.store.read.unwritten import count_unwritten, unwritten_value
-from h5chunk.store.write.csr import MATRIX
-from h5chunk.tools.info.folder import FolderInfo, info_folder
-from h5chunk.tools.info.matrix import ForeignMatrix, MatrixInfo, foreign_matrices, info_matrix
-from h5chunk.tools.report import Report, list_some
+from h5chunk.store.format.header import read_header
+from h5chunk.store.format.matrix import MATRIX
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.claims import KNOWN_FILTERS
+from h5chunk.store.hdf5.guard import Guard, Refusal
+from h5chunk.store.hdf5.library import partial_chunks_are_plain
+from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.unwritten import count_unwritten, unwritten_value
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.files import Paths, list_files, open_reader
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.info.matrix import describe_matrix, find_matrices
+from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo
 
 _LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
@@ -33,131 +34,17 @@ _LAYOUTS = {
 _OF_MATRIX = "part of the matrix: a run of rows is a run of bytes of each part"
 
 
-@dataclass(frozen=True)
-class DatasetInfo:
-    """One dataset.
+def info(path: Paths, *, trusted: bool = False) -> FileInfo | FolderInfo:
+    """Describe all datasets of a file, without reading their data.
 
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-    dtype : str
-    layout : {"contiguous", "chunked", "compact", "virtual"}
-    chunks : tuple of int or None
-    filters : list of str
-    edges_unfiltered : bool
-        Whether partial chunks at the edges are stored without the filters.
-    stored_bytes : int
-        In the file.
-    num_chunks, chunk_bytes : int
-        Decoded; 0 chunks for a contiguous one.
-    sample_bytes : int
-        One index of the first axis.
-    chunks_per_sample, reads_per_sample : int
-        Chunks that a sample touches; byte ranges read for a single random one, with this HDF5's default cache.
-    amplification : float
-        Bytes read for a single random sample, with that cache, over the bytes of the sample.
-    verdict : str
-        Whether samples lie well, and if not, what would help.
-    num_unwritten : int
-        Chunks that were never written, which is legal in HDF5. A contiguous dataset is one chunk.
-    reads_as : str
-        The value that readers give for them; empty if there are none.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str
-    chunks: tuple[int, ...] | None
-    filters: list[str]
-    edges_unfiltered: bool
-    stored_bytes: int
-    num_chunks: int
-    chunk_bytes: int
-    sample_bytes: int
-    chunks_per_sample: int
-    reads_per_sample: int
-    amplification: float
-    verdict: str
-    num_unwritten: int = 0
-    reads_as: str = ""
-
-
-@dataclass(frozen=True)
-class FileInfo(Report):
-    """What `info` found.
-
-    Attributes
-    ----------
-    path : str
-    num_bytes : int
-        Of the file.
-    header : Header or None
-        What a file of ours says about itself.
-    default_cache : CacheSettings
-        The chunk cache that this HDF5 library gives a dataset by default.
-    datasets : list of DatasetInfo
-        All but what h5chunk keeps beside the data.
-    matrix : MatrixInfo or None
-        The sparse matrix in a file of ours.
-    refused : list of str
-        What was not looked at, and why: links, views of other files, claims that cannot be.
-    matrices : list of ForeignMatrix
-        Sparse matrices in a file of others.
-    """
-
-    path: str
-    num_bytes: int
-    header: Header | None
-    default_cache: CacheSettings
-    datasets: list[DatasetInfo]
-    matrix: MatrixInfo | None = None
-    refused: list[str] = field(default_factory=list)
-    matrices: list[ForeignMatrix] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._origin()}"]
-        if self.header and self.header.class_names:
-            lines.append(f"  classes {list_some(self.header.class_names)}")
-        if self.matrix is not None:
-            lines.append(f"  {self.matrix}")
-        lines += [f"  {line}" for each in self.matrices for line in each.lines()]
-        for each in self.datasets:
-            layout = each.layout
-            if each.chunks is not None:
-                layout = f"{each.num_chunks:,} chunks of {_shape(each.chunks)} ({human_bytes(each.chunk_bytes)})"
-            filters = f", {'+'.join(each.filters)}" if each.filters else ""
-            filters += " (not in partial chunks at the edges)" if each.edges_unfiltered else ""
-            lines.append(f"  {each.name}  {each.dtype} {_shape(each.shape)}  {layout}{filters}")
-            lines.append(f"      {each.verdict}")
-            if each.num_unwritten:
-                some = f"{each.num_unwritten:,} chunks were " if each.num_unwritten < each.num_chunks else ""
-                lines.append(f"      {some}never written: reads as {each.reads_as}")
-        lines += [f"  not looked at: {each}" for each in self.refused]
-        if not self.datasets and not self.refused:
-            lines.append("  no datasets")
-        return lines
-
-    def _origin(self) -> str:
-        if self.header is None:
-            return f"{len(self.datasets)} datasets, not written by h5chunk"
-        header = self.header
-        order = f"shuffled with seed {header.seed}" if header.shuffled else "in the order of the source"
-        if not header.shuffled and '"appended"' in header.options:
-            order = "appended to, parts not mixed"
-        return f"h5chunk format {header.format_version}, {header.num_samples:,} samples, {order}"
-
-
-def info(path: Paths, *, trusted: Trusted = False) -> FileInfo | FolderInfo:
-    """Look at all datasets of a file; reads no data, but of a sparse matrix of ours the lengths of rows, and values.
+    Only of the sparse matrix in an h5chunk file are the lengths of rows and the values read.
 
     Parameters
     ----------
     path : path or sequence of paths
-        Of several files, named as for `ChunkDataset`, also whether they read as one data set.
-    trusted : bool, path or sequence of paths
-        Whether links and views of other files are followed: not; in the folder of the file; or in these folders.
+        Several files, named as for `ChunkDataset`, are also checked for being one data set.
+    trusted : bool
+        Whether to follow links and views of other files within the file's folder.
 
     Returns
     -------
@@ -170,24 +57,60 @@ def info(path: Paths, *, trusted: Trusted = False) -> FileInfo | FolderInfo:
     """
     if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
         return _info_file(Path(path), trusted)
-    return info_folder(path, partial(_info_file, trusted=trusted), trusted)
+    return _info_folder(path, trusted)
 
 
-def _info_file(path: Path, trusted: Trusted) -> FileInfo:
+def _info_file(path: Path, trusted: bool) -> FileInfo:
     return in_child(lambda _: _look_at_file(path, trusted), lambda: printable(path))
 
 
-def _look_at_file(path: Path, trusted: Trusted) -> FileInfo:
+def _info_folder(path: Paths, trusted: bool) -> FolderInfo:
+    """Describe files, one by one and together."""
+    files, broken = [], {}
+    num_bytes = 0
+    for file in list_files(path):
+        num_bytes += file.stat().st_size if file.is_file() else 0
+        try:
+            files.append(_info_file(file, trusted))
+        except FileError as error:
+            broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
+    shown = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
+    return FolderInfo(path=shown, num_bytes=num_bytes, files=tuple(files), broken=broken, **_together(path, trusted))
+
+
+def _together(path: Paths, trusted: bool) -> dict[str, Any]:
+    """Describe the data set that the files are together, or say why they are none."""
+    try:
+        reader = open_reader(path, trusted=trusted)
+    except H5ChunkError as error:
+        return {"why_not": str(error)}
+    return {
+        "num_samples": tuple(each.num_samples for each in reader.readers),
+        "fields": tuple(_field_text(reader, name) for name in reader.fields),
+        "class_names": reader.header.class_names if reader.header else (),
+        "chunk_samples": tuple(each.chunk_samples for each in reader.readers),
+        "is_shuffled": bool(reader.header and reader.header.shuffled),
+    }
+
+
+def _field_text(reader: H5Reader, name: str) -> str:
+    field = reader.fields[name]
+    shape = " x ".join(map(str, field.sample_shape))
+    kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
+    return f"{name} ({f'{kind} {shape}'.strip()})"
+
+
+def _look_at_file(path: Path, trusted: bool) -> FileInfo:
     with limited_memory(path), opened(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)
         if header and isinstance(guard.find(file, MATRIX), h5py.Group):
             guard.check_matrix(file, MATRIX)
-        matrix = info_matrix(file) if header else None
-        found, refused = _look(file, guard, ours=header is not None)
-        names = [dataset.name.lstrip("/") for dataset in found]
-        others = foreign_matrices(file, path, names) if matrix is None else []
-        groups = [MATRIX] if matrix is not None else [each.name for each in others]
+        matrix = describe_matrix(file) if header else None
+        datasets, refused = _list_datasets(file, guard, by_h5chunk=header is not None)
+        names = [dataset.name.lstrip("/") for dataset in datasets]
+        matrices = [matrix] if matrix is not None else find_matrices(file, path, names)
+        groups = [each.name for each in matrices]
         nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
         cache = CacheSettings(int(nslots), int(nbytes), float(w0))
         return FileInfo(
@@ -195,23 +118,22 @@ def _look_at_file(path: Path, trusted: Trusted) -> FileInfo:
             num_bytes=path.stat().st_size,
             header=header,
             default_cache=cache,
-            datasets=[_describe(dataset, cache, groups) for dataset in found],
-            matrix=matrix,
-            matrices=others,
+            datasets=[_describe(dataset, cache, groups) for dataset in datasets],
+            matrices=matrices,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
         )
 
 
-def _look(file: h5py.File, guard: Guard, ours: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
-    """Datasets by name, but for what h5chunk keeps beside the data; and what the guard refuses."""
+def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
+    """List the datasets by name, without those of the group /h5chunk; and the errors of those that are refused."""
     found, refused = [], []
     for name, item in sorted(guard.walk(file), key=lambda each: each[0]):
-        if ours and name.startswith(f"{GROUP}/"):
+        if by_h5chunk and name.startswith(f"{GROUP}/"):
             continue
         try:
             if isinstance(item, Refusal):
                 raise item.error
-            pattern = name == f"{MATRIX}/data" and ours
+            pattern = name == f"{MATRIX}/data" and by_h5chunk
             if not pattern:  # which claims ones that are stored nowhere
                 guard.check_field(item, name)
             found.append(item)
@@ -274,7 +196,3 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, amplification: float, cache
     if amplification == 1.0:
         return f"good: whole samples in each chunk; {single}"
     return f"good chunk by chunk (ChunkSampler reads each chunk once), but {single}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

@@ -1,4 +1,4 @@
-"""Measure how fast batches come: from `ChunkLoader`, from torch's DataLoader, and from plain h5py.
+"""Measure the batch rates of `ChunkLoader`, torch's DataLoader and plain h5py.
 
 Each way stays open between measurements, so that several can be measured in turns.
 """
@@ -20,12 +20,11 @@ from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
 from h5chunk.feed.dataset import ChunkDataset, Fields
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.plan.line import Picks
 from h5chunk.plan.order import Order
-from h5chunk.store.format import open_file
-from h5chunk.store.guard.guard import Trusted
+from h5chunk.plan.selection import FixedSelection
+from h5chunk.store.hdf5.open import open_file
+from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.files import Paths
-from h5chunk.store.read.matrixfield import MatrixField
 from h5chunk.store.read.reader import H5Reader
 
 SETTLE_S, SETTLE_STEP_S = (
@@ -36,7 +35,7 @@ SETTLE_S, SETTLE_STEP_S = (
 
 @dataclass
 class Epochs:
-    """An open source of batches: each iteration is an epoch of tuples or lists of fields, at least one batch.
+    """An open source of batches; each iteration is an epoch of at least one batch of fields.
 
     Attributes
     ----------
@@ -56,7 +55,7 @@ class Epochs:
 
 
 class BatchRate:
-    """Takes batches, epoch after epoch, and measures how fast they come.
+    """Measures the rate of batches, epoch after epoch.
 
     Parameters
     ----------
@@ -76,7 +75,7 @@ class BatchRate:
             raise
 
     def rate(self, seconds: float, lead_s: float) -> float:
-        """Samples/s over about so many seconds, and at least one batch.
+        """Samples/s over about this many seconds, and at least one batch.
 
         Before that, what was read ahead is used up, as far as ``lead_s`` seconds allow.
         """
@@ -99,7 +98,7 @@ class BatchRate:
             torch.cuda.synchronize(self._epochs.device)
 
     def close(self) -> None:
-        """End it; what it held is free."""
+        """Close the source and free its memory."""
         self._batches.close()
         self._epochs.close()
 
@@ -110,27 +109,13 @@ def _endless(epochs: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def settle() -> None:
-    """Wait until threads have read ahead as far as they may, so that they do not disturb what is measured next."""
+    """Wait until reading threads are idle, so that they do not disturb the next measurement."""
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
         used = time.process_time()
         time.sleep(SETTLE_STEP_S)
         if time.process_time() - used < SETTLE_STEP_S / 4:
             return
-
-
-def first_epoch_rate(open_epochs: Callable[[], Epochs], seconds: float) -> float:
-    """Samples/s of the first epoch, from its opening on, over about so many seconds and at least one batch."""
-    started, num_samples = time.perf_counter(), 0
-    epochs = open_epochs()
-    try:
-        for batch in epochs.batches:
-            num_samples += len(batch[0])
-            if time.perf_counter() >= started + seconds:
-                break
-    finally:
-        epochs.close()
-    return num_samples / max(1e-9, time.perf_counter() - started)
 
 
 def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> Epochs:
@@ -169,23 +154,23 @@ def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Ep
     return Epochs(epochs, "cpu", (2 * num_workers + 1) * order.batch_size, close)
 
 
-def make_dataset(path: Paths, fields: Fields | None, trusted: Trusted) -> ChunkDataset:
-    """A data set, for callers that do not import torch."""
+def make_dataset(path: Paths, fields: Fields | None, trusted: bool) -> ChunkDataset:
+    """Open a data set, for callers that do not import torch."""
     return ChunkDataset(path, fields=fields, trusted=trusted)
 
 
 def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> Order:
-    """The default order of a data set, over its first samples alone."""
+    """The default order of a data set, restricted to its first samples."""
     order = ChunkSampler(dataset, batch_size).order
-    if order.picks is None or num_samples == order.num_samples:
+    if order.selection is None or num_samples == order.num_samples:
         return replace(order, num_samples=num_samples)
-    starts = order.picks.drawn(order.seed, order.epoch).starts  # all samples of files whose chunks differ
-    cut = Picks(np.append(starts[starts < num_samples], num_samples))
-    return replace(order, num_samples=num_samples, picks=cut)
+    starts = order.selection.resolve(order.seed, order.epoch).starts  # all samples of files whose chunks differ
+    cut = FixedSelection(np.append(starts[starts < num_samples], num_samples))
+    return replace(order, num_samples=num_samples, selection=cut)
 
 
 def resident_bytes(device: str) -> int | None:
-    """Bytes that data may take to stay on a GPU; None for the CPU."""
+    """Upper limit on the bytes of data resident on a GPU; None for the CPU."""
     return None if device == "cpu" else free_bytes(torch.device(device)) // RESIDENT_SHARE
 
 
@@ -212,7 +197,7 @@ class PlainLoop:
         self._num_samples, self._batch_size = num_samples, batch_size
 
     def rate(self, seconds: float) -> float:
-        """Samples/s over about so many seconds, at least one sample."""
+        """Samples/s over about this many seconds, at least one sample."""
         started, done = time.perf_counter(), 0
         while not done or time.perf_counter() < started + seconds:
             done += self._read_batch(started + seconds)

@@ -1,16 +1,13 @@
-"""Check the arguments of commands that measure, and whether a file can be read by byte ranges."""
+"""Validate the arguments of bench and tune, and whether a file can be read by byte ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from h5chunk.errors import OptionError
-from h5chunk.store.format import opened
-from h5chunk.store.read.direct import NotDirect, direct_field
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.filesdirect import files_fields
-from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.several import direct_fields
 
 
 def check_counts(**counts: int) -> None:
@@ -21,13 +18,13 @@ def check_counts(**counts: int) -> None:
 
 
 def check_budget(budget_s: float) -> None:
-    """Raise OptionError unless it is a time."""
+    """Raise OptionError unless the budget is a positive number of seconds."""
     if not 0 < budget_s < float("inf"):
         raise OptionError(f"budget_s is {budget_s!r}: give a number of seconds above 0")
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of workers of a DataLoader, each once.
+    """Validate DataLoader worker counts; returns them sorted, without duplicates.
 
     Raises
     ------
@@ -42,17 +39,8 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
 
 def why_not_direct(reader: H5Reader) -> str:
     """Why a field cannot be read by byte ranges; empty if all can. Strings and matrices are left out."""
-    if isinstance(reader, FileSet):
-        reasons = files_fields(reader)[1]
-    else:
-        reasons = {}
-        with opened(reader.path) as file:
-            for name, each in reader.fields.items():
-                try:
-                    if isinstance(each, Field) and each.dtype.kind != "S":
-                        direct_field(reader.path, file, each)
-                except NotDirect as reason:
-                    reasons[name] = str(reason)
-    for name, why in reasons.items():
-        return f"field {name!r} cannot be read by byte ranges: {why}"
+    for name, why in direct_fields(reader)[1].items():
+        field = reader.fields[name]
+        if isinstance(field, Field) and field.dtype.kind != "S":
+            return f"field {name!r} cannot be read by byte ranges: {why}"
     return ""

@@ -1,10 +1,11 @@
-"""Count what HDF5 really reads of an order, and compare it with the model of its chunk cache."""
+"""Count the reads that HDF5 makes, and compare them with the model of its chunk cache."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 import h5py
@@ -12,10 +13,10 @@ import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
-from h5chunk.store.format import opened
-from h5chunk.store.guard.claims import same_file
-from h5chunk.store.read.chunktable import ChunkTable, list_chunks
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.hdf5.chunk_table import ChunkTable, list_chunks
+from h5chunk.store.hdf5.claims import same_file
+from h5chunk.store.hdf5.open import opened
+from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
 from h5chunk.tools.model.row_reads import batch_accesses
@@ -25,7 +26,7 @@ MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is eno
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Predicted and measured reads of an order.
+    """Predicted and measured reads of the batches of an order.
 
     Attributes
     ----------
@@ -54,13 +55,9 @@ class ReadCounts:
         """Whether the model was right."""
         return (self.predicted_reads, self.predicted_bytes) == (self.measured_reads, self.measured_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 class CountingFile:
-    """A binary file for ``h5py.File`` to read from that remembers the offset and size of every read in ``reads``."""
+    """A file object for ``h5py.File`` that records the offset and size of every read in ``reads``."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -85,7 +82,7 @@ class CountingFile:
 
 
 def count_reads(reader: H5Reader, order: Order, cache: CacheSettings, seconds: float) -> ReadCounts:
-    """Read batches of an order through HDF5, and count what it reads.
+    """Read batches of an order through HDF5 and count the reads.
 
     Parameters
     ----------
@@ -100,14 +97,55 @@ def count_reads(reader: H5Reader, order: Order, cache: CacheSettings, seconds: f
     table, note = _chunk_table(reader)
     if table is None or isinstance(main, MatrixField):
         return ReadCounts(0, 0, 0, 0, 0, 0, triple, note)
-    started = time.perf_counter()
-    predicted, batches = _predict(main.grid, cache, table, order, started + seconds / 3)
-    measured = _measure(reader, cache, batches, table, started + seconds)
-    done = len(measured)
-    num_reads, num_bytes = (int(sum(column)) for column in zip(*measured, strict=True))
-    samples = sum(len(batch) for batch in batches[:done])
-    expected = np.sum(predicted[:done], axis=0)
-    return ReadCounts(int(expected[0]), num_reads, int(expected[1]), num_bytes, done, samples, triple)
+    model, until = CacheModel(main.grid, cache, table), time.perf_counter() + seconds
+    predicted, measured, batches, samples = np.zeros(2, int), np.zeros(2, int), 0, 0
+    with _counting_reader(reader, cache) as (read, counting):
+        counting.take(table)  # reads of metadata
+        for batch in order.batches():
+            predicted += model.read(batch)
+            read(batch)
+            measured += counting.take(table)
+            batches, samples = batches + 1, samples + len(batch)
+            if model.visited >= MOST_ACCESSES or predicted[1] >= MOST_BYTES or time.perf_counter() >= until:
+                break
+    (expected_reads, expected_bytes), (reads, num_bytes) = predicted.tolist(), measured.tolist()
+    return ReadCounts(expected_reads, reads, expected_bytes, num_bytes, batches, samples, triple)
+
+
+class CacheModel:
+    """Predicts the reads of batches through HDF5's chunk cache; ``visited`` counts its visits of chunks."""
+
+    def __init__(self, grid: ChunkGrid, cache: CacheSettings, table: ChunkTable) -> None:
+        self._grid, self._cache, self._table = grid, cache, table
+        self._model = ChunkCache(grid, cache)
+        self.visited = 0
+
+    def read(self, batch: np.ndarray) -> tuple[int, int]:
+        """Number of reads for a batch, and their stored bytes."""
+        _, accesses = batch_accesses(self._grid, self._cache, batch)
+        self.visited += len(accesses)
+        replay = self._model.access(accesses)
+        if not self._grid.filtered:
+            return replay.num_reads, replay.bytes_read
+        return replay.num_reads, int(self._table.sizes[accesses.chunks[replay.outcomes != HIT]].sum())
+
+
+@contextmanager
+def _counting_reader(
+    reader: H5Reader, cache: CacheSettings
+) -> Iterator[tuple[Callable[[np.ndarray], None], CountingFile]]:
+    """Open a function that reads batches of the largest field through HDF5, and the file that counts its reads."""
+    main = reader.main
+    alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
+    alone.set_caches(cache)
+
+    def read(batch: np.ndarray) -> None:
+        alone.read(main.name, batch, np.empty((len(batch), *main.sample_shape), main.dtype))
+
+    with reader.path.open("rb", buffering=0) as raw, h5py.File(counting := CountingFile(raw), "r") as file:
+        alone.read_through(file)
+        yield read, counting
+        alone.close()
 
 
 def _chunk_table(reader: H5Reader) -> tuple[ChunkTable | None, str]:
@@ -124,43 +162,3 @@ def _chunk_table(reader: H5Reader) -> tuple[ChunkTable | None, str]:
     if (table.offsets < 0).any():
         return None, "chunks that were never written cost no read: the model has no such"
     return table, ""
-
-
-def _predict(
-    grid: ChunkGrid, cache: CacheSettings, table: ChunkTable, order: Order, until: float
-) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
-    """Predict the reads and stored bytes of each batch; returns them with the batches, as many as the time allows."""
-    model, visited, read_bytes = ChunkCache(grid, cache), 0, 0
-    predicted: list[tuple[int, int]] = []
-    batches = []
-    for batch in islice(order.batches(), MOST_ACCESSES):
-        _, accesses = batch_accesses(grid, cache, batch)
-        replay = model.access(accesses)
-        chunks = accesses.chunks[replay.outcomes != HIT]
-        num_bytes = int(table.sizes[chunks].sum()) if grid.filtered else replay.bytes_read
-        predicted.append((replay.num_reads, num_bytes))
-        batches.append(batch)
-        visited, read_bytes = visited + len(accesses), read_bytes + num_bytes
-        if visited >= MOST_ACCESSES or read_bytes >= MOST_BYTES or time.perf_counter() >= until:
-            break
-    return predicted, batches
-
-
-def _measure(
-    reader: H5Reader, cache: CacheSettings, batches: list[np.ndarray], table: ChunkTable, until: float
-) -> list[tuple[int, int]]:
-    """Read batches, at least one; returns the reads and bytes of each."""
-    main, counts = reader.main, []
-    assert not isinstance(main, MatrixField)
-    alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
-    alone.set_caches(cache)
-    with reader.path.open("rb", buffering=0) as raw, h5py.File(counting := CountingFile(raw), "r") as file:
-        alone.read_through(file)
-        counting.take(table)
-        for batch in batches:
-            alone.read(main.name, batch, np.empty((len(batch), *main.sample_shape), main.dtype))
-            counts.append(counting.take(table))
-            if time.perf_counter() >= until:
-                break
-        alone.close()
-    return counts

@@ -1,7 +1,4 @@
-"""Measure reads of a file's own bytes, found through its chunk tables, from the page cache and from the disk.
-
-The bytes of several files are numbered as if the files lay one behind the other, each beginning at a page of its own.
-"""
+"""Measure reads of chunks by their byte ranges, from the page cache and from the disk."""
 
 from __future__ import annotations
 
@@ -10,20 +7,19 @@ import itertools
 import mmap
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.store.format import opened
-from h5chunk.store.guard.claims import same_file
-from h5chunk.store.read.chunktable import NotDirect, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.claims import same_file
+from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 
@@ -32,7 +28,16 @@ DISK_THREADS = 16  # reads under way at a time
 DISK_BYTES = 256 << 20  # dropped from the page cache at a time
 STILL_CACHED = 0.1  # if more of what was dropped is still there, it could not be dropped
 
-Ranges = Sequence[tuple[int, int]]  # offset and size
+
+class ByteRange(NamedTuple):
+    """Consecutive bytes of a file, which is named by its number."""
+
+    file: int
+    offset: int
+    size: int
+
+
+Ranges = Sequence[ByteRange]
 
 
 @dataclass(frozen=True)
@@ -43,59 +48,62 @@ class Stored:
     ----------
     paths : tuple of Path
     num_samples : int
-    offsets, sizes, first_samples : (n,) int64
+    files, offsets, sizes, first_samples : (n,) int64
         Of each chunk, or run of rows.
     """
 
     paths: tuple[Path, ...]
     num_samples: int
+    files: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
     first_samples: np.ndarray
 
     @property
-    def path(self) -> Path:
-        """The first file."""
-        return self.paths[0]
-
-    @property
     def num_bytes(self) -> int:
         return int(self.sizes.sum())
 
+    def select(self, chosen: np.ndarray, num_samples: int) -> Stored:
+        """Only chosen chunks."""
+        arrays = (self.files, self.offsets, self.sizes, self.first_samples)
+        return Stored(self.paths, num_samples, *(each[chosen] for each in arrays))
+
     def head(self, num_samples: int) -> Stored:
         """Only chunks that hold some of the first samples."""
-        some = self.first_samples < num_samples
-        return Stored(self.paths, num_samples, self.offsets[some], self.sizes[some], self.first_samples[some])
+        return self.select(self.first_samples < num_samples, num_samples)
+
+    def ranges(self) -> Ranges:
+        """All chunks."""
+        return list(map(ByteRange, self.files.tolist(), self.offsets.tolist(), self.sizes.tolist()))
 
     def chunks(self) -> Ranges:
         """The chunks, without those that are smaller than a page if there are others."""
         large = self.sizes >= mmap.PAGESIZE
-        some = large if large.any() else slice(None)
-        return list(zip(self.offsets[some].tolist(), self.sizes[some].tolist(), strict=True))
+        return (self.select(large, self.num_samples) if large.any() else self).ranges()
 
     def runs(self) -> Ranges:
         """All bytes, in as few reads as READ_BYTES allows."""
-        merged: list[list[int]] = []
-        for place in np.argsort(self.offsets, kind="stable"):
-            offset, size = int(self.offsets[place]), int(self.sizes[place])
-            if merged and merged[-1][0] + merged[-1][1] == offset:
-                merged[-1][1] += size
+        merged: list[ByteRange] = []
+        for file, offset, size in sorted(self.ranges()):
+            last = merged[-1] if merged else None
+            if last is not None and (last.file, last.offset + last.size) == (file, offset):
+                merged[-1] = ByteRange(file, last.offset, last.size + size)
             else:
-                merged.append([offset, size])
+                merged.append(ByteRange(file, offset, size))
         return cut(merged)
 
 
-def cut(ranges: Sequence[Sequence[int]]) -> Ranges:
+def cut(ranges: Ranges) -> Ranges:
     """Cut ranges into pieces of at most READ_BYTES."""
     return [
-        (offset + start, min(READ_BYTES, size - start))
-        for offset, size in ranges
+        ByteRange(file, offset + start, min(READ_BYTES, size - start))
+        for file, offset, size in ranges
         for start in range(0, size, READ_BYTES)
     ]
 
 
 def locate(reader: H5Reader) -> Stored:
-    """Find where the fields lie.
+    """Locate the chunks of all fields.
 
     Raises
     ------
@@ -104,27 +112,19 @@ def locate(reader: H5Reader) -> Stored:
     FileError
         The list of chunks makes no sense.
     """
-    readers = reader.readers if isinstance(reader, FileSet) else (reader,)
-    paths = tuple(each.path for each in readers)
     parts, first = [], 0
-    for each, base in zip(readers, _bases([os.stat(path).st_size for path in paths]), strict=True):
+    for number, each in enumerate(reader.readers):
         with opened(each.path) as file:
             for field in each.fields.values():
                 if isinstance(field, Field) and each.num_samples:
                     offsets, sizes, firsts = _locate_field(file, field, each.chunk_samples)
-                    parts.append((offsets + base, sizes, firsts + first))
+                    parts.append((np.full(len(offsets), number), offsets, sizes, firsts + first))
         first += each.num_samples
-    offsets, sizes, firsts = (np.concatenate(column) for column in zip(*parts, strict=True))
+    files, offsets, sizes, firsts = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not sizes.sum():
         raise NotMeasured("nothing was written into it yet")
-    order = np.argsort(firsts, kind="stable")
-    return Stored(paths, reader.num_samples, offsets[order], sizes[order], firsts[order])
-
-
-def _bases(sizes: Sequence[int]) -> list[int]:
-    """The number of each file's first byte: a multiple of a page, with a page between."""
-    pages = (size // mmap.PAGESIZE + 2 for size in sizes)
-    return [0, *itertools.accumulate(count * mmap.PAGESIZE for count in pages)][: len(sizes)]
+    paths, order = tuple(each.path for each in reader.readers), np.argsort(firsts, kind="stable")
+    return Stored(paths, reader.num_samples, files[order], offsets[order], sizes[order], firsts[order])
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -151,7 +151,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Reads ranges of files in threads, into memory that is used again. Keeps the files open until it is closed."""
+    """Reads byte ranges of files in threads, into reused memory."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -162,7 +162,6 @@ class FileReads:
             except OSError as error:
                 self.close()
                 raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
-        self._bases = _bases([os.fstat(descriptor).st_size for descriptor in self._descriptors])
         self._buffers: list[np.ndarray] = []
         self.num_read = 0  # ranges, by the last call
 
@@ -177,15 +176,15 @@ class FileReads:
             number = next(numbers)
             if number >= len(ranges) and not again:
                 return 0
-            self._read(*ranges[number % len(ranges)], self._buffers[thread])
-            return ranges[number % len(ranges)][1]
+            self.read(ranges[number % len(ranges)], self._buffers[thread])
+            return ranges[number % len(ranges)].size
 
         rate = threads_rate(read, num_threads, seconds)
         self.num_read = min(next(numbers), len(ranges))
         return rate
 
     def fill_page_cache(self, stored: Stored, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
-        """Read as much from the beginning as fits in memory and time.
+        """Read the first chunks into the page cache, as many as memory and time allow.
 
         Returns
         -------
@@ -195,29 +194,32 @@ class FileReads:
             Whether the time sufficed for all that fits.
         """
         fitting = int(np.searchsorted(np.cumsum(stored.sizes), memory_bytes, side="right"))
-        ranges = list(zip(stored.offsets[:fitting].tolist(), stored.sizes[:fitting].tolist(), strict=True))
         done = 0
-        if ranges:
-            self.rate(ranges, num_threads, seconds, again=False)
+        if fitting:
+            self.rate(stored.ranges()[:fitting], num_threads, seconds, again=False)
             done = self.num_read
         samples = stored.num_samples if done == len(stored.sizes) else int(stored.first_samples[done])
         return max(1, samples), done == fitting
 
-    def _read(self, offset: int, size: int, buffer: np.ndarray) -> None:
-        number, done = self._file_of(offset), 0
-        offset -= self._bases[number]
-        while done < size:
+    def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
+        """Read a range into a buffer.
+
+        Raises
+        ------
+        FileError
+            It cannot be read, or the file ends before.
+        """
+        done = 0
+        while done < wanted.size:
             try:
-                more = os.preadv(self._descriptors[number], [buffer[: size - done].data], offset + done)
+                free = buffer[: wanted.size - done].data
+                more = os.preadv(self._descriptors[wanted.file], [free], wanted.offset + done)
             except OSError as error:
-                raise FileError(f"{printable(self._paths[number])}: cannot be read: {error.strerror}") from error
+                raise FileError(f"{printable(self._paths[wanted.file])}: cannot be read: {error.strerror}") from error
             if not more:
-                where = printable(self._paths[number])
+                where = printable(self._paths[wanted.file])
                 raise FileError(f"{where}: the file ends in the middle of its data: it was cut short")
             done += more
-
-    def _file_of(self, offset: int) -> int:
-        return bisect_right(self._bases, offset) - 1
 
     def drop(self, ranges: Ranges) -> None:
         """Drop ranges from the page cache; if their neighbours keep them there, all of the file.
@@ -230,10 +232,10 @@ class FileReads:
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
-        for offset, size in ranges:
-            start, number = offset // page * page, self._file_of(offset)
+        for file, offset, size in ranges:
+            start = offset // page * page
             length = -(-(offset + size) // page) * page - start
-            os.posix_fadvise(self._descriptors[number], start - self._bases[number], length, _DONTNEED)
+            os.posix_fadvise(self._descriptors[file], start, length, _DONTNEED)
         if self.cached_share(ranges) > STILL_CACHED:
             for descriptor in self._descriptors:
                 os.posix_fadvise(descriptor, 0, 0, _DONTNEED)
@@ -249,21 +251,20 @@ class FileReads:
         return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:
-        """Part of the pages of some ranges that is in the page cache; 0 if it is not known. Source: mincore(2)."""
+        """Fraction of the pages of some ranges that is in the page cache; 0 if unknown. Source: mincore(2)."""
         if not self.can_be_checked or not ranges:
             return 0.0
         states: list[np.ndarray] = []
         some = sorted(ranges[:: max(1, len(ranges) // 256)])
-        for number, of_file in itertools.groupby(some, lambda each: self._file_of(each[0])):
-            states += self._states(number, list(of_file))
+        for file, of_file in itertools.groupby(some, lambda each: each.file):
+            states += self._states(file, list(of_file))
         return sum(int((state & 1).sum()) for state in states) / max(1, sum(map(len, states)))
 
-    def _states(self, number: int, ranges: Ranges) -> Iterator[np.ndarray]:
+    def _states(self, file: int, ranges: Ranges) -> Iterator[np.ndarray]:
         """For each range of one file, whether its pages are cached."""
-        with mmap.mmap(self._descriptors[number], 0, access=mmap.ACCESS_READ) as mapped:
+        with mmap.mmap(self._descriptors[file], 0, access=mmap.ACCESS_READ) as mapped:
             whole = np.frombuffer(mapped, np.uint8)
-            for offset, size in ranges:
-                offset -= self._bases[number]
+            for _, offset, size in ranges:
                 start = offset // mmap.PAGESIZE * mmap.PAGESIZE
                 state = np.zeros(-(-(offset + size - start) // mmap.PAGESIZE), np.uint8)
                 if not _mincore(whole.ctypes.data + start, offset + size - start, state.ctypes.data):
@@ -283,7 +284,7 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class DiskRead:
-    """Reads chunks of a file in a shuffled order, each after it was dropped from the page cache."""
+    """Reads chunks in shuffled order, each after it was dropped from the page cache."""
 
     def __init__(self, reads: FileReads, chunks: Ranges) -> None:
         self._reads = reads
@@ -309,10 +310,10 @@ class DiskRead:
         return moved / taken
 
     def _take_group(self) -> Ranges:
-        group: list[tuple[int, int]] = []
+        group: list[ByteRange] = []
         num_bytes = 0
         while num_bytes < DISK_BYTES and len(group) < len(self._chunks):
             group.append(self._chunks[self._start])
-            num_bytes += group[-1][1]
+            num_bytes += group[-1].size
             self._start = (self._start + 1) % len(self._chunks)
         return group

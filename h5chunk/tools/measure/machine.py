@@ -1,10 +1,9 @@
-"""Measure what the machine gives at most, by copying memory, and compare rates that a busy machine gave."""
+"""Measure memory and device bandwidth, and compare rates that were measured on a busy machine."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import mmap
 import os
 import statistics
 import time
@@ -23,11 +22,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class NotMeasured(Exception):
-    """Why something cannot be measured; the message says it."""
+    """Something cannot be measured; the message says why."""
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """1, 2, 4 and so on, and one per core.
+    """Numbers of threads to try: the powers of two, and one thread per core.
 
     >>> thread_counts(6)
     [1, 2, 4, 6]
@@ -64,7 +63,7 @@ def repeated_rate(work: Callable[[], int], seconds: float) -> float:
 
 
 def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Compare rates that were measured in turns, freed of what else the machine did in each turn.
+    """Compare rates that were measured in turns, independent of the machine's other load.
 
     A machine that does other things is slow for a while, for all alike. So rates are compared within each turn, and the
     median is taken of each key's share of that turn.
@@ -118,20 +117,10 @@ class MemoryCopy:
         """Bytes/s, into memory that is used again."""
         return threads_rate(self._copy, num_threads, seconds)
 
-    def fresh_rate(self, num_threads: int, seconds: float) -> float:
-        """Bytes/s, into memory that the system gives for each piece, and takes back."""
-        return threads_rate(self._copy_to_fresh, num_threads, seconds)
-
     def _copy(self, _thread: int) -> int:
         place = next(self._next) % len(self._source)
         np.copyto(self._target[place], self._source[place])
         return self._source[place].nbytes
-
-    def _copy_to_fresh(self, _thread: int) -> int:
-        source = self._source[next(self._next) % len(self._source)]
-        with mmap.mmap(-1, source.nbytes) as memory:
-            np.copyto(np.frombuffer(memory, np.uint8), source)
-        return source.nbytes
 
 
 class DeviceCopy:
@@ -140,7 +129,7 @@ class DeviceCopy:
     def __init__(self, device: str) -> None:
         import torch
 
-        from h5chunk.feed.slots import PinnedMemory
+        from h5chunk.feed.memory import PinnedMemory
 
         self._device = torch.device(device)
         self._synchronize = torch.cuda.synchronize
@@ -167,7 +156,7 @@ class DeviceCopy:
 
 
 def describe_device(device: str) -> str:
-    """The name of a device for people.
+    """Human-readable name of a device.
 
     Raises
     ------
@@ -183,7 +172,7 @@ def describe_device(device: str) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of h5chunk and of the libraries that decide its speed."""
+    """Versions of h5chunk and the libraries that affect its speed."""
     import platform
 
     import h5py
@@ -196,7 +185,7 @@ def library_versions() -> dict[str, str]:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take, including what the page cache would give back."""
+    """Memory available to this process in bytes, reclaimable page cache included."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,4 +1,4 @@
-"""Measure the stages between a file and its batches: each one alone, then in turns, or why it cannot be measured."""
+"""Measure the stages between a file and its batches: memory, disk, readers and loaders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from h5chunk.tools.measure.disk import DISK_THREADS, DiskRead, FileReads, Stored
 from h5chunk.tools.measure.machine import DeviceCopy, MemoryCopy, NotMeasured, thread_counts
 from h5chunk.tools.progress import TimeBudget
 
-MEMORY, FRESH, CACHED, DISK, TO_DEVICE = (
-    "memory copy",
-    "copy to fresh memory",
-    "page-cache read",
-    "disk read",
-    "copy to the GPU",
-)
+MEMORY, CACHED, DISK, TO_DEVICE = "memory copy", "page-cache read", "disk read", "copy to the GPU"
 LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
 RESIDENT = "resident=True"
 
@@ -35,7 +29,7 @@ LEAD_SHARE = 0.15  # of a slice, to use up batches that were read ahead during a
 
 @dataclass(frozen=True)
 class Figure:
-    """A stage that was measured, or why it was not.
+    """The measured rate of a stage, or the reason why it was not measured.
 
     Attributes
     ----------
@@ -64,7 +58,7 @@ class Figure:
 
 @dataclass
 class Stage:
-    """A stage to measure, or why it is not; ``rate`` measures for so many seconds and returns bytes/s."""
+    """A stage to measure: ``rate`` takes seconds and returns bytes/s; None if it cannot be measured."""
 
     group: str
     name: str
@@ -85,7 +79,7 @@ class Stage:
 
 @dataclass
 class Subject:
-    """What is measured; ``num_samples``: how many samples of it figures from the page cache are of."""
+    """The data under measurement; figures from the page cache are of its first ``num_samples``."""
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
@@ -106,7 +100,7 @@ class Subject:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Limits of what gives batches on the CPU; reading is a copy already, but what is decoded is also written."""
+        """Limits of stages that deliver batches on the CPU: reading, and writing of decoded chunks."""
         return (CACHED, MEMORY) if self.is_compressed else (CACHED,)
 
     @property
@@ -115,7 +109,7 @@ class Subject:
 
 
 def disk_stage(stored: Stored, reads: FileReads, cold: bool, budget: TimeBudget) -> Stage:
-    """Reads of chunks that are first dropped from the page cache."""
+    """Measure disk reads, of chunks that are first dropped from the page cache."""
     per_sample = stored.num_bytes / stored.num_samples
     stage = Stage(LIMITS, DISK, per_sample, note=f"{DISK_THREADS} threads, the file's chunks in shuffled order")
     if not cold:
@@ -133,7 +127,7 @@ def disk_stage(stored: Stored, reads: FileReads, cold: bool, budget: TimeBudget)
 
 
 def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> list[str]:
-    """Read the samples that the figures are of, as many as fit in memory and time; returns notes for the report."""
+    """Read the measured samples into the page cache, as many as memory and time allow; returns notes."""
     samples, all_that_fit = reads.fill_page_cache(
         stored, subject.num_cores, WARM_SHARE * budget.seconds, subject.memory_bytes // 2
     )
@@ -148,28 +142,23 @@ def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads, budget: 
 
 
 def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> Stage:
-    """Reads of what the page cache holds."""
+    """The stage that reads from the page cache."""
     runs = stored.head(subject.num_samples).runs()
     limits = () if subject.is_compressed else (MEMORY,)
     stage = Stage(LIMITS, CACHED, stored.num_bytes / stored.num_samples, limits=limits)
     return _with_best_threads(stage, partial(reads.rate, runs, again=True), subject, budget)
 
 
-def memory_stages(subject: Subject, budget: TimeBudget) -> list[Stage]:
-    """Copies of pieces as large as a batch."""
+def memory_stage(subject: Subject, budget: TimeBudget) -> Stage:
+    """The stage that copies memory, in pieces of a batch."""
     memory = MemoryCopy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
-    again = Stage(LIMITS, MEMORY, subject.sample_bytes)
-    fresh = Stage(LIMITS, FRESH, subject.sample_bytes, limits=(MEMORY,))
-    return [
-        _with_best_threads(again, memory.rate, subject, budget),
-        _with_best_threads(fresh, memory.fresh_rate, subject, budget),
-    ]
+    return _with_best_threads(Stage(LIMITS, MEMORY, subject.sample_bytes), memory.rate, subject, budget)
 
 
 def _with_best_threads(
     stage: Stage, rate: Callable[[int, float], float], subject: Subject, budget: TimeBudget
 ) -> Stage:
-    """Choose the number of threads that gives most; each is tried twice."""
+    """Choose the fastest number of threads; each is tried twice."""
     counts = thread_counts(subject.num_cores)
     seconds = CHOICE_SHARE * budget.seconds / 3 / 2 / len(counts)
     found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
@@ -180,7 +169,7 @@ def _with_best_threads(
 
 
 def device_stage(subject: Subject, closing: ExitStack) -> Stage:
-    """Copies to the GPU, if there is one in use."""
+    """The stage that copies to the GPU, if one is used."""
     stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
     if not subject.on_gpu:
         return replace(stage, note="the device is the CPU")
@@ -190,9 +179,9 @@ def device_stage(subject: Subject, closing: ExitStack) -> Stage:
 
 
 def batch_stages(
-    subject: Subject, workers: Sequence[int], not_direct: str, fresh_rate: float, budget: TimeBudget, closing: ExitStack
+    subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float, budget: TimeBudget, closing: ExitStack
 ) -> list[Stage]:
-    """All ways to get batches; DataLoaders are opened first, so that workers are forked without threads."""
+    """All stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
     opener = _Opener(subject, budget, closing)
     loaders = [opener.dataset(count) for count in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
@@ -208,13 +197,13 @@ def batch_stages(
         reuse = replace(direct, group=LOADER, name="reuse=True", rate=None, note="the direct reader above")
     else:
         reuse = opener.loader(LOADER, "reuse=True", bound, why, reuse=True)
-    not_resident = why or _why_not_resident(subject, fresh_rate, budget)
+    not_resident = why or _why_not_resident(subject, copy_rate, budget)
     resident = opener.loader(LOADER, RESIDENT, () if subject.on_gpu else (MEMORY,), not_resident, resident=True)
     return [direct, h5py, *loaders, plain, reuse, resident]
 
 
 class _Opener:
-    """Opens what gives batches, up to its first batch; ``closing`` closes it."""
+    """Opens loaders up to their first batch; ``closing`` closes them."""
 
     def __init__(self, subject: Subject, budget: TimeBudget, closing: ExitStack) -> None:
         self._subject, self._budget, self._closing = subject, budget, closing
@@ -251,8 +240,8 @@ class _Opener:
         return replace(stage, rate=rate)
 
 
-def _why_not_resident(subject: Subject, fresh_rate: float, budget: TimeBudget) -> str:
-    """Why data is not loaded to stay on the device; empty if it is."""
+def _why_not_resident(subject: Subject, copy_rate: float, budget: TimeBudget) -> str:
+    """Why data is not kept resident on the device; empty if it is."""
     from h5chunk.tools.measure.batches import resident_bytes
 
     data_bytes = subject.sample_bytes * subject.reader.num_samples
@@ -260,7 +249,7 @@ def _why_not_resident(subject: Subject, fresh_rate: float, budget: TimeBudget) -
     room = subject.memory_bytes // 4 if on_device is None else on_device
     if data_bytes > room:
         return f"{human_bytes(data_bytes)} do not fit in a quarter of the free memory"
-    seconds = data_bytes / max(1.0, fresh_rate) / LOADING_SHARE
+    seconds = data_bytes / max(1.0, copy_rate) / LOADING_SHARE
     if subject.num_samples < subject.reader.num_samples or seconds > budget.seconds:
         needed = max(seconds, 2 * budget.seconds)
         return f"loading {human_bytes(data_bytes)} takes long: give a budget of {needed:.0f} s"

@@ -1,4 +1,4 @@
-"""List the chunks that HDF5 visits to read samples, in order, and how many bytes of each chunk it wants.
+"""List the chunks that HDF5 visits to read samples, in order, and the bytes that it needs of each chunk.
 
 HDF5 reads a range of samples chunk by chunk, in row-major order of the chunks' coordinates. A chunk's number here is
 its place in that order.

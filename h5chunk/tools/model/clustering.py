@@ -1,4 +1,4 @@
-"""Measure how much alike neighbours in a file are: samples of one class, patient, video or any other group.
+"""Measure how similar neighbouring samples of a file are: of one class, patient, video or other group.
 
 Pairs are counted: how much likelier two samples of a piece of the file, such as a chunk, are of one group than any two
 samples. So there is no table of pieces and groups, the short last piece counts for what it has, and in a shuffled file
@@ -36,7 +36,7 @@ Groups = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Clustering:
-    """Likeness of the samples within a piece (a chunk) of the file.
+    """Similarity of the samples within a piece (such as a chunk) of the file.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Clustering:
 
 
 def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
-    """Count how often two samples of a piece are of one group: a second or two for 10**8 samples of few groups.
+    """Measure how often two samples of a piece belong to one group (1 to 2 s for 10**8 samples of few groups).
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
 
 
 def _check_groups(groups: Groups) -> None:
-    """Raise OptionError unless there is one integer or string a sample."""
+    """Raise OptionError unless there is one integer or string per sample."""
     if groups.ndim != 1 or not len(groups):
         raise OptionError(f"groups has shape {groups.shape}: give one number or string a sample, and at least one")
     if groups.dtype.kind not in "biuSU":
@@ -143,7 +143,7 @@ def _run_lengths(rows: Groups) -> npt.NDArray[np.int64]:
 
 
 def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
-    """How many groups have how many samples: (samples, groups), at most sqrt(2 num_samples) different ones."""
+    """Histogram of group sizes, as (samples, groups); at most sqrt(2 num_samples) entries."""
     low, high = (int(groups.min()), int(groups.max())) if groups.dtype.kind in "iu" else (0, MAX_TABLE)
     if high - low < MAX_TABLE:
         counts = np.zeros(high - low + 1, np.int64)
@@ -162,7 +162,7 @@ def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
 
 
 def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> float:
-    """Bound of the probability that a random order has so many pairs of one piece and one group.
+    """Upper bound of the probability that a random order has this many pairs of one piece and one group.
 
     Mean and variance of their number over all permutations are exact (Mantel); the bound is Chernoff's for the gamma
     distribution that has these, from the least number of pairs on.

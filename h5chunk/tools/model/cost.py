@@ -1,4 +1,4 @@
-"""Model the time that each stage of a setting takes, from the rates that probes of the machine found.
+"""Model the time of each stage of a setting from the probed rates of the machine.
 
 The times are seconds per sample, shared among the threads or processes that work at a stage. A whole setting takes
 their sum times a factor, which measured settings of the same way correct: nearby ones count most.
@@ -32,7 +32,7 @@ NEAR = 1.0  # settings that differ by a factor of two count half as much as the 
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of a machine that probes found, in bytes/s.
+    """Probed rates of a machine, in bytes/s.
 
     Attributes
     ----------
@@ -49,8 +49,6 @@ class Machine:
         From a worker to the main process, all workers together.
     device_rate : float
         To the device; infinite for the CPU.
-    disk_rate : float, optional
-        Of the file's chunks from the disk; None: not measured.
     """
 
     num_cores: int
@@ -60,12 +58,11 @@ class Machine:
     decode_rate: float = math.inf
     hop_rate: float = math.inf
     device_rate: float = math.inf
-    disk_rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads of a setting, per sample that it gives.
+    """Reads of a setting, per delivered sample.
 
     Attributes
     ----------
@@ -91,7 +88,7 @@ class Reads:
 def stage_times(
     setting: Setting, facts: DataFacts, window_samples: int, reads: Reads, machine: Machine, *, hdf5: bool
 ) -> dict[str, float]:
-    """Seconds that each stage takes for a sample; ``hdf5``: whether reading goes through HDF5."""
+    """Seconds per sample of each stage; ``hdf5``: whether reading goes through HDF5."""
     one_core = machine.read_rate / machine.num_cores if hdf5 else machine.read_rate
     sharing = max(1, min(setting.num_workers, machine.num_cores)) if hdf5 else machine.num_cores
     workers = sharing if hdf5 else 1
@@ -117,7 +114,7 @@ def slowest(stages: Mapping[str, float]) -> str:
 
 
 class _Measured(NamedTuple):
-    """A measured setting: its kind, its place among settings of that kind, and the logarithm of the model's error."""
+    """A measured setting: its kind, its coordinates among settings of that kind, and the log error of the model."""
 
     kind: tuple[str, int, bool]
     place: tuple[float, float]
@@ -126,7 +123,7 @@ class _Measured(NamedTuple):
 
 @dataclass
 class Correction:
-    """Learns the model's error from measured settings: a factor of the rate for settings like them.
+    """Learns the model's error from measured settings, as a factor of the rate of similar settings.
 
     >>> correction = Correction()
     >>> correction.learn(Setting("loader", 8, 9), 1 << 20, modelled=1000.0, measured=500.0)
@@ -139,12 +136,12 @@ class Correction:
     def learn(
         self, setting: Setting, window_bytes: float, *, modelled: float, measured: float, hdf5: bool = False
     ) -> None:
-        """Take in a measured setting; ``hdf5``: whether `ChunkLoader` had to read it through HDF5."""
+        """Add a measured setting; ``hdf5``: whether `ChunkLoader` had to read it through HDF5."""
         error = math.log(measured / modelled)
         self.known.append(_Measured(_kind(setting, hdf5), _place(setting, window_bytes), error))
 
     def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False, hdf5: bool = False) -> float:
-        """The factor of the model's rate; 1 where nothing of this way was measured.
+        """Correction factor of the model's rate; 1 where no setting of this way was measured.
 
         Parameters
         ----------

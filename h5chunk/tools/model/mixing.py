@@ -1,4 +1,4 @@
-"""Model how well an order mixes a file whose neighbours are alike: the worth of a batch against a full shuffle.
+"""Model shuffle quality: the effective batch size when neighbouring samples are similar.
 
 Chunks are shuffled whole, so samples of one chunk share a window, and a batch, more often than others do. The cost of
 that follows from pairs: how much likelier two samples of one chunk are of the same group than any two samples
@@ -38,7 +38,7 @@ Integers = npt.NDArray[np.int64]
 
 
 def effective_batch(clustering: Clustering, order: Order) -> float:
-    """The size of a batch of a full shuffle whose group shares vary as much; at most the batch size.
+    """Size of the fully shuffled batch whose group shares vary as much; at most the batch size.
 
     Clustering that a shuffled file might show by chance, such as one of few chunks, counts as none: shuffling it would
     change nothing.
@@ -90,7 +90,7 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 
 
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
-    """The window, in chunks, with which a batch is worth at least ``min_share`` of its size.
+    """Smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
     The smallest to within a few percent, for `h5chunk.plan.order.with_full_windows` of the order; None if no window
     short of all chunks will do.

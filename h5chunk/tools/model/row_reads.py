@@ -97,7 +97,7 @@ class BatchReads:
 def replay_batches(
     grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Integers], *, most_accesses: int
 ) -> BatchReads:
-    """Read batches, at least one, through the model of the cache, until so many chunks were visited.
+    """Replay batches, at least one, through the model of the cache, until ``most_accesses`` chunks were visited.
 
     Raises
     ------

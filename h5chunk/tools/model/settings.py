@@ -1,4 +1,4 @@
-"""The settings that a tuner chooses between: what each one means (its order, cache and memory), and which one to take.
+"""Tuning settings: enumerate them, derive their order, cache and memory, and choose one.
 
 A setting says how samples lie (as they do, or repacked in other chunks), how many chunks are shuffled together, and who
 reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in workers of a DataLoader through HDF5's chunk cache.
@@ -31,8 +31,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid, cache_for
-from h5chunk.plan.layout import MAX_CHUNK_BYTES, choose_interleave, choose_window_chunks, plan_layout
-from h5chunk.plan.order import Order, with_full_windows
+from h5chunk.plan.layout import MAX_CHUNK_BYTES, choose_window_chunks, plan_layout
+from h5chunk.plan.order import Order, choose_interleave, with_full_windows
 from h5chunk.plan.slots import plan_slots
 
 LOADER, DATASET = "loader", "dataset"
@@ -154,7 +154,7 @@ def order_of(setting: Setting, facts: DataFacts) -> Order:
 
 
 def cut_order(order: Order, num_samples: int) -> Order:
-    """The same windows over fewer samples, to measure them: fewer windows rather than smaller ones."""
+    """Cut an order to fewer samples for measuring: it keeps the size of windows and has fewer of them."""
     if num_samples >= order.num_samples:
         return order
     batches = max((each.window_batches for each in order.rounds()), default=1)
@@ -163,7 +163,7 @@ def cut_order(order: Order, num_samples: int) -> Order:
 
 
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
-    """The chunk cache of each of so many processes that read through HDF5; default: the workers of the setting."""
+    """Chunk cache of each process that reads through HDF5; by default there are as many as workers."""
     grid, order = grid_of(setting, facts), order_of(setting, facts)
     if not grid.needs_cache:
         return CacheSettings(1, 0)
@@ -187,7 +187,7 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
 
 
 def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
-    """All settings worth a look; today's comes first.
+    """Enumerate the settings to consider; today's comes first.
 
     Parameters
     ----------
@@ -242,7 +242,7 @@ def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting, and what it gives.
+    """A setting with its rate, memory and shuffle quality.
 
     Attributes
     ----------
@@ -307,7 +307,7 @@ def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits
 
 
 def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Candidates that no other one beats in both rate and effective batch, by growing rate."""
+    """Pareto frontier of rate and effective batch size, by growing rate."""
     found: list[Candidate] = []
     best = -1.0
     for each in sorted(candidates, key=lambda each: (-each.rate, -(each.effective_batch or 0.0))):

@@ -1,1 +1,1 @@
-"""`h5chunk repack`: any HDF5 file anew, with whole samples in its chunks."""
+"""`h5chunk repack`: rewrite an HDF5 file with whole samples in its chunks."""

@@ -1,4 +1,4 @@
-"""Which datasets of a file hold samples, and how they are laid out anew.
+"""Find the datasets of a file that hold samples, and plan their chunks.
 
 A field is a dataset whose first axis counts samples: as long as the one that was named, or as ``images``, ``X`` of
 AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
@@ -14,9 +14,10 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.plan.csr import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
-from h5chunk.plan.sparse import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
-from h5chunk.store.format import GROUP, Header
+from h5chunk.store.format.header import Header
+from h5chunk.store.format.spec import GROUP
 from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
 from h5chunk.tools.repack.options import RepackOptions
 
@@ -62,7 +63,7 @@ class SparseGroup:
 
 @dataclass(frozen=True)
 class Samples:
-    """What repack works on.
+    """The fields and matrices of a file that is repacked.
 
     Attributes
     ----------
@@ -157,7 +158,7 @@ def _mains(
     anndata: bool,
     shown: str,
 ) -> list[tuple[int, str]]:
-    """Number of samples and name of the datasets that decide what is a field."""
+    """Return the length and name of the datasets that decide which others are fields."""
     if options.fields:
         named = [_named(datasets, name, shown) for name in options.fields]
         for facts in named:
@@ -167,6 +168,9 @@ def _mains(
     if header is not None:
         matrix = [group for group in sparse if group.path == b"X"]
         first = datasets.get(IMAGES) or datasets.get(b"X") or (matrix[0].data if matrix else None)
+        if first is None:  # samples of other fields
+            whole = [facts for facts in candidates if facts.fixed and facts.num_rows == header.num_samples]
+            first = max(whole, key=lambda facts: facts.num_bytes, default=None)
         if first is None or (not matrix and first.num_rows != header.num_samples):
             raise FileError(f"{shown}: damaged: no field has the {header.num_samples} samples that /{GROUP} speaks of")
         return [(header.num_samples, "X" if matrix else first.name)]
@@ -197,7 +201,7 @@ def _named(datasets: dict[bytes, DatasetFacts], name: str, shown: str) -> Datase
 def _plan(
     num_rows: int, fields: list[DatasetFacts], sparse: list[SparseGroup], chunk_samples: int | None
 ) -> Layout | CsrLayout:
-    """The chunks of the fields of one length: as their largest needs them."""
+    """Plan the chunks of the fields of one length, for the largest of them."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
     rows = [group for group in sparse if group.kind == "csr" and group.shape[0] == num_rows and group.shape[1]]
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:
@@ -209,7 +213,7 @@ def _plan(
 
 
 def is_anndata(file: h5py.File) -> bool:
-    """Whether AnnData wrote a file, or one like its."""
+    """Return whether a file has the layout of AnnData's."""
     return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
 
 

@@ -1,12 +1,11 @@
-"""What a repacked file says about itself: the group ``/h5chunk``, new or brought up to date.
+"""Plan and write the header of a repacked file: the group ``/h5chunk``, new or updated.
 
-A file of ours keeps its group. A file of others gets one if there is something to say: that its samples were shuffled,
-or which window and cache to read it with. Its fields may then lie in groups; ``checksums`` names them by their paths.
+An h5chunk file keeps its group. Another HDF5 file gets one if it is shuffled, or if a window or cache is recommended.
+Its fields may then lie in groups; ``checksums`` names them by their paths.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-import h5chunk
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.csr import CsrLayout
 from h5chunk.plan.layout import Layout
-from h5chunk.plan.sparse import CsrLayout
-from h5chunk.store.format import FORMAT_VERSION, GROUP, ArraySpec, Header, create_dataset, make_group
+from h5chunk.store.format.header import Header, header_attributes
+from h5chunk.store.format.spec import GROUP, ArraySpec, create_dataset, make_group
 from h5chunk.store.rewrite.survey import Survey
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
@@ -30,7 +29,7 @@ CHECKSUMS = f"{GROUP}/checksums"
 
 @dataclass
 class NewHeader:
-    """The group that the new file will have.
+    """The group ``/h5chunk`` of the new file.
 
     Attributes
     ----------
@@ -44,11 +43,11 @@ class NewHeader:
     tables: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
 
     def add_checksums(self, name: str, num_chunks: int) -> None:
-        """Make room for those of a dataset."""
+        """Reserve the table of a dataset's checksums."""
         self.tables[f"checksums/{name}"] = ((num_chunks,), np.dtype(np.uint32))
 
     def write(self, file: h5py.File) -> Mapping[str, h5py.Dataset]:
-        """Make the group, or bring it up to date; its new datasets by path, to be filled."""
+        """Create or update the group; return its new datasets by path, to be filled."""
         group = make_group(file, GROUP)
         for name, value in self.attributes.items():
             group.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
@@ -64,7 +63,7 @@ class NewHeader:
 def plan_header(
     header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
 ) -> NewHeader | None:
-    """The group of the new file; None if it needs none.
+    """Plan the group ``/h5chunk`` of the new file; None if it needs none.
 
     Raises
     ------
@@ -97,36 +96,17 @@ def plan_header(
 def _attributes(header: Header | None, layout: Layout | CsrLayout, options: RepackOptions) -> dict[str, Any]:
     layout = layout if options.window_chunks is None else replace(layout, window_chunks=options.window_chunks)
     cache: CacheSettings = layout.cache if options.cache is None else options.cache
-    attributes: dict[str, Any] = {
-        "h5chunk_version": h5chunk.__version__,
-        "chunk_samples": np.int64(layout.chunk_samples),
-        "window_chunks": np.int64(layout.window_chunks),
-        "rdcc_nslots": np.int64(cache.nslots),
-        "rdcc_nbytes": np.int64(cache.nbytes),
-        "rdcc_w0": np.float64(cache.w0),
-        "options": _options(header, options),
-    }
+    numbers: dict[str, Any] = {"chunk_samples": layout.chunk_samples, "window_chunks": layout.window_chunks}
     if header is None:
-        num_samples = layout.num_rows if isinstance(layout, CsrLayout) else layout.num_samples
-        attributes |= {"format_version": np.int64(FORMAT_VERSION), "num_samples": np.int64(num_samples)}
+        numbers["num_samples"] = layout.num_rows if isinstance(layout, CsrLayout) else layout.num_samples
     if header is None or options.shuffle:
-        seed = options.seed if options.shuffle else 0
-        attributes |= {"seed": np.uint64(seed), "shuffled": np.uint8(options.shuffle)}
-    return attributes
-
-
-def _options(header: Header | None, options: RepackOptions) -> str:
-    """What was asked for when the file was converted, and now."""
-    try:
-        before = json.loads(header.options) if header is not None else {}
-    except (ValueError, RecursionError):
-        before = {}
-    before = before if isinstance(before, dict) else {}
-    return json.dumps({**before, "repack": options.recorded()}, sort_keys=True)
+        numbers |= {"seed": options.seed if options.shuffle else 0, "shuffled": options.shuffle}
+    before = header.options if header is not None else {}
+    return header_attributes(cache=cache, options={**before, "repack": options.recorded()}, **numbers)
 
 
 def checksum_name(path: bytes, shown: str) -> str:
-    """Name of a dataset among the checksums.
+    """Return the name of a dataset in the table of checksums.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What can be asked of repack: options, what a tuner found (``--tuned FILE.json``), and the names of compressions."""
+"""Options of repack, also those that a tuner found (``--tuned FILE.json``), and names of compressions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import h5py
 from h5chunk.errors import OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.repack import check_memory
-from h5chunk.store.read.codecs import GZIP, LZF
+from h5chunk.store.hdf5.codecs import GZIP, LZF
 from h5chunk.store.rewrite.replica import Filter
 
 MEMORY_BYTES = 1 << 30
@@ -25,7 +25,7 @@ _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
 
 @dataclass(frozen=True)
 class RepackOptions:
-    """What is asked for; as the arguments of `h5chunk.tools.repack.repack.repack`.
+    """Options of repack; see the arguments of `h5chunk.tools.repack.repack.repack`.
 
     Raises
     ------
@@ -60,12 +60,12 @@ class RepackOptions:
         return parse_compression(self.compression)
 
     def recorded(self) -> dict[str, Any]:
-        """What the file keeps of them: all that its bytes depend on."""
+        """Return the options that are recorded in the file: all that its bytes depend on."""
         names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
         return {name: getattr(self, name) for name in names}
 
     def with_tuned(self, tuned: Tuned) -> RepackOptions:
-        """What was not asked for is as the tuner found it."""
+        """Fill in options that were not given with those that a tuner found."""
         return replace(
             self,
             shuffle=self.shuffle or tuned.shuffle,
@@ -78,7 +78,7 @@ class RepackOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuner found best for a file; what it says nothing of is None.
+    """Options that a tuner found best for a file; None where it has no recommendation.
 
     Attributes
     ----------
@@ -99,12 +99,12 @@ class Tuned:
     num_samples: int | None = None
 
     def without_header(self) -> Tuned:
-        """What a file without the group ``/h5chunk`` can have of it."""
+        """Drop what a file without the group ``/h5chunk`` cannot have."""
         return replace(self, window_chunks=None, cache=None, shuffle=False)
 
 
 def read_tuned(path: str | os.PathLike[str]) -> Tuned:
-    """A JSON object such as ``{"chunk_samples": 8, "window_chunks": 9, "cache": [1, 0, 0.0], "compression": null}``.
+    """Read the options that a tuner found, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
 
     Every key may be missing or null; others are ignored.
 
@@ -165,7 +165,7 @@ def _shown(value: Any) -> str:
 
 
 def parse_compression(text: str | None) -> tuple[Filter, ...]:
-    """Filters by name, such as ``gzip`` or ``gzip:9``.
+    """Parse the name of a compression, such as ``gzip`` or ``gzip:9``.
 
     Raises
     ------

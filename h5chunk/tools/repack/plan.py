@@ -1,4 +1,4 @@
-"""What repack does with each dataset of a file: settled, and refused where it cannot be, before anything is written."""
+"""Plan what repack does with each dataset of a file, and refuse what it cannot do, before anything is written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from h5py import h5a, h5d, h5o
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import Shares, check_memory
-from h5chunk.store.format import GROUP, HEADER_BYTES
-from h5chunk.store.guard.claims import check_claims, check_filters
-from h5chunk.store.rewrite.objects import copy_objects, permute_objects
+from h5chunk.store.format.spec import GROUP, HEADER_BYTES
+from h5chunk.store.hdf5.claims import check_claims, check_filters
 from h5chunk.store.rewrite.references import attribute_names, refers_to_regions
-from h5chunk.store.rewrite.replica import Changes, NewLayout, WriteValues
-from h5chunk.store.rewrite.rewrite import NewOrder
+from h5chunk.store.rewrite.replica import Changes, NewLayout, WriteValues, copy_objects, permute_objects
+from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey
 from h5chunk.tools.repack.fields import Samples, SparseGroup
 from h5chunk.tools.repack.header import CHECKSUMS, NewHeader, checksum_name
 from h5chunk.tools.repack.options import RepackOptions
 
 LEAST_FILTERED_BYTES = 4 << 10  # chunks below this are not compressed: their index would take more than is saved
-ROWS, RUNS, ENDS = b"source_index row_ids".split(), b"source_names", b"source_name_ends"  # of ours, by sample
+ROWS, RUNS, ENDS = b"source_index row_ids".split(), b"source_names", b"source_name_ends"  # of /h5chunk, by sample
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Move:
 
     @property
     def is_field(self) -> bool:
-        """Whether users know it: no table of ours."""
+        """Whether it is a field, not a table of the group ``/h5chunk``."""
         return not self.facts.path.startswith(f"{GROUP}/".encode())
 
     @property
@@ -86,7 +85,7 @@ class Move:
 
 @dataclass
 class RepackPlan:
-    """All that is settled before anything is written.
+    """The plan of a repack.
 
     Attributes
     ----------
@@ -112,7 +111,7 @@ class RepackPlan:
         return sum(move.facts.num_bytes for move in self.moves if move.layout.written)
 
 
-def plan_repack(
+def plan_moves(
     file: h5py.File,
     survey: Survey,
     samples: Samples,
@@ -121,7 +120,7 @@ def plan_repack(
     num_threads: int,
     notes: list[str],
 ) -> RepackPlan:
-    """Settle what is done; ``notes`` are added to.
+    """Plan a repack; add to ``notes``.
 
     Raises
     ------
@@ -154,7 +153,7 @@ def plan_repack(
 
 
 def _check_claims(file: h5py.File, move: Move, shown: str) -> None:
-    """Refuse what no reader of ours would read: filters that are not known, more bytes than can be."""
+    """Refuse datasets that h5chunk would not read: of unknown filters, or of sizes out of proportion."""
     if move.layout.written:
         dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
         where, properties = f"{shown}: {move.facts.name!r}", dataset.id.get_create_plist()
@@ -215,7 +214,7 @@ def _has_samples(group: SparseGroup, samples: Samples) -> bool:
 
 
 def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
-    """What our own group has of each sample."""
+    """Yield the moves of tables in the group ``/h5chunk`` with a row for each sample."""
     ends = GROUP.encode() + b"/" + ENDS
     for name, kind in [*((name, "rows") for name in ROWS), (RUNS, "runs"), (ENDS, "pointers")]:
         facts = survey.datasets.get(GROUP.encode() + b"/" + name)
@@ -228,7 +227,7 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
 
 
 def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str]:
-    """Refuse what cannot be permuted; say what will not be.
+    """Refuse files that cannot be shuffled; return notes about what is not shuffled.
 
     Raises
     ------
@@ -258,7 +257,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str
 
 
 def _aligned_attributes(file: h5py.File, survey: Survey, samples: Samples, shown: str) -> Iterator[str]:
-    """Attributes that look as if they had a value a sample."""
+    """Yield notes about attributes that seem to have one value for each sample."""
     for path in sorted(survey.paths.values()):
         item = h5o.open(file.id, path or b"/")
         for name in attribute_names(item):
@@ -276,7 +275,7 @@ def plan_changes(
     order: NewOrder | None,
     copied: Callable[[int], None],
 ) -> Changes:
-    """What is made of the other objects of the file."""
+    """Plan what becomes of the other objects of the file."""
     layouts = {move.facts.path: move.layout for move in plan.moves}
     values: dict[bytes, WriteValues] = {
         path: copy_objects

@@ -1,4 +1,4 @@
-"""Write any HDF5 file anew, so that samples lie in it as training reads them; all else is kept."""
+"""Rewrite any HDF5 file so that samples lie in it as training reads them; all else is kept."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import h5chunk
+from h5chunk.errors import printable
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.permute import permutation
+from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import Shares
-from h5chunk.store.format import read_header
-from h5chunk.store.guard.child import Say, in_child, limited_memory
-from h5chunk.store.rewrite.rewrite import NewOrder
-from h5chunk.store.rewrite.survey import Survey, damages, survey_file
+from h5chunk.store.format.header import read_header
+from h5chunk.store.hdf5.child import Say, in_child, limited_memory
+from h5chunk.store.hdf5.open import translate_errors
+from h5chunk.store.rewrite.shuffle import NewOrder
+from h5chunk.store.rewrite.survey import Survey, survey_file
 from h5chunk.store.write.command_id import has_command_id, is_made_by
-from h5chunk.store.write.fill import available_cores
 from h5chunk.store.write.journal import key_of
-from h5chunk.store.write.newfile import NewFile
-from h5chunk.store.write.partfile import check_not_source, check_output, parse_output
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.repack.check import bytes_to_check, check_moved
 from h5chunk.tools.repack.fields import find_samples, is_anndata
 from h5chunk.tools.repack.header import plan_header
 from h5chunk.tools.repack.options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
-from h5chunk.tools.repack.plan import RepackPlan, check_shuffle, plan_repack
-from h5chunk.tools.repack.report import FieldReport, RepackReport
-from h5chunk.tools.repack.run import Run, Source, describe_fields, telling
+from h5chunk.tools.repack.plan import Move, RepackPlan, check_shuffle, plan_moves
+from h5chunk.tools.repack.report import FieldPlan, FieldReport, LaidOut, RepackReport, RepackSummary
+from h5chunk.tools.repack.run import Run, Source, check_moved, describe_fields, progress_counter
 
 MAX_THREADS = 8  # each takes its share of the memory
 
@@ -96,29 +98,82 @@ def repack(
     OptionError
         An argument cannot be.
     """
-    options = RepackOptions(
+    options = _parse(
+        cache,
+        fields,
+        keep,
         chunk_samples=chunk_samples,
         window_chunks=window_chunks,
-        cache=None if cache is None else CacheSettings.of(cache),
         shuffle=shuffle,
         seed=seed,
         compression=compression,
-        fields=tuple(fields),
-        keep=tuple(keep),
         memory_bytes=memory_bytes,
         overwrite=overwrite,
     )
     found = None if tuned is None else read_tuned(tuned)
-    path = parse_output(path)
-    check_not_source(path, source)
-    check_output(path, overwrite or has_command_id(path))
-    return _repack(Source(Path(source)), path, options, found, progress)
+    return _repack(Source(Path(source)), _parse_path(source, path, overwrite), options, found, progress)
+
+
+def plan_repack(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    cache: CacheSettings | Sequence[float] | None = None,
+    tuned: str | os.PathLike[str] | None = None,
+    fields: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    overwrite: bool = False,
+    **options: Any,
+) -> RepackSummary:
+    """Plan a `repack` and write nothing; the arguments and errors are the same."""
+    options.pop("progress", None)
+    parsed = _parse(cache, fields, keep, overwrite=overwrite, **options)
+    found = None if tuned is None else read_tuned(tuned)
+    path = _parse_path(source, path, overwrite)
+    return in_child(lambda _: _summary(Source(Path(source)), path, parsed, found), lambda: printable(source))
+
+
+def _parse(cache: Any, fields: Sequence[str], keep: Sequence[str], **options: Any) -> RepackOptions:
+    settings = None if cache is None else CacheSettings.of(cache)
+    return RepackOptions(cache=settings, fields=tuple(fields), keep=tuple(keep), **options)
+
+
+def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The output, if it may be written."""
+    parsed = parse_output(path)
+    check_not_source(parsed, source)
+    check_output(parsed, overwrite or has_command_id(parsed))
+    return parsed
+
+
+def _summary(source: Source, path: Path, options: RepackOptions, tuned: Tuned | None) -> RepackSummary:
+    _, _, plan, options = _plan(source, options, tuned)
+    samples, layout = plan.samples, plan.samples.layout
+    moves = [move for move in plan.moves if move.is_field]
+    return RepackSummary(
+        path=str(path),
+        num_samples=samples.num_samples,
+        main=samples.main,
+        chunk_samples=layout.chunk_samples if layout is not None else None,
+        window_chunks=options.window_chunks or (layout.window_chunks if layout is not None else None),
+        shuffled=options.shuffle,
+        num_bytes=plan.num_bytes,
+        fields=[_field_plan(move) for move in moves],
+        notes=plan.notes,
+    )
+
+
+def _field_plan(move: Move) -> FieldPlan:
+    facts = move.facts
+    return FieldPlan(
+        facts.name, facts.dtype, facts.shape or (), LaidOut.of(facts, move.row_elements), move.layout.chunks
+    )
 
 
 def _repack(
     source: Source, path: Path, options: RepackOptions, tuned: Tuned | None, progress: Progress | None
 ) -> RepackReport:
-    """Do it in child processes: HDF5 never opens the source in this one."""
+    """Repack in child processes, so that HDF5 never opens the source in this one."""
     started = time.perf_counter()
     command = options.recorded() | {"cache": repr(options.cache), "tuned": repr(tuned)}
     source, survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda: source.shown)
@@ -161,7 +216,7 @@ def _write(
 ) -> tuple[list[FieldReport], list[str]]:
     """Write the new file; return what became of the fields, and what could not be kept."""
     order = NewOrder(permutation(plan.samples.num_samples, options.seed)) if options.shuffle else None
-    told = telling(plan, survey, lambda *progress: say(progress), bytes_to_check(plan, survey))
+    told = progress_counter(plan, survey, lambda *progress: say(progress))
     with source:
         check_moved(plan, survey, source, told)
         run = Run(source, survey, plan, order, new, told)
@@ -176,8 +231,8 @@ def _write(
 def _plan(
     source: Source, options: RepackOptions, tuned: Tuned | None
 ) -> tuple[Source, Survey, RepackPlan, RepackOptions]:
-    """Look at the file, and settle what is done, and with which options."""
-    with limited_memory(source.path), source, damages(source.shown):
+    """Survey the file, and plan the repack and its options."""
+    with limited_memory(source.path), source, translate_errors(source.shown):
         old = read_header(source.file)
         notes: list[str] = []
         if tuned is not None and is_anndata(source.file):
@@ -193,5 +248,5 @@ def _plan(
             notes.append(f"it was tuned for {tuned.num_samples:,} samples, but there are {samples.num_samples:,} here")
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
-        plan = plan_repack(source.file, survey, samples, header, options, num_threads, notes)
+        plan = plan_moves(source.file, survey, samples, header, options, num_threads, notes)
     return source, survey, plan, options

@@ -1,4 +1,4 @@
-"""What repack did: for people (``str``) and for scripts (``to_json``)."""
+"""The report of repack: for people (``str``) and for programs (``to_json``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h5chunk.tools.report import Report
 
 @dataclass(frozen=True)
 class LaidOut:
-    """How a dataset lies in a file.
+    """The layout of a dataset in a file.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class LaidOut:
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
-        """As a dataset says of itself; ``row_elements`` of its rows make a sample."""
+        """Describe the layout of a dataset; ``row_elements`` of its rows make a sample."""
         touched: float = facts.grid.chunks_per_sample
         if facts.chunks and row_elements > 1:
             touched = round(1 + (row_elements - 1) / facts.chunks[0], 3)
@@ -45,7 +45,7 @@ class LaidOut:
 
 @dataclass(frozen=True)
 class FieldReport(Report):
-    """What was done to one dataset.
+    """The change of one dataset.
 
     Attributes
     ----------
@@ -71,8 +71,72 @@ class FieldReport(Report):
 
 
 @dataclass(frozen=True)
+class FieldPlan(Report):
+    """The planned change of one dataset.
+
+    Attributes
+    ----------
+    name, dtype : str
+    shape : tuple of int
+    before : LaidOut
+    chunks : tuple of int or None
+        None: contiguous.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    before: LaidOut
+    chunks: tuple[int, ...] | None
+
+    def lines(self) -> list[str]:
+        shape = " x ".join(map(str, self.shape))
+        chunks = "contiguous" if self.chunks is None else "chunks of " + " x ".join(map(str, self.chunks))
+        return [f"{self.name}  {self.dtype} {shape}", f"    is        {self.before}", f"    would be  {chunks}"]
+
+
+@dataclass(frozen=True)
+class RepackSummary(Report):
+    """The plan of a repack, for people and programs.
+
+    Attributes
+    ----------
+    path : str
+    num_samples : int
+    main : str
+        The field that says how many.
+    chunk_samples, window_chunks : int or None
+    shuffled : bool
+    num_bytes : int
+        About what the output will take on disk.
+    fields : list of FieldPlan
+        Datasets that would be laid out anew.
+    notes : list of str
+    """
+
+    path: str
+    num_samples: int
+    main: str
+    chunk_samples: int | None
+    window_chunks: int | None
+    shuffled: bool
+    num_bytes: int
+    fields: list[FieldPlan]
+    notes: list[str]
+
+    def lines(self) -> list[str]:
+        order = ", shuffled" if self.shuffled else ""
+        samples = f"{self.num_samples:,} samples of {self.main!r}{order}" if self.num_samples else "no samples"
+        return [
+            f"{self.path}: {samples}, about {human_bytes(self.num_bytes)} on disk",
+            *(f"  {line}" for each in self.fields for line in each.lines()),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+
+
+@dataclass(frozen=True)
 class RepackReport(Report):
-    """What was done to a file.
+    """The result of a repack.
 
     Attributes
     ----------

@@ -1,4 +1,7 @@
-"""Does what was planned: writes the new file of a repack."""
+"""Check the source of a repack against its checksums, and write the new file.
+
+New checksums of damaged values would declare these right: so what is moved is compared with its old checksums first.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ import numpy as np
 from h5py import h5d
 
 from h5chunk.errors import FileError, printable
-from h5chunk.sources.sparse.hdf5calls import is_stored_as
-from h5chunk.store.format import Region, open_file
-from h5chunk.store.guard.child import limited_memory
-from h5chunk.store.rewrite.movedrows import EvenRows, UnevenRows
-from h5chunk.store.rewrite.rawrows import RawRows, open_rows
+from h5chunk.stamp import stamp_of
+from h5chunk.store.format.spec import Region
+from h5chunk.store.hdf5.child import limited_memory
+from h5chunk.store.hdf5.library import is_stored_as
+from h5chunk.store.hdf5.open import open_file, translate_errors
+from h5chunk.store.read.scan import CheckedDataset, check_parts
+from h5chunk.store.rewrite.raw_rows import RawRows, open_rows
 from h5chunk.store.rewrite.replica import create_replica, printable_key
-from h5chunk.store.rewrite.rewrite import NewOrder, copy_rows, shuffle_rows
-from h5chunk.store.rewrite.survey import Survey, damages, look_at_dataset
+from h5chunk.store.rewrite.shuffle import EvenRows, NewOrder, UnevenRows, copy_rows, shuffle_rows
+from h5chunk.store.rewrite.survey import Survey, look_at_dataset
 from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target, written
-from h5chunk.store.write.newfile import NewFile
+from h5chunk.store.write.new_file import NewFile
 from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.repack.header import CHECKSUMS, SOURCE_INDEX, checksum_name
 from h5chunk.tools.repack.plan import Move, RepackPlan, plan_changes
@@ -29,7 +34,7 @@ from h5chunk.tools.repack.report import FieldReport, LaidOut
 
 
 class Source:
-    """The file to read; while it is entered, open in HDF5 and as bytes. It pickles in between."""
+    """The source: a context manager in which it is open in HDF5 and as bytes. It pickles when closed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.shown = path, printable(path)
@@ -44,7 +49,7 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
-        with damages(self.shown):
+        with translate_errors(self.shown):
             self.file.close()
         del self.file
 
@@ -54,12 +59,11 @@ class Source:
 
     @property
     def stamp(self) -> tuple[int, ...]:
-        """What changes when the file does."""
+        """The stamp of the file, see `h5chunk.stamp`."""
         return self._stamp
 
     def _now(self) -> tuple[int, ...]:
-        status = os.fstat(self.descriptor)
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return stamp_of(self.descriptor, with_ctime=True)
 
     def check_unchanged(self) -> None:
         """Raise FileError if the file was written to meanwhile."""
@@ -67,17 +71,72 @@ class Source:
             raise FileError(f"{self.shown}: changed while it was read: start again")
 
 
-def telling(plan: RepackPlan, survey: Survey, progress: Progress | None, checked_bytes: int) -> Callable[[int], None]:
-    """What to tell of bytes that were checked, moved or copied."""
+def progress_counter(plan: RepackPlan, survey: Survey, progress: Progress | None) -> Callable[[int], None]:
+    """Return the function that reports bytes that were checked, moved or copied."""
     moved = {move.facts.path for move in plan.moves}
     copied = sum(facts.stored_bytes for path, facts in survey.datasets.items() if path not in moved)
-    told = count_up("repack", checked_bytes + plan.moved_bytes + copied, progress)
+    told = count_up("repack", _checked_bytes(plan, survey) + plan.moved_bytes + copied, progress)
     told(0)
     return told
 
 
+def _checked_bytes(plan: RepackPlan, survey: Survey) -> int:
+    """Return the stored bytes of all data that are moved and have checksums in the source."""
+    return sum(survey.datasets[path].stored_bytes for path in _with_checksums(plan, survey))
+
+
+def check_moved(plan: RepackPlan, survey: Survey, source: Source, told: Callable[[int], None]) -> None:
+    """Compare the chunks of all that is moved with the checksums that the source holds of them, if it does.
+
+    Parameters
+    ----------
+    plan : RepackPlan
+    survey : Survey
+    source : Source
+    told : callable
+        Told the bytes that were read since the last call.
+
+    Raises
+    ------
+    FileError
+        A chunk is not what its checksum says, or there are not as many checksums as chunks.
+    """
+    with translate_errors(source.shown):
+        for path in _with_checksums(plan, survey):
+            name = checksum_name(path, source.shown)
+            dataset = h5py.Dataset(h5d.open(source.file.id, path))
+            expected = source.file[f"{CHECKSUMS}/{name}"][()]
+            checked = CheckedDataset(source.path, dataset, expected)
+            if checked.num_chunks != len(expected):
+                raise FileError(
+                    f"{source.shown}: {name!r} has {checked.num_chunks} chunks but {len(expected)} checksums: it is "
+                    "damaged: h5chunk verify says what is wrong"
+                )
+            shares = plan.shares
+            threads = max(1, min(shares.num_threads, shares.memory_bytes // checked.thread_bytes()))
+            for came in check_parts(checked.parts(np.arange(checked.num_chunks)), source.descriptor, threads):
+                if came.damages:
+                    raise _damaged(source, name, came.damages[0].chunk, came.damages[0].what)
+                told(came.num_bytes)
+
+
+def _with_checksums(plan: RepackPlan, survey: Survey) -> Iterator[bytes]:
+    """Yield the datasets that are moved and have checksums."""
+    for move in plan.moves:
+        table = survey.datasets.get(f"{CHECKSUMS}/".encode() + move.facts.path)
+        if move.checked and move.facts.num_bytes and table is not None and len(table.shape or ()) == 1:
+            yield move.facts.path
+
+
+def _damaged(source: Source, name: str, chunk: int, what: str) -> FileError:
+    return FileError(
+        f"{source.shown}: chunk {chunk} of {name!r} {what}: nothing was repacked: h5chunk verify names all that is "
+        f"damaged, and repairs it with --repair; if values were changed on purpose, remove {CHECKSUMS}/{name} from it"
+    )
+
+
 class Run:
-    """The writing of one file."""
+    """Writer of the new file."""
 
     def __init__(
         self,
@@ -93,7 +152,7 @@ class Run:
         self._regions: dict[str, Region] = {}
 
     def create(self) -> list[str]:
-        """Write all but what is laid out anew; says what could not be kept."""
+        """Write everything but the data that are moved; return what could not be kept."""
         lost: list[str] = []
         changes = plan_changes(self._plan, self._survey, self._order, self._told)
 
@@ -107,14 +166,14 @@ class Run:
         return lost
 
     def move_all(self) -> None:
-        """Write what is laid out anew, and the tables beside it."""
+        """Write the data that are moved, and the tables beside them."""
         tables: dict[str, np.ndarray] = {}
         if self._order is not None and all(move.facts.path != SOURCE_INDEX.encode() for move in self._plan.moves):
             tables[SOURCE_INDEX] = self._order.order
         with self._new_descriptor() as descriptor:
             for move in self._plan.moves:
                 if move.layout.written:
-                    with damages(self._source.shown):
+                    with translate_errors(self._source.shown):
                         sums = self._move(move, descriptor)
                     if move.checked:
                         tables[f"{CHECKSUMS}/{checksum_name(move.facts.path, self._source.shown)}"] = sums
@@ -131,7 +190,7 @@ class Run:
             os.close(descriptor)
 
     def _move(self, move: Move, descriptor: int) -> np.ndarray:
-        """Write one dataset; gives the checksums of its chunks."""
+        """Write one dataset; return the checksums of its chunks."""
         with self._target(move, descriptor) as target:
             if move.kind == "pointers":
                 target.put(0, self._new_pointers(move))
@@ -167,7 +226,7 @@ class Run:
         )
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
-        """Where rows of different lengths begin, and where the last one ends: (num_samples + 1,) int64."""
+        """Read where rows of different lengths begin, and where the last one ends: (num_samples + 1,) int64."""
         name = f"{self._source.shown}: {printable(path)!r}"
         values = self._read_all(path).astype(np.int64)
         if len(values) == self._plan.samples.num_samples:
@@ -180,7 +239,7 @@ class Run:
         return values
 
     def _read_all(self, path: bytes) -> np.ndarray:
-        """All of a dataset of numbers of one dimension, past HDF5, which believes what chunks inflate to."""
+        """Read a dataset of numbers of one dimension without HDF5, which believes the lengths of chunks."""
         dataset = h5py.Dataset(h5d.open(self._source.file.id, path))
         if not is_stored_as(dataset, dataset.dtype):
             raise FileError(
@@ -203,7 +262,7 @@ class Run:
         )
 
     def _new_pointers(self, move: Move) -> np.ndarray:
-        """What a dataset of pointers holds in the new order, as bytes."""
+        """Compute the pointers of the new order, as bytes."""
         assert self._order is not None
         lengths = np.diff(self._starts(move.facts.path, None))[self._order.order]
         values = np.concatenate(([0], np.cumsum(lengths)))[-move.facts.num_rows :]
@@ -212,7 +271,7 @@ class Run:
 
 
 def describe_fields(plan: RepackPlan, shuffled: bool, path: Path, shown: str) -> list[FieldReport]:
-    """Say what became of the fields, as the new file at ``path`` says."""
+    """Report the change of each field, as the new file at ``path`` describes it."""
     fields = [(move.facts, move.row_elements, move.kind != "copy") for move in plan.moves if move.is_field]
     if shuffled:
         fields += [(facts, 1.0, True) for facts in plan.samples.others]

@@ -1,4 +1,4 @@
-"""Find problems of a file, and of the settings that it is read with: each with its figures and the remedy."""
+"""Detect problems of a file and of its reading settings, each with figures and a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import h5py
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
-from h5chunk.store.format import GROUP, opened
 from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering, find_clustering
 from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.report import shell_command
@@ -22,9 +21,6 @@ LEAST_CORRELATION = 0.02  # of labels in a piece: less is of no consequence for 
 SLOW_SHARE = 0.5  # decoding by all cores that gives less than this part of what reading gives is slow
 ENOUGH = 0.95  # of a batch: it is worth no less for being read from neighbours
 PIECES = (2, 16, 64)  # neighbours that are looked at, whatever the chunks are
-MOST_W0 = 0.99
-
-Triple = tuple[int, int, float]
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,7 @@ class Advice:
     Attributes
     ----------
     code : str
-        ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk``, ``w0_one`` or
-        ``slow_filter``.
+        ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk`` or ``slow_filter``.
     message : str
         With the figures.
     remedy : str
@@ -49,15 +44,9 @@ class Advice:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def default_cache() -> Triple:
+def default_cache() -> CacheSettings:
     """The chunk cache that this HDF5 library gives a dataset."""
-    nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
-    return int(nslots), int(nbytes), float(w0)
-
-
-def usable_cache(cache: Triple) -> CacheSettings:
-    """Convert a triple to settings; w0 = 1 becomes the largest value with which the cache keeps its limit."""
-    return CacheSettings(max(1, int(cache[0])), int(cache[1]), min(float(cache[2]), MOST_W0))
+    return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
 def tuned_path(study: Study) -> Path:
@@ -81,16 +70,14 @@ def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: b
 
 @dataclass(frozen=True)
 class Remedies:
-    """Commands that rewrite a file in other chunks, and that shuffle it."""
+    """The commands that rewrite a file in other chunks, and that shuffle it."""
 
     repack: str
     shuffle: str
 
 
-def find_advice(
-    study: Study, effective_batch: float | None, machine: Machine, cache: Triple, remedies: Remedies
-) -> list[Advice]:
-    """Find all problems.
+def find_advice(study: Study, effective_batch: float | None, machine: Machine, remedies: Remedies) -> list[Advice]:
+    """Detect all problems of the data.
 
     Parameters
     ----------
@@ -98,28 +85,25 @@ def find_advice(
     effective_batch : float or None
         As the file is read today.
     machine : Machine
-    cache : (nslots, nbytes, w0)
-        That plain reads have today.
     remedies : Remedies
     """
     if not study.converted:
         return []
     facts, found = study.facts, _advise_labels(study, effective_batch, remedies.shuffle)
     if not study.matrix:
-        found += advise_layout(facts.grid, usable_cache(cache), remedies.repack)
-        found += [each for each in _advise_header(study, remedies.repack) if each.code not in {a.code for a in found}]
+        found += advise_layout(facts.grid, default_cache(), remedies.repack)
         found += _advise_filter(machine, remedies.repack) if facts.grid.filtered else []
-    return found + _advise_w0(max(float(cache[2]), _stored_w0(study)))
+    return found
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
-    """Find problems of the chunks of a field, and of the cache in use.
+    """Detect problems of a field's chunks, and of the chunk cache in use.
 
     Parameters
     ----------
     grid : ChunkGrid
     cache : CacheSettings
-        That plain reads have: HDF5's default, or what the file or the user says.
+        That plain reads have.
     repack : str
         The command that would lay it out better.
 
@@ -158,37 +142,15 @@ def _advise_cache(grid: ChunkGrid, cache: CacheSettings, repack: str) -> Advice:
 
 
 def _is_giant(grid: ChunkGrid) -> bool:
-    """Whether a chunk is too large to shuffle by."""
+    """Whether a chunk is too large for shuffling whole chunks."""
     if grid.chunks is None or grid.chunk_bytes <= LEAST_GIANT_BYTES:
         return False
     few = grid.num_bands < FEW_CHUNKS and grid.shape[0] >= FEW_CHUNKS and (grid.band_samples or 1) > 1
     return few or (grid.chunk_bytes > GIANT_BYTES and (grid.band_samples or 1) > 1)
 
 
-def _advise_header(study: Study, repack: str) -> list[Advice]:
-    """Advice on the cache that the file itself recommends, if it is of use."""
-    header, grid = study.reader.header, study.facts.grid
-    if header is None or not header.cache.nbytes or not grid.needs_cache or _is_giant(grid):
-        return []
-    return [each for each in advise_layout(grid, header.cache, repack) if each.code == "cache_below_chunk"]
-
-
-def _stored_w0(study: Study) -> float:
-    """The w0 in the header of an h5chunk file; 0 for other files."""
-    with opened(study.reader.path) as file:
-        group = file.get(GROUP)
-        return float(group.attrs.get("rdcc_w0", 0.0)) if isinstance(group, h5py.Group) else 0.0
-
-
-def _advise_w0(w0: float) -> list[Advice]:
-    if w0 < 1.0:
-        return []
-    message = "w0 is 1: HDF5 never evicts partly read chunks, and memory grows past the cache's limit"
-    return [Advice("w0_one", message, "rdcc_w0=0.75, or 0 for windows; at most 0.99", {"w0": w0})]
-
-
 def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) -> list[Advice]:
-    """Find labels of neighbours that are more alike than in a shuffled file."""
+    """Detect neighbouring samples with more similar labels than in a shuffled file."""
     if study.groups is None:
         return []
     sizes = {*PIECES, study.facts.chunk_samples}
@@ -214,7 +176,7 @@ def _clustered(worst: Clustering, effective_batch: float, batch_size: int, shuff
 
 
 def _advise_filter(machine: Machine, repack: str) -> list[Advice]:
-    """Find filters that decode slower than the file can be read."""
+    """Detect filters that decode slower than the file can be read."""
     decoding, reading = machine.decode_rate * machine.num_cores, machine.read_rate
     if math.isinf(decoding) or decoding >= SLOW_SHARE * reading:
         return []

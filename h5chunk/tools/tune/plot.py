@@ -1,13 +1,14 @@
-"""Plot samples/s against what a batch is worth: every setting is a dot, the choice is marked."""
+"""Plot samples/s against effective batch size, one dot per setting, with the recommendation marked."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
-from h5chunk.tools.model.settings import Candidate, frontier
+from h5chunk.tools.model.settings import frontier
 from h5chunk.tools.tune.report import CHOSEN, TODAY, Recommendation
 
 
@@ -63,7 +64,7 @@ def _draw(axes: Any, found: Recommendation) -> None:
             label = f"{'measured' if measured else 'predicted'}, {word}"
             style: dict[str, Any] = {"color": color} if measured else {"facecolors": "none", "edgecolors": color}
             axes.scatter([each.rate for each in some], [worths[each] for each in some], label=label, zorder=2, **style)
-    best = frontier([Candidate(each.setting, each.rate, each.memory_bytes, worths[each]) for each in worths])
+    best = frontier([replace(each, effective_batch=worth) for each, worth in worths.items()])
     rates, ends = [each.rate for each in best], [each.effective_batch for each in best]
     axes.plot(rates, ends, color="tab:blue", linewidth=1, zorder=1, label="frontier")
     for name, marker in ((CHOSEN, "*"), (TODAY, "D")):

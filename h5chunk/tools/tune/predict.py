@@ -36,7 +36,7 @@ class Predictor:
     machine : Machine
     correction : Correction
     replay_s : float
-        The most that predicting the reads of one setting may take: a loop over batches, long where these are small.
+        Upper limit on the time to predict the reads of one setting: a loop over batches, long where these are small.
     """
 
     study: Study
@@ -54,7 +54,7 @@ class Predictor:
         return setting.way == DATASET or not (self.study.facts.direct or setting.repack)
 
     def all_reads(self, setting: Setting) -> Reads:
-        """Reads of a setting, per sample, however long that takes to predict."""
+        """Reads of a setting, per sample, however long it takes to predict them."""
         return self._reads(setting, math.inf)
 
     def _reads(self, setting: Setting, seconds: float) -> Reads:
@@ -72,7 +72,7 @@ class Predictor:
         return Reads(self._bytes_read(setting, grid, amplification), decoded, calls, amplification, None)
 
     def _cached_reads(self, setting: Setting, grid: ChunkGrid, order: Order, seconds: float) -> Reads:
-        """Reads through HDF5's chunk cache, of the first of all workers."""
+        """Reads of the first worker through HDF5's chunk cache."""
         workers, cache = max(1, setting.num_workers), cache_of(setting, self.study.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
         replay = replay_batches(grid, cache, _take_for(batches, seconds), most_accesses=ACCESSES)
@@ -84,12 +84,12 @@ class Predictor:
         return Reads(read, decoded, calls, amplification, replay.hit_rate)
 
     def _bytes_read(self, setting: Setting | None, grid: ChunkGrid, amplification: float) -> float:
-        """Stored bytes of the largest field, with what is read beside them, and of the other fields."""
+        """Stored bytes read per sample: of the largest field with its amplification, and of the other fields."""
         stored = 1.0 if setting is not None and setting.repack else self.study.stored_share
         return grid.sample_bytes * amplification * stored + self.study.facts.sample_bytes - grid.sample_bytes
 
     def _effective(self, setting: Setting) -> float | None:
-        """Effective batch, of the whole data; None where no field says which samples are alike."""
+        """Effective batch size on the whole data; None where no field marks similar samples."""
         if self.study.groups is None:
             return None
         if setting.shuffle:
@@ -120,13 +120,13 @@ class Predictor:
         return 1 / max(1e-12, sum(self.stages(setting).values()))
 
     def rate(self, setting: Setting, *, alone: bool = False) -> float:
-        """Samples/s, corrected by what was measured; ``alone``: of other settings."""
+        """Samples/s, corrected by measurements; with ``alone``, by those of other settings only."""
         hdf5 = self.uses_hdf5(setting)
         factor = self.correction.factor(setting, self.window_bytes(setting), alone=alone, hdf5=hdf5)
         return self.modelled_rate(setting) * factor
 
     def learn(self, setting: Setting, measured: float) -> None:
-        """Take in the measured rate of a setting."""
+        """Correct the model by the measured rate of a setting."""
         modelled, hdf5 = self.modelled_rate(setting), self.uses_hdf5(setting)
         self.correction.learn(setting, self.window_bytes(setting), modelled=modelled, measured=measured, hdf5=hdf5)
 
@@ -135,7 +135,7 @@ class Predictor:
         return Candidate(setting, rate, self.memory(setting), self.effective(setting))
 
     def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
-        """Reads of single random samples by plain h5py, per sample, and their rate."""
+        """Reads per sample and samples/s of plain h5py, which reads single random samples."""
         facts = self.study.facts
         setting = Setting(DATASET, facts.chunk_samples, 1)
         if facts.grid.chunks is None or self.study.matrix:
@@ -146,7 +146,7 @@ class Predictor:
         return reads, 1 / max(1e-12, sum(stages.values()))
 
     def _plain_reads(self, grid: ChunkGrid, cache: CacheSettings) -> Reads:
-        """Reads of random samples: the first half fills the cache, the second half is counted."""
+        """Reads of random samples: the first half warms the cache, the second half is counted."""
         count = max(16, min(MOST_SAMPLES, ACCESSES // grid.chunks_per_sample))
         accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.study.facts.num_samples, 2 * count))
         half = len(accesses) // 2
@@ -160,7 +160,7 @@ class Predictor:
 
 
 def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndarray]:
-    """Batches for so many seconds; at least one."""
+    """Batches for this many seconds; at least one."""
     until = time.perf_counter() + max(LEAST_REPLAY_S, seconds)
     for batch in batches:
         yield batch
@@ -169,11 +169,11 @@ def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndar
 
 
 def _window_amplification(order: Order) -> float:
-    """Chunks read over chunks of the file, where windows that cut chunks read them again."""
+    """Chunks read over chunks of the file: windows that cut a chunk read it again."""
     window = order.window_batches * order.batch_size
     return _whole_epoch(order, 1.0) if window % order.chunk_samples == 0 else 1 + order.chunk_samples / window
 
 
 def _whole_epoch(order: Order, band: float) -> float:
-    """Decoded bytes over those used, if each chunk is read once: the last one may be short."""
+    """Decoded bytes over used bytes if each chunk is read once; the last chunk may be short."""
     return band * order.num_chunks / max(1, order.num_samples) if band > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The report of `h5chunk tune`: a table of four settings, each with a sentence of reason, and advice."""
+"""The report of `h5chunk tune`: a table of settings, each with a sentence of reason, and advice."""
 
 from __future__ import annotations
 
@@ -8,12 +8,35 @@ from typing import Any
 
 from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.model.settings import Setting
+from h5chunk.tools.model.settings import Candidate, Setting
 from h5chunk.tools.report import Report
-from h5chunk.tools.tune.advice import Advice, Triple
+from h5chunk.tools.tune.advice import Advice
+
+Triple = tuple[int, int, float]
 
 WIDTH = 100  # of the lines of a report, but for commands
 TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
+
+
+@dataclass(frozen=True)
+class TriedSetting(Candidate):
+    """A setting with its predicted and measured rates, in samples/s from the page cache.
+
+    Attributes
+    ----------
+    predicted_rate : float
+        By the cost model, corrected by measurements of other settings, not of this one.
+    measured_rate : float or None
+    num_measured : int
+        How often it was measured.
+    allowed : bool
+        Whether it fits in memory and mixes well enough.
+    """
+
+    predicted_rate: float
+    measured_rate: float | None
+    num_measured: int
+    allowed: bool
 
 
 @dataclass(frozen=True)
@@ -29,23 +52,14 @@ class TuneRow:
         The setting in words.
     cache : (nslots, nbytes, w0)
         Of each process that reads through HDF5.
-    rate : float
-        Samples/s from the page cache: measured, or else predicted.
-    measured_rate : float or None
-        None: it was not measured.
-    predicted_rate : float
-        By the cost model, corrected by what was measured of other settings, not of this one.
-    cold_rate : float or None
-        From the disk, with the opening of the file.
-    memory_bytes : int
+    rate, measured_rate, predicted_rate, memory_bytes, effective_batch
+        As in `TriedSetting`.
     hit_rate : float or None
-        Of HDF5's chunk cache; None where it is not asked.
+        Of HDF5's chunk cache; None where it is not used.
     amplification : float
         Bytes read over bytes used.
-    effective_batch : float or None
-        None where no field says which samples are alike.
     slowest : str
-        Stage.
+        The stage that takes most of the time.
     reason : str
     """
 
@@ -56,7 +70,6 @@ class TuneRow:
     rate: float
     measured_rate: float | None
     predicted_rate: float
-    cold_rate: float | None
     memory_bytes: int
     hit_rate: float | None
     amplification: float
@@ -64,41 +77,21 @@ class TuneRow:
     slowest: str
     reason: str
 
-    def line(self) -> str:
-        """The figures, in columns."""
-        cold = "-" if self.cold_rate is None else f"{self.cold_rate:,.0f}"
+    def lines(self) -> list[str]:
+        """The figures in columns, and the setting with its reason."""
         hits = "-" if self.hit_rate is None else f"{self.hit_rate:.3f}"
         batch = "-" if self.effective_batch is None else f"{self.effective_batch:.0f}"
         rate = f"{self.rate:,.0f}" if self.measured_rate is not None else f"~{self.rate:,.0f}"
-        return (
-            f"{self.name:15s}{rate:>11s}{cold:>10s}{human_bytes(self.memory_bytes):>11s}{hits:>9s}"
-            f"{self.amplification:>10,.2f}{batch:>7s}"
-        )
-
-
-@dataclass(frozen=True)
-class TriedSetting:
-    """A setting with its rates in samples/s (see `TuneRow`), its memory and its effective batch.
-
-    ``num_measured`` is how often it was measured; ``allowed``: whether it fits in memory and mixes well enough.
-    """
-
-    setting: Setting
-    predicted_rate: float
-    measured_rate: float | None
-    num_measured: int
-    memory_bytes: int
-    effective_batch: float | None
-    allowed: bool
-
-    @property
-    def rate(self) -> float:
-        return self.predicted_rate if self.measured_rate is None else self.measured_rate
+        figures = f"{rate:>11s}{human_bytes(self.memory_bytes):>11s}{hits:>9s}{self.amplification:>10,.2f}{batch:>7s}"
+        indent = f"{'':17s}"
+        return [f"{self.name:15s}{figures}", *_wrapped(f"{self.description}: {self.reason}", indent, indent)]
 
 
 @dataclass(frozen=True)
 class Recommendation(Report):
-    """The recommended setting, and what it gives. ``--tuned`` of `h5chunk convert` and `repack` takes its JSON.
+    """The recommended setting, and the rates, memory and quality that it gives.
+
+    ``--tuned`` of `h5chunk convert` and `h5chunk repack` takes its JSON.
 
     Attributes
     ----------
@@ -114,17 +107,17 @@ class Recommendation(Report):
     batch_size : int
     device : str
     num_samples, num_measured : int
-        Of the data, and those that rates are of.
+        Of the data, and those that rates were measured on.
     sample_bytes : int
     rows : list of TuneRow
     advice : list of Advice
     commands : list of str
-        What to do, one step each.
+        The steps to take.
     candidates : list of TriedSetting
     min_effective_batch : float
-        Samples that a batch has to be worth.
+        Minimum worth of a batch, in samples.
     memory_bytes : int
-        Memory that may be taken.
+        Upper limit on the memory that feeding takes.
     machine : dict
         Rates that probes found.
     verify : dict or None
@@ -169,27 +162,32 @@ class Recommendation(Report):
         return {**asdict(self.setting), **asdict(self)}
 
     def lines(self) -> list[str]:
-        head = (
-            f"{self.path}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)}, batches of "
-            f"{self.batch_size} to {self.device}"
-        )
-        lines = [head, "", *_wrapped(self._headline(), "", "    "), *(f"  {command}" for command in self.commands), ""]
-        lines.append(
-            f"{'':15s}{'samples/s':>11s}{'cold':>10s}{'memory':>11s}{'hit rate':>9s}{'read/used':>10s}{'batch':>7s}"
-        )
+        size = human_bytes(self.sample_bytes)
+        lines = [
+            f"{self.path}: {self.num_samples:,} samples of {size}, batches of {self.batch_size} to {self.device}",
+            "",
+            *_wrapped(self._headline(), "", "    "),
+            *(f"  {command}" for command in self.commands),
+            "",
+            f"{'':15s}{'samples/s':>11s}{'memory':>11s}{'hit rate':>9s}{'read/used':>10s}{'batch':>7s}",
+        ]
         for row in self.rows:
-            lines += [row.line(), *_wrapped(f"{row.description}: {row.reason}", f"{'':17s}", f"{'':17s}")]
-        for each in self.advice:
-            lines += [*_wrapped(f"{each.code}: {each.message}:", "advice: "), f"{'':8s}{each.remedy}"]
-        if self.verify is not None:
-            lines.append(_verified(self.verify))
+            lines += row.lines()
+        for advice in self.advice:
+            lines += [*_wrapped(f"{advice.code}: {advice.message}:", "advice: "), f"{'':8s}{advice.remedy}"]
+        return lines + self._tail()
+
+    def _tail(self) -> list[str]:
+        lines = [] if self.verify is None else [_verified(self.verify)]
         if self.applied is not None:
             lines.append(f"stored in {self.applied}: readers take window and cache from there")
         for note in self.notes:
             lines += _wrapped(note, "note: ")
         slowest = self.row(CHOSEN).slowest
-        lines.append(f"slowest stage: {slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s")
-        return lines
+        return [
+            *lines,
+            f"slowest stage: {slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s",
+        ]
 
     def _headline(self) -> str:
         chosen, today = self.row(CHOSEN), self.row(TODAY)

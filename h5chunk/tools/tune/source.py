@@ -1,9 +1,8 @@
-"""Tune a source that is not converted yet, on a file of the shape that it would have."""
+"""Prepare the tuning of a source that is not converted yet: make a small file of the same shape."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import numpy as np
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import human_bytes
-from h5chunk.plan.sparse import index_dtype, plan_csr
-from h5chunk.sources.sparse.block import looks_sparse
+from h5chunk.sources.open import find_kind
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.convert.convert import convert, foresee_convert
 from h5chunk.tools.convert.report import ConvertPlan
-from h5chunk.tools.convert.report_sparse import SparsePlan
+from h5chunk.tools.convert.report_matrix import MatrixPlan
 from h5chunk.tools.measure.machine import available_bytes
 from h5chunk.tools.model.settings import DataFacts
 from h5chunk.tools.progress import TimeBudget
-from h5chunk.tools.tune.study import SAMPLE_BYTES, Study, most_samples, study_file, write_rows
+from h5chunk.tools.tune.study import Study, most_samples, study_file, write_rows
 
 CONVERT_SHARE = 0.25  # of the budget: a sparse source that takes less is converted as a whole
 RANDOM_BYTES = 16 << 20  # of pixels, which are used again and again: what they are changes no rate
@@ -41,7 +39,7 @@ def study_source(
     folder: Path,
     budget: TimeBudget,
 ) -> Study:
-    """Look at a source, and write a file of the same shape to measure.
+    """Inspect a source and write a file of the same shape to measure.
 
     Parameters
     ----------
@@ -62,14 +60,14 @@ def study_source(
         There is no room for a sample of it.
     """
     options: dict[str, Any] = {} if size is None else {"size": size, "fit": "stretch"}
-    if looks_sparse(source) is None:
+    if "split_folders" in find_kind(source).Options.names():
         options["split_folders"] = "no"  # classes or splits, images lie as they lie
     try:
         plan = foresee_convert(source, folder / "plan.h5", **options)
     except SourceError:
         _check_files(Path(source))
         raise
-    if isinstance(plan, SparsePlan):
+    if isinstance(plan, MatrixPlan):
         study = _matrix(source, plan, batch_size, folder, budget)
     else:
         study = _images(plan, batch_size, folder)
@@ -88,10 +86,10 @@ def _check_files(folder: Path) -> None:
 
 
 def _images(plan: ConvertPlan, batch_size: int, folder: Path) -> Study:
-    """Random pixels, and the other fields, in the chunks that convert would choose."""
+    """Make a file of random pixels and other fields, in the chunks that convert would choose."""
     layout, shape = plan.layout, tuple(plan.sample_shape)
     dtypes = {name: np.dtype(dtype) for name, dtype in plan.fields.items()}
-    shapes = {name: shape if name == "images" else () for name in dtypes}
+    shapes = plan.shapes
     sample_bytes = sum(int(np.prod(shapes[name])) * dtype.itemsize for name, dtype in dtypes.items())
     if (room := available_bytes() // 4) < sample_bytes:
         given, limit = human_bytes(sample_bytes), human_bytes(room)
@@ -120,41 +118,13 @@ def _random(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _matrix(
-    source: str | os.PathLike[str], plan: SparsePlan, batch_size: int, folder: Path, budget: TimeBudget
+    source: str | os.PathLike[str], plan: MatrixPlan, batch_size: int, folder: Path, budget: TimeBudget
 ) -> Study:
-    """The matrix itself if that takes little time, else one of its shape with rows of equal length."""
-    path = folder / "source.h5"
-    if plan.estimated_s < CONVERT_SHARE * budget.seconds:
-        convert(source, path)
-        return study_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
-    if plan.num_rows is None or not plan.num_entries:
+    """Convert the matrix itself, if that takes little time."""
+    if plan.estimated_s >= CONVERT_SHARE * budget.seconds:
         raise SourceError(
-            f"{printable(source)}: only reading all of it tells how many rows it has, which takes about "
-            f"{plan.estimated_s:.0f} s: give a --budget of {plan.estimated_s / CONVERT_SHARE:.0f}s, or convert it first"
+            f"{printable(source)}: converting it takes about {plan.estimated_s:.0f} s: give a --budget of "
+            f"{plan.estimated_s / CONVERT_SHARE:.0f}s, or convert it first"
         )
-    num_columns = plan.num_columns or 1 << 16
-    layout = plan_csr(plan.num_rows, num_columns, plan.num_entries, pattern=False)
-    row_entries = max(1, min(num_columns, round(plan.num_entries / plan.num_rows)))
-    num_rows = max(1, min(plan.num_rows, SAMPLE_BYTES // (4 * row_entries)))
-    _write_matrix(path, num_rows, num_columns, row_entries)
-    study = study_file(path, {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)
-    row_shape = study.facts.grid.shape[1:]
-    grid = ChunkGrid((plan.num_rows, *row_shape), (layout.chunk_samples, *row_shape), 1)
-    study.facts = replace(
-        study.facts, grid=grid, chunk_samples=layout.chunk_samples, window_chunks=layout.window_chunks, shuffled=True
-    )
-    study.note(f"about {plan.num_entries:,} entries, as the start of the source has them; rows of one length")
-    return study
-
-
-def _write_matrix(path: Path, num_rows: int, num_columns: int, row_entries: int) -> None:
-    """Write rows of so many entries each."""
-    rng = np.random.default_rng(0)
-    columns = np.sort(rng.choice(num_columns, row_entries, replace=False)).astype(index_dtype(num_columns))
-    with h5py.File(path, "w") as file:
-        group = file.create_group("X")
-        group.attrs["encoding-type"] = np.bytes_(b"csr_matrix")
-        group.attrs["shape"] = np.array([num_rows, num_columns], np.int64)
-        group["indptr"] = np.arange(num_rows + 1, dtype=np.int64) * row_entries
-        group["indices"] = np.tile(columns, num_rows)
-        group["data"] = np.ones(num_rows * row_entries, np.uint8)
+    convert(source, folder / "source.h5")
+    return study_file(folder / "source.h5", {"X": "X"}, batch_size=batch_size, group_by=None, folder=folder)

@@ -1,4 +1,4 @@
-"""The data that is tuned: a file, the part of it that is measured, and samples of it in other chunks."""
+"""The data under study: a file, its measured part, and samples of it in other chunks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, H5ChunkError, OptionError, OutputError, printable
-from h5chunk.store.format import FORMAT_VERSION, FieldSpec, FileSpec, create_file, opened
-from h5chunk.store.guard.child import limited_memory
-from h5chunk.store.guard.guard import Guard, Trusted
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.matrixfield import MatrixField
+from h5chunk.store.format.spec import FORMAT_VERSION, FieldSpec, FileSpec, create_file
+from h5chunk.store.hdf5.child import limited_memory
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.open import opened
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.write.partfile import reason_of
+from h5chunk.store.write.part_file import reason_of
 from h5chunk.tools.measure.checks import why_not_direct
-from h5chunk.tools.measure.machine import available_bytes
 from h5chunk.tools.model.settings import DataFacts, Setting
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.fields import is_anndata
@@ -37,7 +36,7 @@ CODES = "codes"
 
 @dataclass
 class Study:
-    """The data that is tuned, and what is known of it.
+    """The data that is tuned, and facts about it.
 
     Attributes
     ----------
@@ -48,7 +47,7 @@ class Study:
     facts : DataFacts
         Of the whole data.
     groups : (num_samples,) array or None
-        What should be mixed, such as labels.
+        Equal values mark similar samples, which should be mixed, such as labels.
     folder : Path
         For samples that are laid out anew.
     num_measured : int
@@ -63,6 +62,8 @@ class Study:
     notes : list of str
     rows : dict of str to array
         Samples to lay out anew, by field, once they are read.
+    asked : mapping of str to str, optional
+        The fields, if they were named.
     """
 
     reader: H5Reader
@@ -77,11 +78,12 @@ class Study:
     stored_share: float = 1.0
     notes: list[str] = field(default_factory=list)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
+    asked: Mapping[str, str] | None = None
     _made: dict[int, Path] = field(default_factory=dict)
 
     @property
     def converted(self) -> bool:
-        """Whether the file is what is tuned, rather than a source."""
+        """Whether a file is tuned, rather than a source that is not converted yet."""
         return not self.source
 
     @property
@@ -90,7 +92,7 @@ class Study:
         return self.reader.matrix is not None
 
     def path_of(self, setting: Setting, budget: TimeBudget) -> tuple[Path, Mapping[str, str], int]:
-        """The file to measure a setting on, its fields, and how many of its samples.
+        """The file to measure a setting on, its fields, and the number of samples to use.
 
         Raises
         ------
@@ -98,32 +100,19 @@ class Study:
             Samples cannot be laid out anew.
         """
         if not setting.repack or self.matrix:
-            return self.reader.path, self.fields, self.sample_count
+            return self.reader.path, self.fields, self.num_measured
         if setting.chunk_samples not in self._made:
-            self.rows = self.rows or read_rows(self.reader, self.sample_count, budget)
+            self.rows = self.rows or read_rows(self.reader, self.num_measured, budget)
             path = self.folder / f"chunks-{setting.chunk_samples}.h5"
-            write_rows(path, self.rows, self.sample_count, setting.chunk_samples)
+            write_rows(path, self.rows, self.num_measured, setting.chunk_samples)
             self._made[setting.chunk_samples] = path
         fields = {name: f"f{number}" for number, name in enumerate(self.fields)}
-        return self._made[setting.chunk_samples], fields, self.sample_count
+        return self._made[setting.chunk_samples], fields, self.num_measured
 
     def note(self, text: str) -> None:
         """Add a note to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-    @property
-    def fits_memory(self) -> bool:
-        """Whether the page cache can hold what is stored."""
-        stored = self.facts.sample_bytes * self.facts.num_samples * self.stored_share
-        return stored < available_bytes()
-
-    @property
-    def sample_count(self) -> int:
-        """Samples that are measured: those in the page cache, as far as there is room for a second layout of them."""
-        if self.facts.fixed and self.converted:
-            return self.num_measured
-        return min(self.num_measured, most_samples(self.facts.batch_size, self.facts.sample_bytes))
 
 
 @contextmanager
@@ -144,7 +133,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def most_samples(batch_size: int, sample_bytes: int) -> int:
-    """How many samples are written in other chunks: a batch, if it is not very large, and more of small ones."""
+    """Number of samples to measure: at least a batch unless it is very large, and more of small ones."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
@@ -155,9 +144,9 @@ def study_file(
     batch_size: int,
     group_by: str | None,
     folder: Path,
-    trusted: Trusted = False,
+    trusted: bool = False,
 ) -> Study:
-    """Look at a file before anything is measured.
+    """Inspect a file before anything is measured.
 
     Raises
     ------
@@ -190,7 +179,8 @@ def study_file(
         loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
     named = {name: each.dataset for name, each in reader.fields.items()}
-    study = Study(reader, named, facts, None, folder, reader.num_samples, why_not_direct=why)
+    num_measured = min(reader.num_samples, most_samples(batch_size, sample_bytes))
+    study = Study(reader, named, facts, None, folder, num_measured, why_not_direct=why, asked=fields)
     study.groups = _read_groups(study, group_by)
     with opened(path) as file:
         study.anndata = is_anndata(file)
@@ -201,7 +191,7 @@ def study_file(
 
 
 def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
-    """The dataset that says which samples are alike."""
+    """Read the dataset whose equal values mark similar samples."""
     name = "labels" if group_by is None else group_by
     with opened(study.reader.path) as file:
         item, reason = _find_groups(study, file, study.fields.get(name, name))
@@ -214,7 +204,7 @@ def _read_groups(study: Study, group_by: str | None) -> np.ndarray | None:
 
 
 def _find_groups(study: Study, file: h5py.File, name: str) -> tuple[h5py.Dataset | None, str]:
-    """A dataset, if there is one, and why it cannot be groups."""
+    """Find a dataset, and the reason why it cannot mark groups of samples, or an empty string."""
     guard, num_samples = Guard(study.reader.path, study.reader.trusted), study.reader.num_samples
     try:
         item = guard.find(file, name)

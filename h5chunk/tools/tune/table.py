@@ -1,15 +1,17 @@
-"""Make the lines of a tuner's table, each with a sentence of reason, and the commands that follow from the choice."""
+"""Build the rows of tune's report, each with a sentence of reason, and the commands to run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.model.cost import Reads, slowest
 from h5chunk.tools.model.settings import DATASET, LOADER, Candidate, Setting, cache_of, runner_up
 from h5chunk.tools.report import shell_command
-from h5chunk.tools.tune.advice import Triple, repack_command, tuned_path
-from h5chunk.tools.tune.report import CHOSEN, PLAIN, SECOND, TODAY, TuneRow
+from h5chunk.tools.tune.advice import repack_command, tuned_path
+from h5chunk.tools.tune.report import CHOSEN, PLAIN, SECOND, TODAY, Triple, TuneRow
 from h5chunk.tools.tune.search import Search
 
 
@@ -19,65 +21,66 @@ def cache_triple(setting: Setting, search: Search, num_workers: int | None = Non
     return cache.nslots, cache.nbytes, cache.w0
 
 
-def _row(name: str, each: Candidate, search: Search, reason: str, cold: float | None = None) -> TuneRow:
-    setting, predictor = each.setting, search.predictor
-    reads = predictor.all_reads(setting)
+def _row(name: str, candidate: Candidate, search: Search, reason: str) -> TuneRow:
+    setting, tried = candidate.setting, search.tried(candidate.setting)
+    reads = search.predictor.all_reads(setting)
     return TuneRow(
         name=name,
         setting=setting,
         description=str(setting if search.study.converted else replace(setting, repack=False)),
         cache=cache_triple(setting, search),
-        rate=each.rate,
-        measured_rate=search.measured(setting),
-        predicted_rate=predictor.rate(setting, alone=True),
-        cold_rate=cold,
-        memory_bytes=each.memory_bytes,
+        rate=candidate.rate,
+        measured_rate=tried.measured_rate,
+        predicted_rate=tried.predicted_rate,
+        memory_bytes=candidate.memory_bytes,
         hit_rate=reads.hit_rate,
         amplification=reads.amplification,
-        effective_batch=each.effective_batch,
-        slowest=slowest(predictor.stages(setting)),
+        effective_batch=candidate.effective_batch,
+        slowest=slowest(search.predictor.stages(setting)),
         reason=reason,
     )
 
 
-def plain_row(search: Search, cache: Triple, reads: Reads, predicted: float, measured: float | None) -> TuneRow:
-    """The line of plain h5py."""
+def plain_row(search: Search, cache: CacheSettings, measured: float) -> TuneRow:
+    """The line of plain h5py, which reads single random samples through this cache."""
     facts = search.study.facts
-    if facts.grid.chunks and facts.grid.chunks_per_sample > 1:
-        times, count = reads.amplification, facts.grid.chunks_per_sample
-        reason = f"a random sample is in {count:,} chunks: {times:,.0f} x its bytes read"
-    elif reads.amplification > 1.5:
-        reason = f"a random sample reads its whole chunk, {reads.amplification:,.1f} x its bytes"
-    else:
-        reason = "one call a sample, under HDF5's lock"
+    reads, predicted = search.predictor.plain(cache)
     return TuneRow(
         name=PLAIN,
         setting=None,
-        description=f"h5py.File(...)[name][i], uniform shuffle, cache of {human_bytes(cache[1])}",
-        cache=cache,
-        rate=predicted if measured is None else measured,
+        description=f"h5py.File(...)[name][i], uniform shuffle, cache of {human_bytes(cache.nbytes)}",
+        cache=(cache.nslots, cache.nbytes, cache.w0),
+        rate=measured,
         measured_rate=measured,
         predicted_rate=predicted,
-        cold_rate=None,
-        memory_bytes=cache[1] * len(search.study.fields) + facts.batch_size * facts.sample_bytes,
+        memory_bytes=cache.nbytes * len(search.study.fields) + facts.batch_size * facts.sample_bytes,
         hit_rate=reads.hit_rate,
         amplification=reads.amplification,
         effective_batch=None if search.study.groups is None else float(facts.batch_samples),
         slowest="HDF5",
-        reason=reason,
+        reason=_reason_plain(search, reads),
     )
 
 
-def rows_of(search: Search, chosen: Candidate, enough: bool, colds: dict[Setting, float | None]) -> list[TuneRow]:
-    """Today's setting, the recommendation and the runner-up."""
+def _reason_plain(search: Search, reads: Reads) -> str:
+    grid = search.study.facts.grid
+    if grid.chunks and grid.chunks_per_sample > 1:
+        return f"a random sample is in {grid.chunks_per_sample:,} chunks: {reads.amplification:,.0f} x its bytes read"
+    if reads.amplification > 1.5:
+        return f"a random sample reads its whole chunk, {reads.amplification:,.1f} x its bytes"
+    return "one call per sample, under HDF5's lock"
+
+
+def rows_of(search: Search, chosen: Candidate, enough: bool) -> list[TuneRow]:
+    """The lines of today's setting, the recommendation and the runner-up."""
     today = search.candidate(search.today)
-    second = runner_up([search.candidate(each) for each in search.rates], chosen, search.limits)
+    second = runner_up([search.candidate(setting) for setting in search.rates], chosen, search.limits)
     rows = [
-        _row(TODAY, today, search, _reason_today(search, today), colds.get(today.setting)),
-        _row(CHOSEN, chosen, search, _reason_chosen(search, chosen, enough), colds.get(chosen.setting)),
+        _row(TODAY, today, search, _reason_today(search, today)),
+        _row(CHOSEN, chosen, search, _reason_chosen(search, chosen.setting, enough)),
     ]
     if second is not None:
-        rows.append(_row(SECOND, second, search, _reason_second(search, second, chosen)))
+        rows.append(_row(SECOND, second, search, _reason_second(search, second.setting, chosen.setting)))
     return rows
 
 
@@ -92,58 +95,58 @@ def _reason_today(search: Search, today: Candidate) -> str:
     return f"what {who} by default; {slowest(search.predictor.stages(today.setting))} takes longest"
 
 
-def _reason_chosen(search: Search, chosen: Candidate, enough: bool) -> str:
-    setting, count, converted = chosen.setting, len(search.rates), search.study.converted
-    if not search.anything_fits:
-        return f"nothing fits in {human_bytes(search.limits.memory_bytes)}: this takes least; allow more memory"
+def _reason_chosen(search: Search, setting: Setting, enough: bool) -> str:
+    count, converted = len(search.rates), search.study.converted
     if not enough:
         return "nothing mixes well enough within this memory: this mixes best"
     if setting.shuffle:
         return "no window mixes the file as it lies well enough and fast; shuffled once on disk, any does"
-    if setting == search.today and not converted:
-        return f"what convert chooses by itself is within 3 % of the fastest of {count} measured"
     if setting == search.today:
-        return f"within 3 % of the fastest of {count} measured, and nothing has to change"
+        change = "and nothing has to change" if converted else "and what convert chooses by itself"
+        return f"within 3 % of the fastest of {count} measured, {change}"
     if converted and setting.repack:
         return f"the fastest of {count} measured; worth a new file"
     return f"the fastest of {count} measured, or within 3 % of it{', without a new file' if converted else ''}"
 
 
-def _reason_second(search: Search, second: Candidate, chosen: Candidate) -> str:
-    if search.study.converted and chosen.setting.repack and not second.setting.repack:
+def _reason_second(search: Search, second: Setting, chosen: Setting) -> str:
+    if search.study.converted and chosen.repack and not second.repack:
         return "the best without a new file"
-    if second.setting.way == chosen.setting.way:
+    if second.way == chosen.way:
         return "the next best"
-    return "for training code that has a DataLoader" if second.setting.way == DATASET else "without worker processes"
+    return "for training code that has a DataLoader" if second.way == DATASET else "without worker processes"
 
 
 def commands_for(search: Search, setting: Setting) -> list[str]:
     """The steps to take: a command, if one is needed, and a line of Python."""
-    study, steps = search.study, []
-    path = str(study.reader.path)
+    study = search.study
     if not study.converted:
-        path = "OUT.h5"
-        source = shell_command(["h5chunk", "convert", study.source, path])
-        steps.append(
-            f"{source} --chunk-samples {setting.chunk_samples}"
-            "   # or: h5chunk tune ... --json > tuned.json, and --tuned tuned.json"
-        )
-    elif setting.repack:
-        command = repack_command(study, None if study.matrix else setting.chunk_samples, shuffle=setting.shuffle)
-        steps.append(command if study.anndata else f"{command} --window-chunks {setting.window_chunks}")
-        path = str(tuned_path(study))
-    stored = setting.repack and study.converted and not study.anndata
-    known = stored or setting.window_chunks == study.facts.window_chunks
-    return [*steps, _code(path, setting, study.facts.batch_size, None if known else setting.window_chunks)]
+        source = shell_command(["h5chunk", "convert", study.source, "OUT.h5"])
+        return [f"{source} --chunk-samples {setting.chunk_samples}", _code("OUT.h5", setting, study.facts.batch_size)]
+    if not setting.repack:
+        same = setting.window_chunks == study.facts.window_chunks
+        return [_code(str(study.reader.path), setting, study.facts.batch_size, study.asked, stored=same)]
+    command = repack_command(study, None if study.matrix else setting.chunk_samples, shuffle=setting.shuffle)
+    if not study.anndata:
+        command += f" --window-chunks {setting.window_chunks}"
+    asked = None if study.anndata else study.asked  # convert names the fields of AnnData anew
+    code = _code(str(tuned_path(study)), setting, study.facts.batch_size, asked, stored=not study.anndata)
+    return [command, code]
 
 
-def _code(path: str, setting: Setting, batch_size: int, window_chunks: int | None) -> str:
-    """The line of Python that feeds training."""
+def _code(
+    path: str, setting: Setting, batch_size: int, asked: Mapping[str, str] | None = None, *, stored: bool = False
+) -> str:
+    """The line of Python that feeds training; ``stored``: readers take the window from the file."""
     name = f'"{path}"' if path.isprintable() and not {'"', "\\"} & set(path) else repr(path)
-    window = "" if window_chunks is None else f", window_chunks={window_chunks}"
-    if setting.way == LOADER and not window:
-        return f"h5chunk.ChunkLoader({name}, {batch_size})"
-    data, sampler = f"data = h5chunk.ChunkDataset({name})", f"h5chunk.ChunkSampler(data, {batch_size}{window})"
+    window = "" if stored else f", window_chunks={setting.window_chunks}"
+    fields = ""
+    if asked:
+        fields = f", fields={list(asked) if all(key == asked[key] for key in asked) else dict(asked)!r}"
+    if setting.way == LOADER and stored:
+        opened = f"h5chunk.ChunkDataset({name}{fields})" if fields else name
+        return f"h5chunk.ChunkLoader({opened}, {batch_size})"
+    data, sampler = f"data = h5chunk.ChunkDataset({name}{fields})", f"h5chunk.ChunkSampler(data, {batch_size}{window})"
     if setting.way == LOADER:
         return f"{data}; h5chunk.ChunkLoader(data, sampler={sampler})"
     return f"{data}; DataLoader(data, batch_sampler={sampler}, num_workers={setting.num_workers})"

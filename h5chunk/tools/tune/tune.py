@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, printable
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.guard.child import in_child
-from h5chunk.store.guard.guard import Trusted
+from h5chunk.store.format.recommendation import write_recommendation
+from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.sidecar import write_recommendation
-from h5chunk.store.write.fill import available_cores
 from h5chunk.tools.measure.checks import check_budget, check_counts, worker_counts
 from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
@@ -22,13 +21,12 @@ from h5chunk.tools.model.clustering import LEAST_CHANCE
 from h5chunk.tools.model.mixing import window_for
 from h5chunk.tools.model.settings import DATASET, LOADER, Candidate, Limits, Setting, enumerate_settings, order_of
 from h5chunk.tools.progress import Progress, TimeBudget
-from h5chunk.tools.tune.advice import Remedies, Triple, default_cache, find_advice, repack_command, usable_cache
-from h5chunk.tools.tune.measure import measure_cold
+from h5chunk.tools.tune.advice import Remedies, default_cache, find_advice, repack_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
 from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.probe import probe
-from h5chunk.tools.tune.report import Recommendation, TriedSetting, TuneRow
+from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import Search
 from h5chunk.tools.tune.source import is_source, study_source
 from h5chunk.tools.tune.study import Study, study_file, temporary_folder
@@ -36,9 +34,8 @@ from h5chunk.tools.tune.table import cache_triple, commands_for, plain_row, rows
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
-COLD_SHARE = 0.9  # of the budget, when reading from the disk ends
-PREDICT_SHARE = 0.1  # of the budget, to predict what all settings read
 LEAST_VERIFY_S = 1.0
+PREDICT_SHARE = 0.1  # of the budget, to predict the reads of all settings
 
 
 def tune(
@@ -52,12 +49,11 @@ def tune(
     group_by: str | None = None,
     min_effective_batch: float = 0.95,
     budget_s: float = 60.0,
-    h5py_cache: Sequence[float] | None = None,
     size: tuple[int, int] | None = None,
     plot: str | os.PathLike[str] | None = None,
     apply: bool = False,
     verify: bool = False,
-    trusted: Trusted = False,
+    trusted: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
     """Find the fastest setting that mixes well enough, by a cost model and by measuring the best few.
@@ -81,8 +77,6 @@ def tune(
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
         Seconds to take, about.
-    h5py_cache : (nslots, nbytes, w0), optional
-        The cache that plain h5py is given today; default: the library's.
     size : (height, width), optional
         Of images that are not converted yet; default: that of the first one.
     plot : path, optional
@@ -92,7 +86,7 @@ def tune(
         find them.
     verify : bool
         Whether to read the order of that setting through HDF5, and count what HDF5 really reads against the model.
-    trusted : bool, path or sequence of paths
+    trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
         Called with ("tune", done, 100).
@@ -110,12 +104,12 @@ def tune(
         raise OptionError(
             f"min_effective_batch is {min_effective_batch!r}: give a share of the batch above 0 and below 1"
         )
-    from h5chunk.feed.dataset import field_mapping
+    from h5chunk.feed.sample_reader import field_mapping
 
     describe_device(device)
     if plot is not None:
         check_plot(plot)
-    numbers, cache = worker_counts(workers, _usual_workers()), _plain_cache(h5py_cache)
+    numbers = worker_counts(workers, _usual_workers())
     budget = TimeBudget("tune", budget_s, progress)
     with temporary_folder() as folder:
         if is_source(source):
@@ -128,7 +122,7 @@ def tune(
             study = in_child(lambda _: study_file(source, named, folder=folder, **options), lambda: printable(source))
         worth = min_effective_batch * study.facts.batch_samples
         limits = Limits(worth, min(memory_bytes, available_bytes()))
-        found = _tune(study, limits, numbers, device, budget, cache, min_effective_batch)
+        found = _tune(study, limits, numbers, device, budget, min_effective_batch)
         if verify:
             found = replace(found, verify=_verify(study, found, budget))
         if plot is not None:
@@ -141,20 +135,6 @@ def tune(
 
 def _usual_workers() -> tuple[int, ...]:
     return tuple(number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, available_cores()))
-
-
-def _plain_cache(given: Sequence[float] | None) -> Triple:
-    """The cache of plain h5py, w0 = 1 included: it is there to be advised against."""
-    if given is None:
-        return default_cache()
-    try:
-        nslots, nbytes, w0 = given
-        found = int(nslots), int(nbytes), float(w0)
-    except (TypeError, ValueError, OverflowError):
-        raise OptionError(f"h5py_cache is {given!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
-    if found[0] < 1 or found[1] < 0 or not 0 <= found[2] <= 1:
-        raise OptionError(f"h5py_cache is {given!r}: give nslots of at least 1, nbytes of at least 0, w0 from 0 to 1")
-    return found
 
 
 def _check_unconverted(source: str | os.PathLike[str], **options: object) -> None:
@@ -176,7 +156,6 @@ def _tune(
     workers: Sequence[int],
     device: str,
     budget: TimeBudget,
-    cache: Triple,
     min_share: float,
 ) -> Recommendation:
     predictor = Predictor(study, probe(study, device, budget))
@@ -185,13 +164,12 @@ def _tune(
     search = Search(study, predictor, limits, device, budget, settings)
     search.run()
     chosen, kept, enough = _choose(search)
-    plain = _plain(search, cache)  # before the file leaves the page cache
-    today, *others = rows_of(search, chosen, enough, _colds(search, chosen))
-    return _report(search, chosen.setting, kept, [today, plain, *others], cache)
+    today, *others = rows_of(search, chosen, enough)
+    return _report(search, chosen.setting, kept, [today, _plain(search), *others])
 
 
 def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_share: float) -> list[Setting]:
-    """All settings to consider, today's first."""
+    """Enumerate the settings to consider, today's first."""
     facts = study.facts
     if study.groups is None:
         return enumerate_settings(facts, workers=workers)
@@ -209,45 +187,29 @@ def _today(study: Study) -> Setting:
 
 
 def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
-    """The recommendation, the best setting without a new file, and whether the recommendation keeps to the limits."""
+    """Choose the recommendation and the best setting without a new file; also whether the limits are kept."""
     chosen = search.choose()
     enough = chosen is not None
     chosen = chosen or search.nearest()
-    in_place = search.choose([each for each in search.settings if not each.repack])
+    in_place = search.choose(in_place=True)
     kept = search.today if in_place is None else in_place.setting
-    if in_place is not None and chosen.setting.repack and not search.repack_pays(chosen.setting, kept):
-        chosen = in_place
     return chosen, kept, enough
 
 
-def _plain(search: Search, cache: Triple) -> TuneRow:
-    """Predict plain h5py, and measure it unless it has another cache than the library gives."""
+def _plain(search: Search) -> TuneRow:
+    """Measure plain h5py, with the chunk cache that the library gives."""
     from h5chunk.tools.measure.batches import PlainLoop
 
-    reads, predicted = search.predictor.plain(usable_cache(cache))
-    measured = None
-    if cache[:2] == default_cache()[:2]:
-        study = search.study
-        loop = PlainLoop(study.reader, study.num_measured, study.facts.batch_samples)
-        try:
-            measured = loop.rate(search.budget.slice_s)
-        finally:
-            loop.close()
-    return plain_row(search, cache, reads, predicted, measured)
+    study = search.study
+    loop = PlainLoop(study.reader, study.num_measured, study.facts.batch_samples)
+    try:
+        measured = loop.rate(search.budget.slice_s)
+    finally:
+        loop.close()
+    return plain_row(search, default_cache(), measured)
 
 
-def _colds(search: Search, chosen: Candidate) -> dict[Setting, float | None]:
-    """Rates from the disk of today's setting and of the chosen one."""
-    found: dict[Setting, float | None] = {}
-    for setting in dict.fromkeys((search.today, chosen.setting)):
-        fits = setting in search.rates and search.predictor.memory(setting) <= search.limits.memory_bytes
-        if fits and search.study.converted and search.budget.has(COLD_SHARE):
-            seconds = 1.5 * search.budget.slice_s
-            found[setting] = measure_cold(search.study, setting, search.device, search.budget, seconds)
-    return found
-
-
-def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow], cache: Triple) -> Recommendation:
+def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]) -> Recommendation:
     study, limits, predictor = search.study, search.limits, search.predictor
     commands = commands_for(search, setting)
     remedies = Remedies(repack_command(study, _good_chunk(search)), repack_command(study, shuffle=True))
@@ -267,7 +229,7 @@ def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]
         num_measured=study.num_measured,
         sample_bytes=study.facts.sample_bytes,
         rows=rows,
-        advice=find_advice(study, effective, predictor.machine, cache, remedies),
+        advice=find_advice(study, effective, predictor.machine, remedies),
         commands=commands,
         min_effective_batch=limits.effective_batch,
         memory_bytes=limits.memory_bytes,
@@ -275,7 +237,7 @@ def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]
         seconds=search.budget.taken_s,
         budget_s=search.budget.seconds,
         versions=library_versions(),
-        candidates=[_tried(search, each) for each in search.settings],
+        candidates=[search.tried(each) for each in search.settings],
         machine=asdict(predictor.machine),
     )
 
@@ -288,25 +250,12 @@ def _good_chunk(search: Search) -> int:
     return max((search.candidate(each) for each in anew), key=lambda each: each.rate).setting.chunk_samples
 
 
-def _tried(search: Search, setting: Setting) -> TriedSetting:
-    candidate = search.candidate(setting)
-    return TriedSetting(
-        setting,
-        search.predictor.rate(setting, alone=True),
-        search.measured(setting),
-        len(search.rates.get(setting, ())),
-        candidate.memory_bytes,
-        candidate.effective_batch,
-        search.limits.allow(candidate),
-    )
-
-
 def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:
-    """Read the order of the best setting without a new file through HDF5, and count."""
+    """Count the reads that HDF5 makes in the order of the best setting without a new file."""
     setting = Setting(DATASET, study.facts.chunk_samples, found.window_in_place)
     seconds = max(LEAST_VERIFY_S, budget.seconds - budget.taken_s)
     order, cache = order_of(setting, study.facts), CacheSettings.of(found.cache_in_place)
-    return count_reads(study.reader, order, cache, seconds).to_dict()
+    return asdict(count_reads(study.reader, order, cache, seconds))
 
 
 def _store(reader: H5Reader, found: Recommendation) -> Path:

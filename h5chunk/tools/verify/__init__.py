@@ -1,1 +1,1 @@
-"""`h5chunk verify`: structure and checksums of a file or a folder; repair."""
+"""`h5chunk verify`: check the structure and checksums of files, and repair them."""

@@ -1,4 +1,4 @@
-"""Writes bad chunks of a file of images anew, from the images that it was converted from.
+"""Rewrite bad chunks of a file of images from the images that it was converted from.
 
 A chunk is made again with the options that the file records, from the samples that it names (of a file that was
 appended to: with the options of their part), and written in its place only if its checksum is the one in the file: so a
@@ -8,7 +8,6 @@ as it was, or half new: verify says so, and repairing goes on from there. No chu
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from dataclasses import replace
@@ -23,8 +22,10 @@ from h5chunk.sources.decode import ImageOptions
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
-from h5chunk.store.format import GROUP, open_file, read_header
-from h5chunk.store.write.newfile import write_at
+from h5chunk.store.format.header import read_header
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.open import open_file
+from h5chunk.store.write.new_file import write_at
 from h5chunk.tools.verify.report import BadChunk
 
 IMAGES = "images"
@@ -34,7 +35,7 @@ OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the 
 def repair_chunks(
     path: Path, bad: list[BadChunk], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[BadChunk], list[BadChunk]]:
-    """Write bad chunks anew.
+    """Rewrite bad chunks.
 
     Parameters
     ----------
@@ -81,26 +82,27 @@ def repair_chunks(
 
 
 def _options(file: h5py.File, path: Path) -> dict[str, Any]:
-    """What the file says it was converted with."""
+    """Return the options that the file was converted with."""
     shown = printable(path)
     header = read_header(file)
     if header is None:
         raise FileError(f"{shown}: not written by h5chunk: nothing says what its chunks were made from")
-    kind = bytes(file[GROUP].attrs.get("kind", b"")).decode("ascii", "replace")
-    if kind:
+    if header.kind:
         raise FileError(f"{shown}: holds a matrix, of which chunks cannot be made one by one: convert it again")
     try:
-        options = json.loads(header.options)
+        options = header.options
         found = {name: options[name] for name in OPTIONS}
         found["split_folders"] = str(options.get("split_folders", "auto"))
         found["parts"] = [(int(part["first_index"]), str(part["fit"])) for part in options.get("appended", [])]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise FileError(f"{shown}: does not say how its images were decoded: convert or repack it again") from None
+    except (ValueError, KeyError, TypeError):
+        raise FileError(
+            f"{shown}: does not say how its images were decoded, and only images are repaired: convert its source again"
+        ) from None
     return found
 
 
 def _write(maker: _Maker, each: BadChunk, descriptor: int, path: Path) -> str | None:
-    """Write a chunk; why not, if it cannot be."""
+    """Rewrite a chunk; return the reason if that is impossible."""
     try:
         data = maker.make(each)
     except SampleError as error:
@@ -116,7 +118,7 @@ def _write(maker: _Maker, each: BadChunk, descriptor: int, path: Path) -> str | 
 
 
 class _Maker:
-    """Makes chunks as converting made them."""
+    """Maker of chunks as convert made them."""
 
     def __init__(
         self,
@@ -143,20 +145,20 @@ class _Maker:
         self._by_name: dict[bytes, int] | None = None
 
     def _of_part(self, fit: str, options: dict[str, Any], file: h5py.File) -> ImageSource:
-        """Images as they were appended: of the size that the file had."""
+        """Return the source of images that were appended, in the size of the file."""
         shape = file[IMAGES].shape
         size = shape[2:] if options["layout"] == "nchw" else shape[1:3]
         return ImageSource(self.source.listing, ImageOptions(**{**options, "fit": fit, "size": tuple(size)}))
 
     def _source(self, row: int) -> ImageSource:
-        """What decodes a row as it was decoded."""
+        """Return the source that decodes a row as it was decoded."""
         index, found = int(self._index[row]), self.source
         for first, source in self._parts:
             found = source if index >= first else found
         return found
 
     def why_not(self, each: BadChunk) -> str | None:
-        """Why a chunk cannot be made; None: it can."""
+        """Return the reason why a chunk cannot be made; None if it can."""
         dataset = self._file[each.field]
         if each.expected is None:
             return "there is no checksum to compare it with"
@@ -169,7 +171,7 @@ class _Maker:
         return None
 
     def make(self, each: BadChunk) -> bytes:
-        """The bytes of a chunk.
+        """Make the bytes of a chunk.
 
         Raises
         ------
@@ -183,7 +185,7 @@ class _Maker:
             index = self._find(row, name)
             try:
                 if each.field == IMAGES:
-                    self._source(row).read_into(index, values[place])
+                    self._source(row).read_into(index, {IMAGES: values[place]})
                 else:
                     values[place] = self._value(each.field, index)
             except SampleError as error:
@@ -194,7 +196,7 @@ class _Maker:
         return bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
 
     def _find(self, row: int, name: bytes) -> int:
-        """Where a sample is in the source now: where it was, or where one of its name is."""
+        """Find a sample in the source: where it was, or by its name."""
         names = self.source.listing.names
         first = max((first for first, _ in self._parts if first <= self._index[row]), default=0)
         index = int(self._index[row]) - first
@@ -207,7 +209,7 @@ class _Maker:
         return self._by_name[name]
 
     def _value(self, field: str, index: int) -> Any:
-        """Of a column; labels count the classes as the file names them."""
+        """Return the value of a column; labels count the classes as the file names them."""
         listing: Listing = self.source.listing
         value = listing.columns[field][index]
         if field != "labels" or not listing.class_names:

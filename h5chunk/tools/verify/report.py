@@ -1,4 +1,4 @@
-"""What `h5chunk.verify` found."""
+"""Reports on the damage in HDF5 files: for people (``str``) and for programs (``to_json``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.report import Report
 
-SHOWN = 20  # bad chunks in what people read; JSON has all
+SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
 
 
 @dataclass(frozen=True)
 class BadChunk:
-    """A chunk that is not right.
+    """A damaged chunk.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class BadChunk:
 
 @dataclass(frozen=True)
 class Checked:
-    """How a dataset was checked.
+    """The way in which a dataset was checked.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class VerifyReport(Report):
-    """What was found.
+    """The damage in a file.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class VerifyReport(Report):
     num_bytes : int
         Of the file.
     by_h5chunk : bool
-        Whether the file has checksums of ours.
+        Whether h5chunk wrote the file, with checksums.
     quick : bool
     fields : tuple of Checked
     bad : tuple of BadChunk
@@ -121,7 +121,7 @@ class VerifyReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, as far as was looked."""
+        """Whether no damage was found."""
         return not self.bad and not self.problems
 
     def facts(self) -> dict[str, Any]:
@@ -153,8 +153,62 @@ class VerifyReport(Report):
         return looked + (f", after repairing {_count(len(self.repaired), 'chunk')}" if self.repaired else "")
 
 
+@dataclass(frozen=True)
+class FolderReport(Report):
+    """The damage in the files of a folder.
+
+    Attributes
+    ----------
+    path : str
+    files : tuple of VerifyReport
+        Of each file, by name. What cannot be opened has that as its only problem.
+    missing : tuple of str
+        Names of shards that are not there.
+    problems : tuple of str
+        What is wrong with the files as a set.
+    seconds : float
+    """
+
+    path: str
+    files: tuple[VerifyReport, ...]
+    missing: tuple[str, ...]
+    problems: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no damage was found."""
+        return not self.missing and not self.problems and all(each.ok for each in self.files)
+
+    def facts(self) -> dict[str, Any]:
+        """The report for programs, with the verdicts."""
+        return {"ok": self.ok, **super().facts(), "files": [each.facts() for each in self.files]}
+
+    def lines(self) -> list[str]:
+        bad = [each for each in self.files if not each.ok]
+        whole = [each for each in self.files if each.ok]
+        size = human_bytes(sum(each.num_bytes for each in self.files))
+        verdict = "whole" if self.ok else f"DAMAGED: {self._faults(len(bad))}"
+        lines = [f"{self.path}: {_count(len(self.files), 'file')}, {size}, {verdict}"]
+        lines += [f"  missing: {name}" for name in self.missing[:SHOWN]]
+        if len(self.missing) > SHOWN:
+            lines.append(f"  missing: {len(self.missing) - SHOWN} more (--json has all)")
+        lines += [f"  wrong: {each}" for each in self.problems]
+        lines += [f"  {line}" for each in bad for line in each.lines()]
+        lines += [f"  {each.lines()[0]}" for each in whole[:SHOWN]]
+        if len(whole) > SHOWN:
+            lines.append(f"  {len(whole) - SHOWN} more that are whole")
+        read_bytes = sum(each.read_bytes for each in self.files)
+        lines.append(f"  {human_bytes(read_bytes)} read in {self.seconds:.1f} s")
+        return lines
+
+    def _faults(self, num_bad: int) -> str:
+        faults = [(num_bad, "bad file"), (len(self.missing), "missing file"), (len(self.problems), "other fault")]
+        return ", ".join(_count(count, what) for count, what in faults if count)
+
+
 def _count(count: int, what: str) -> str:
-    """A number of things; nothing for none.
+    """Format a count; an empty string for none.
 
     >>> _count(2, "chunk")
     '2 chunks'

@@ -1,26 +1,26 @@
-"""What a file of ours keeps beside the data, and what its matrices say: whether it agrees with itself."""
+"""Check the tables of an h5chunk file, and sparse matrices, for contradictions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError
-from h5chunk.store.format import GROUP, Header
-from h5chunk.store.guard.guard import Guard
-from h5chunk.store.read.matrixfield import MatrixField, look_at_matrix, read_indptr
-from h5chunk.store.read.rowcheck import ColumnLook, find_twice, row_of
-from h5chunk.store.write.csr import CSR, MATRIX, read_matrix
+from h5chunk.store.format.header import Header
+from h5chunk.store.format.matrix import MATRIX, read_matrix
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.read.fields import MatrixField, find_matrix_groups, look_at_matrix, read_indptr
 
-PARTS = ("indptr", "indices", "data")
-PART_VALUES = 4 << 20
+PART_VALUES = 4 << 20  # labels, or entries of rows that are sorted, at a time
 
 
 def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterator[str]:
-    """What is wrong in the group beside the data.
+    """Yield the contradictions in the group ``/h5chunk``.
 
     Parameters
     ----------
@@ -42,10 +42,14 @@ def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterato
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
             yield f"/{GROUP}/source_name_ends does not lead through the names: the sources of samples are not known"
     if header.class_names and "labels" in names:
-        yield from _look_at_labels(file["labels"], len(header.class_names))
+        yield from _check_codes(file["labels"], len(header.class_names), least=0)
+    for name in names:
+        table = f"{GROUP}/categories/{name}"
+        if table in names:
+            yield from _check_codes(file[name], len(file[table]), least=-1)
     for name in names:
         dataset = file[name]
-        own = "/" not in name and f"{GROUP}/checksums/{name}" in names and '"repack"' not in header.options
+        own = "/" not in name and f"{GROUP}/checksums/{name}" in names and "repack" not in header.options
         chunks = dataset.chunks or ()
         if own and (dataset.shape[:1] != (num_samples,) or chunks[:1] != (header.chunk_samples,)):
             yield (
@@ -66,20 +70,120 @@ def _look_at_index(table: h5py.Dataset) -> Iterator[str]:
         yield f"/{GROUP}/source_index names sample {index[1:][twice.argmax()]} of the source twice"
 
 
-def _look_at_labels(labels: h5py.Dataset, num_classes: int) -> Iterator[str]:
-    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterator[str]:
+    if field.dtype.kind not in "iu" or field.ndim != 1:
         return
-    for first in range(0, len(labels), PART_VALUES):
-        values = labels[first : first + PART_VALUES]
-        wrong = (values < 0) | (values >= num_classes)
+    for first in range(0, len(field), PART_VALUES):
+        values = field[first : first + PART_VALUES]
+        wrong = (values < least) | (values >= num_categories)
         if wrong.any():
             place = int(wrong.argmax())
-            yield f"labels: sample {first + place} has the label {values[place]} but there are {num_classes} classes"
+            name, what = field.name.lstrip("/"), "classes" if least == 0 else "categories"
+            yield f"{name}: sample {first + place} has the label {values[place]} but there are {num_categories} {what}"
             return
 
 
+class ColumnLook:
+    """Checker of the columns of a CSR matrix, part by part, from any thread.
+
+    Parameters
+    ----------
+    indptr : (num_rows + 1,) int64
+    num_columns : int
+    dtype : np.dtype
+        Of the columns, as stored.
+
+    Attributes
+    ----------
+    outside, twice, falls : int or None
+        An entry whose column is not in the matrix, is the one before it again, or is smaller than that; the first of
+        those that were seen.
+    """
+
+    def __init__(self, indptr: np.ndarray, num_columns: int, dtype: np.dtype) -> None:
+        self._indptr, self._num_columns, self._dtype = indptr, num_columns, dtype
+        self._ends: list[tuple[int, int, int, int]] = []  # first entry, the one behind the last, and their columns
+        self._outside: list[int] = []
+        self._twice: list[int] = []
+        self._falls: list[int] = []
+
+    def __call__(self, first: int, data: np.ndarray) -> None:
+        columns = data.view(self._dtype)[: max(0, int(self._indptr[-1]) - first)]
+        if not len(columns):
+            return
+        outside = columns >= self._num_columns
+        if self._dtype.kind == "i":
+            outside |= columns < 0
+        _note(self._outside, outside, first)
+        starts = np.zeros(len(columns) + 1, bool)
+        low, high = np.searchsorted(self._indptr, (first, first + len(columns)))
+        starts[self._indptr[low:high] - first] = True
+        inside = ~starts[1:-1]
+        _note(self._twice, (columns[1:] == columns[:-1]) & inside, first + 1)
+        _note(self._falls, (columns[1:] < columns[:-1]) & inside, first + 1)
+        self._ends.append((first, first + len(columns), int(columns[0]), int(columns[-1])))
+
+    def finish(self) -> None:
+        """Compare the borders of parts; after the last one."""
+        ends = sorted(self._ends)
+        for (_, stop, _, last), (start, _, first, _) in pairwise(ends):
+            place = int(np.searchsorted(self._indptr, start))
+            if start != stop or self._indptr[place] == start or first > last:
+                continue
+            (self._twice if first == last else self._falls).append(start)
+
+    @property
+    def outside(self) -> int | None:
+        return min(self._outside, default=None)
+
+    @property
+    def twice(self) -> int | None:
+        return min(self._twice, default=None)
+
+    @property
+    def falls(self) -> int | None:
+        return min(self._falls, default=None)
+
+
+def _note(found: list[int], wrong: np.ndarray, first: int) -> None:
+    if wrong.any():
+        found.append(first + int(wrong.argmax()))
+
+
+def row_of(indptr: np.ndarray, entry: int) -> int:
+    """Return the row that an entry lies in.
+
+    >>> row_of(np.array([0, 2, 2, 5]), 2)
+    2
+    """
+    return int(np.searchsorted(indptr, entry, "right")) - 1
+
+
+def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
+    """Find the first row that names a column twice, with columns in any order; read through HDF5."""
+    for first, last in _row_parts(indptr):
+        start, stop = int(indptr[first]), int(indptr[last])
+        columns = indices[start:stop].astype(np.int64)
+        rows = np.repeat(np.arange(first, last), np.diff(indptr[first : last + 1]))
+        order = np.lexsort((columns, rows))
+        columns, rows = columns[order], rows[order]
+        again = (columns[1:] == columns[:-1]) & (rows[1:] == rows[:-1])
+        if again.any():
+            return int(rows[1:][again.argmax()])
+    return None
+
+
+def _row_parts(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
+    first, num_rows = 0, len(indptr) - 1
+    while first < num_rows:
+        last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1
+        last = min(max(last, first + 1), num_rows)
+        yield first, last
+        first = last
+
+
 class MatrixCheck:
-    """A sparse matrix, as its chunks are read.
+    """Checker of a sparse matrix whose chunks are read.
 
     Parameters
     ----------
@@ -117,14 +221,14 @@ class MatrixCheck:
             self.problems.append(_short(error, path))
 
     def look_at_codes(self, first: int, data: np.ndarray) -> None:
-        """As `ColumnLook.__call__`, of the values in a file of ours."""
+        """Check the codes of an h5chunk file, as `ColumnLook.__call__` does columns."""
         assert self._field is not None
         zero = data[: max(0, self._field.num_entries - first)] == 0
         if zero.any():
             self._zeros.append(first + int(zero.argmax()))
 
     def finish(self, whole: bool) -> None:
-        """Say what is wrong, after all chunks were read."""
+        """Report the problems, after all chunks were read."""
         look, indptr, name = self.columns, self.indptr, self.prefix
         if look is None or indptr is None or self._field is None:
             return
@@ -145,7 +249,7 @@ class MatrixCheck:
             self.problems.append(f"{name}: entry {min(self._zeros)} has the code 0: codes are from 1 to 255")
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
-        """The rows that entries ``first`` to ``stop`` of a part lie in; None: not known."""
+        """Return the rows that entries ``first`` to ``stop`` of a part lie in; None if they are not known."""
         if self.indptr is None:
             return None
         if part == "indptr":
@@ -154,27 +258,18 @@ class MatrixCheck:
 
 
 def find_matrices(file: h5py.File, path: Path, names: list[str], is_csr: bool) -> dict[str, MatrixCheck]:
-    """The sparse matrices among datasets, by the path of their group.
+    """Find the sparse matrices among datasets, by the path of their group.
 
     Parameters
     ----------
     is_csr : bool
-        Whether the file is one of ours with a matrix: ``X``.
+        Whether it is an h5chunk file with a matrix, ``X``.
     """
-    there = set(names)
-    groups = [name[: -len("/indptr")] for name in names if name.endswith("/indptr")]
     return {
-        prefix: MatrixCheck(file, path, prefix, is_csr and prefix == MATRIX)
-        for prefix in groups
-        if all(f"{prefix}/{part}" in there for part in PARTS)
+        prefix: MatrixCheck(file, path, prefix, is_csr and prefix == MATRIX) for prefix in find_matrix_groups(names)
     }
 
 
-def holds_matrix(file: h5py.File) -> bool:
-    """Whether a file of ours says that it has a sparse matrix."""
-    return bytes(file[GROUP].attrs.get("kind", b"")) == CSR.encode()
-
-
 def _short(error: FileError, path: Path) -> str:
-    """Its message without the path."""
+    """Return the message of an error without the path."""
     return str(error).partition(f"{path.name}: ")[2] or str(error)

@@ -1,6 +1,6 @@
-"""Checks a file: its structure, every chunk against its checksum, and whether what it says agrees with itself.
+"""Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
-Of a file of others there are no checksums: then every chunk is decoded, which shows what a filter can notice, and plain
+Other HDF5 files have no checksums: then every chunk is decoded, which shows what a filter can notice, and plain
 bytes are only read. A bit that flipped in those cannot be seen by anybody.
 """
 
@@ -17,21 +17,24 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, TrustError, UnsupportedError, printable
-from h5chunk.sources.sparse.hdf5calls import is_stored_as
-from h5chunk.store.format import GROUP, Header, opened, read_header
-from h5chunk.store.guard.checks import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
-from h5chunk.store.guard.child import in_child, limited_memory
-from h5chunk.store.guard.claims import same_file
-from h5chunk.store.guard.guard import DAMAGES, Guard, Refusal, Trusted
+from h5chunk.machine import available_cores
+from h5chunk.store.format.header import Header, read_header
+from h5chunk.store.format.matrix import CSR, MATRIX
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.claims import same_file
+from h5chunk.store.hdf5.guard import Guard, Refusal
+from h5chunk.store.hdf5.library import is_stored_as
+from h5chunk.store.hdf5.open import DAMAGES, opened
+from h5chunk.store.hdf5.ranges import open_descriptor
+from h5chunk.store.hdf5.unwritten import count_unwritten
+from h5chunk.store.read.fields import MATRIX_PARTS
 from h5chunk.store.read.files import Paths, list_files
-from h5chunk.store.read.ranges import open_descriptor
-from h5chunk.store.read.unwritten import count_unwritten
-from h5chunk.store.write.csr import MATRIX
-from h5chunk.store.write.fill import available_cores
+from h5chunk.store.read.scan import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.verify.folder import FolderReport, verify_folder
-from h5chunk.tools.verify.report import BadChunk, Checked, VerifyReport
-from h5chunk.tools.verify.tables import MatrixCheck, find_matrices, holds_matrix, look_at_tables
+from h5chunk.tools.verify.folder import verify_folder
+from h5chunk.tools.verify.report import BadChunk, Checked, FolderReport, VerifyReport
+from h5chunk.tools.verify.tables import MatrixCheck, find_matrices, look_at_tables
 
 QUICK_CHUNKS = 32  # of each dataset
 MAX_THREADS = 8
@@ -45,10 +48,10 @@ def verify(
     quick: bool = False,
     repair: str | os.PathLike[str] | None = None,
     manifest: str | os.PathLike[str] | None = None,
-    trusted: Trusted = False,
+    trusted: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport | FolderReport:
-    """Check a file, ours or not, or all files of a folder.
+    """Check an HDF5 file, or all files of a folder.
 
     Parameters
     ----------
@@ -62,8 +65,8 @@ def verify(
         the bytes that the checksum says.
     manifest : path, optional
         The manifest that it was converted with; to repair the fields that came from it.
-    trusted : bool, path or sequence of paths
-        Whether links are followed, see `h5chunk.store.guard.guard`. Views and external storage are looked at where they
+    trusted : bool
+        Whether links are followed, see `h5chunk.store.hdf5.guard`. Views and external storage are looked at where they
         lie, not here, in any case.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
@@ -94,7 +97,7 @@ def _verify_file(
     quick: bool,
     repair: str | os.PathLike[str] | None,
     manifest: str | os.PathLike[str] | None,
-    trusted: Trusted,
+    trusted: bool,
     progress: Progress | None,
 ) -> VerifyReport:
 
@@ -113,7 +116,7 @@ def _verify_file(
     return replace(found, bad=tuple(bad), repaired=tuple(repaired))
 
 
-def _check_file(path: Path, quick: bool, trusted: Trusted, say: Callable[[tuple[str, int, int]], None]) -> VerifyReport:
+def _check_file(path: Path, quick: bool, trusted: bool, say: Callable[[tuple[str, int, int]], None]) -> VerifyReport:
     started = time.perf_counter()
     with ExitStack() as stack:
         with limited_memory(path):
@@ -142,7 +145,7 @@ def _check_file(path: Path, quick: bool, trusted: Trusted, say: Callable[[tuple[
 
 @dataclass
 class _Job:
-    """What is to be checked, and what came of it."""
+    """The datasets to check, and the results."""
 
     path: Path
     header: Header | None
@@ -157,15 +160,15 @@ class _Job:
         return {each.name: number for number, (each, _) in enumerate(self.datasets)}
 
     def checked(self) -> Iterator[Checked]:
-        """How each dataset was checked."""
+        """Yield how each dataset was checked."""
         for each, chunks in self.datasets:
             pattern = self.header is not None and each.name == f"{MATRIX}/data"  # ones that are never written
             unwritten = (0, "") if pattern or each.by == CHECKSUM else (each.num_unwritten, each.reads_as)
             yield Checked(each.name, max(len(each.written), len(chunks)), len(chunks), each.by, *unwritten)
 
 
-def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
-    """Look at the structure of everything, and say what is to be read."""
+def _survey(file: h5py.File, path: Path, trusted: bool, quick: bool) -> _Job:
+    """Check the structure of a file, and list the datasets to read."""
     job = _Job(path, read_header(file))
     guard = Guard(path, trusted)
     found: dict[str, h5py.Dataset] = {}
@@ -186,7 +189,7 @@ def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
             if isinstance(error, UnsupportedError) and count_unwritten(item):
                 sparse[name] = item
     names = sorted(found)
-    is_csr = job.header is not None and holds_matrix(file)
+    is_csr = job.header is not None and job.header.kind == CSR
     if job.header is not None:
         job.problems += _whole(look_at_tables(file, job.header, names))
     data = [name for name in names if job.header is None or not name.startswith(f"{GROUP}/")]
@@ -200,7 +203,7 @@ def _survey(file: h5py.File, path: Path, trusted: Trusted, quick: bool) -> _Job:
 
 
 def _whole(problems: Iterator[str]) -> list[str]:
-    """All of them; what HDF5 cannot read of the tables is one more."""
+    """List all problems; tables that HDF5 cannot read are one more."""
     found = []
     try:
         for each in problems:
@@ -216,7 +219,7 @@ def _refuse(job: _Job, error: FileError) -> None:
 
 
 def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> None:
-    """One more dataset, with its checksums."""
+    """Add a dataset, with its checksums."""
     dataset = found[name]
     if dataset.is_virtual or (dataset.chunks is None and dataset.external):
         job.notes.append(f"{name!r} has its values in other files: check those")
@@ -252,9 +255,9 @@ def _checksums(job: _Job, found: dict[str, h5py.Dataset], name: str) -> np.ndarr
     if job.header is None:
         return None
     if table is None:
-        pattern = name.endswith("/data") and not found[name].id.get_storage_size()
-        if not pattern and found[name].size:
-            (job.problems if name in OURS else job.notes).append(f"{name!r} has no checksums")
+        if found[name].size and found[name].id.get_storage_size():  # where nothing was written, nothing has a checksum
+            is_field = name in OURS or name in job.header.fields
+            (job.problems if is_field else job.notes).append(f"{name!r} has no checksums")
         return None
     if table.ndim != 1 or table.dtype != np.uint32:
         job.problems.append(f"the checksums of {name!r} are {table.dtype} {table.shape}, not a list of uint32")
@@ -270,7 +273,7 @@ def _look(matrix: MatrixCheck | None, part: str, dataset: h5py.Dataset) -> Look 
 
 
 def _check_all(job: _Job, say: Callable[[tuple[str, int, int]], None]) -> int:
-    """Read what is to be read; gives the bytes."""
+    """Read and check all datasets; return the bytes."""
     total = sum(each.stored_bytes(chunks) for each, chunks in job.datasets)
     done = 0
     descriptor = open_descriptor(job.path)
@@ -290,7 +293,7 @@ def _check_all(job: _Job, say: Callable[[tuple[str, int, int]], None]) -> int:
 def _bad(job: _Job, each: CheckedDataset, damage: Damage) -> BadChunk:
     prefix, _, part = each.name.rpartition("/")
     matrix, rows = job.matrices.get(prefix), None
-    if matrix is not None and part in ("indptr", "indices", "data"):
+    if matrix is not None and part in MATRIX_PARTS:
         rows = matrix.rows(part, *each.elements(damage.chunk))
     first, last = rows or each.rows(damage.chunk)
     offset, num_bytes = each.place(damage.chunk)

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import h5chunk
-from h5chunk.store.write.csr import write_csr
+from h5chunk.plan.csr import plan_csr
+from h5chunk.store.write.csr import CsrWriter, csr_spec
+from h5chunk.store.write.new_file import NewFile
 from h5chunk.transforms import Csr, Dense
 from peers import REUSED
 from peers.sparse import CSR, DENSE
@@ -19,7 +22,14 @@ from peers.sparse.matrix import Source
 
 def write(source: Source, path: Path) -> None:
     indptr, indices, values = source.shuffled()
-    write_csr(path, indptr, indices, values, source.num_columns, seed=source.seed, shuffled=True)
+    layout = plan_csr(len(indptr) - 1, source.num_columns, len(indices), pattern=False)
+    header = {"seed": source.seed, "shuffled": True, "options": {}}
+    with NewFile(path) as new:
+        new.allocate(csr_spec(layout, scale=1.0, attributes=header, fields={}, tables={}))
+        writer = CsrWriter(new, layout)
+        writer.append(indices.astype(layout.index_dtype, copy=False), values)
+        writer.finish(np.diff(indptr))
+        new.commit()
 
 
 TRIED = dict.fromkeys((CSR, DENSE), ({}, {"num_threads": 1}, {"memory": REUSED}, {"resident": True}))

@@ -1,0 +1,130 @@
+"""Memory that a GPU copies from, and memory of batches that is shared with another process."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+FLAG_BYTES = 64  # at the end of a shared buffer: tensors start at multiples of it
+
+Tensors = tuple[torch.Tensor, ...]
+Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each tensor
+Assemble = Callable[[Tensors], Tensors]
+
+
+class PinnedMemory:
+    """Host memory that a GPU copies from at full speed: exactly as much as was asked for, and given back in time.
+
+    torch's own pinned allocator takes powers of two and keeps what was freed.
+
+    Source: cudaHostRegister of the CUDA runtime.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, max(1, num_bytes))
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
+
+    def close(self) -> None:
+        """Unpin it; nothing copies from it any more."""
+        error = int(torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data))
+        if error:
+            warnings.warn(f"pinned memory could not be given back: CUDA error {error}", stacklevel=2)
+
+
+class SharedMemory:
+    """Batches in memory shared with the main process, for a DataLoader's worker: no bytes are sent, no page is new.
+
+    torch hands a shared tensor over as a file descriptor, but makes a fresh one for each batch, whose pages the system
+    has to find and clear. Here the buffers stay. A buffer is used again once no tensor of this process refers to it,
+    and the receiving process has cleared the flag in its last bytes, when its last reference was gone.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[torch.Tensor] = []
+
+    def empty(
+        self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
+    ) -> SharedFields:
+        """Uninitialised tensors of these shapes and dtypes, in one buffer; ``assemble`` makes fields of them."""
+        places, end = [], 0
+        for shape, dtype in fields:
+            places.append((end, shape, dtype))
+            end += -(-math.prod(shape) * dtype.itemsize // FLAG_BYTES) * FLAG_BYTES
+        buffer = self._take(end + FLAG_BYTES)
+        owned = buffer.numpy()[:end]
+        weakref.finalize(owned, self._idle.append, buffer).atexit = False
+        return SharedFields(buffer, owned, tuple(places), assemble)
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        returned = [buffer for buffer in self._idle if not buffer[-1]]
+        for buffer in returned:
+            self._idle[:] = [other for other in self._idle if other is not buffer]
+            if buffer.numel() >= num_bytes:
+                return buffer
+        buffer = shared_empty((num_bytes,), torch.uint8)
+        buffer[-1] = 0
+        return buffer
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_idle": []}  # memory stays in its process
+
+
+class SharedFields(tuple[torch.Tensor, ...]):
+    """Fields in one shared buffer; sent to another process, they arrive as a plain tuple of tensors.
+
+    Attributes
+    ----------
+    tensors : tuple of torch.Tensor
+        What the fields are made of: themselves, if ``assemble`` is None.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    _sent: tuple[torch.Tensor, Places, Assemble | None]
+
+    def __new__(
+        cls, buffer: torch.Tensor, owned: np.ndarray, places: Places, assemble: Assemble | None
+    ) -> SharedFields:
+        tensors = tuple(_views(owned, places))
+        self = super().__new__(cls, tensors if assemble is None else assemble(tensors))
+        self.tensors, self._sent = tensors, (buffer, places, assemble)
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self._sent[0][-1] = 1  # in use there
+        return _receive, self._sent
+
+
+def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) -> tuple[torch.Tensor, ...]:
+    owned = buffer.numpy()[:-FLAG_BYTES]
+    weakref.finalize(owned, _clear, buffer[-1:], os.getpid()).atexit = False
+    tensors = tuple(_views(owned, places))
+    return tensors if assemble is None else assemble(tensors)
+
+
+def _clear(flag: torch.Tensor, process: int) -> None:
+    if os.getpid() == process:  # a fork that lets go of its copy says nothing about ours
+        flag.zero_()
+
+
+def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
+    whole = torch.from_numpy(owned)
+    for start, shape, dtype in places:
+        yield whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape).data
+
+
+def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in memory shared between processes: a worker that fills it sends no bytes."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    storage = torch.UntypedStorage._new_shared(num_bytes)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]

@@ -1,0 +1,346 @@
+"""Read samples in any process when they are asked for: by byte ranges where the file allows it, else through HDF5.
+
+Plain bytes are read as `h5chunk.ChunkLoader` reads them, with the same checks. What is compressed, or needs HDF5 for
+another reason, goes through its chunk cache, which keeps what it decodes for the batches that follow.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from h5chunk.errors import FileError, OptionError
+from h5chunk.feed.collate import Batch
+from h5chunk.feed.layout import ArrayShape, matrix_layout, torch_dtype
+from h5chunk.feed.memory import Assemble, SharedMemory
+from h5chunk.feed.read_pool import is_kept_whole
+from h5chunk.feed.slots import BatchMemory
+from h5chunk.feed.stored_tables import decoded
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.csr import bounded_window, fullest_chunks
+from h5chunk.plan.layout import choose_window_chunks
+from h5chunk.plan.order import INTERLEAVE, Order
+from h5chunk.stamp import stamp_of
+from h5chunk.store.format.recommendation import read_recommendation
+from h5chunk.store.read.amplification import read_amplification
+from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader, model_cache
+from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
+from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
+from h5chunk.transforms.rows import RowConverter
+
+Tensors = Sequence[torch.Tensor]
+Fields = Mapping[str, str] | Sequence[str]
+
+
+class Loaded(NamedTuple):
+    """Samples of a field: the tensors that they take, and the function that fills those."""
+
+    shapes: list[ArrayShape]
+    fill: Callable[[Tensors], None]
+
+
+@dataclass(frozen=True)
+class CsrFirst:
+    """Make the first three tensors of a batch one CSR tensor; it travels between processes with them."""
+
+    num_columns: int
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        starts, columns, values, *others = tensors
+        return make_csr(starts, columns, values, (len(starts) - 1, self.num_columns)), *others
+
+
+class SampleReader:
+    """Reads the fields of a `ChunkDataset`.
+
+    Parameters
+    ----------
+    reader : H5Reader
+    convert : RowConverter, optional
+        For a first field whose samples are rows of a matrix.
+    """
+
+    def __init__(self, reader: H5Reader, convert: RowConverter | None) -> None:
+        self._reader, self._convert = reader, convert
+        self._first = next(iter(reader.fields))
+        self._memory: BatchMemory | None = None
+        self._shared: SharedMemory | None = None
+        self._assemble: Assemble | None = None  # makes the fields of a batch of its tensors, if they are not those
+        if convert is not None and convert.makes_csr:
+            self._assemble = CsrFirst(convert.num_columns)
+        self._opened: _OpenFields | None = None
+        self._order: Order | None = None  # of a sampler
+        self._cache: tuple[int, CacheSettings] | None = None  # by number of workers
+
+    def again(self) -> SampleReader:
+        """Another reader of the same fields."""
+        return SampleReader(copy(self._reader), self._convert)
+
+    def read(
+        self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
+    ) -> Batch:
+        """Read a batch.
+
+        Parameters
+        ----------
+        names : sequence of str
+            The fields.
+        rows : (n,) int64
+            Sample numbers in the file, in any order, also repeated.
+        numbered : mapping of str to (n,) int64
+            The values of fields that are not in the file.
+        shared : bool
+            Put it in memory that is shared with the process of a DataLoader.
+        """
+        loaded = [_of_numbers(numbered[name]) if name in numbered else self._load(name, rows) for name in names]
+        numbers = [each for each in loaded if isinstance(each, Loaded)]
+        shapes = [shape for each in numbers for shape in each.shapes]
+        if shared:
+            self._shared = self._shared or SharedMemory()
+            fields: tuple[torch.Tensor, ...] = (sent := self._shared.empty(shapes, self._assemble))
+            tensors = sent.tensors
+        else:
+            self._memory = self._memory or BatchMemory()
+            tensors = tuple(self._memory.empty(*shape) for shape in shapes)
+            fields = tensors if self._assemble is None else self._assemble(tensors)
+        left = iter(tensors)
+        for each in numbers:
+            each.fill(tuple(islice(left, len(each.shapes))))
+        self._check_unchanged()
+        if len(numbers) == len(loaded):  # shared memory goes to the other process as it is
+            return Batch(fields)
+        made = iter(fields)
+        return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
+
+    def _load(self, name: str, rows: np.ndarray) -> Loaded | list[str]:
+        """The samples of a field; strings as they are."""
+        field = self._reader.fields[name]
+        if self._convert is not None and name == self._first:
+            return self._load_matrix(rows, self._convert)
+        shape = (len(rows), *field.sample_shape)
+        dtype = torch_dtype(field.dtype, name)
+        if dtype is None:
+            text = np.empty(shape, field.dtype)
+            self._read_by_hdf5(name, rows, text)
+            return decoded(text).tolist()
+        return Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))
+
+    def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> Loaded:
+        """Rows of a matrix, converted."""
+        dense: list[ArrayShape] = [((len(rows), convert.num_columns), convert.dtype)]
+        if self._reader.matrix is None:
+            field = self._reader.fields[self._first]
+            stored = np.empty((len(rows), *field.sample_shape), field.dtype)
+            self._read(self._first, rows, stored)
+            made = convert(torch.from_numpy(stored), keep=True)
+            return Loaded(dense, lambda tensors: copy_all((made,), tensors))
+        entries = entries_of(self._read_entries(rows), convert.rule, convert.num_columns)
+        if not convert.makes_csr:
+            return Loaded(dense, lambda tensors: scatter(tensors[0], entries))
+        parts = entries.starts, entries.columns, entries.values
+        return Loaded([(tuple(part.shape), part.dtype) for part in parts], lambda tensors: copy_all(parts, tensors))
+
+    def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
+        """Dense samples, (n, *sample_shape), of numbers."""
+        opened = self._open()
+        if not out.size:
+            return
+        if name in opened.whole:
+            np.take(opened.whole[name], rows, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
+        elif name in opened.direct:
+            opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
+        else:
+            self._read_by_hdf5(name, rows, out)
+
+    def _read_entries(self, rows: np.ndarray) -> CsrRows:
+        """Rows of a sparse matrix, as they are stored."""
+        opened, matrix = self._open(), self._reader.matrix
+        assert matrix is not None and opened.layout is not None
+        window = opened.layout.window(rows)
+        arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
+        room = window.destination(arrays)
+        if matrix.name in opened.direct and len(rows):
+            opened.read(matrix.name, rows, room)
+        elif len(rows):
+            self._read_by_hdf5(matrix.name, rows, room)
+        window.check()
+        return window.rows(arrays)
+
+    def _read_by_hdf5(self, name: str, rows: np.ndarray, out: Any) -> None:
+        self._reader.set_caches(self.cache)
+        self._reader.read(name, rows, out)
+
+    def _open(self) -> _OpenFields:
+        if self._opened is None or self._opened.process != os.getpid():
+            self._opened = _OpenFields(self._reader)
+        return self._opened
+
+    def _check_unchanged(self) -> None:
+        """Raise FileError if the file was changed or replaced; of several, each is checked as it is read."""
+        if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
+            self._reader.check_unchanged()
+
+    def amplification(self, samples: np.ndarray) -> float:
+        """Bytes read over bytes used, when each of these samples is read once, chunk by chunk."""
+        return read_amplification(self._reader, samples, _plain_fields(self._reader))
+
+    def expect_order(self, order: Order) -> None:
+        """Size HDF5's cache for the chunks that an order leaves partly read; of several orders, the one with most."""
+        if self._order is None or order.open_chunks >= self._order.open_chunks:
+            self._order, self._cache = order, None
+
+    @property
+    def cache(self) -> CacheSettings:
+        """The chunk cache of the largest field in this process."""
+        worker = get_worker_info()
+        num_workers = worker.num_workers if worker is not None else 1
+        if self._cache is None or self._cache[0] != num_workers:
+            self._cache = num_workers, self._cache_of_one(num_workers)
+        return self._cache[1]
+
+    def _cache_of_one(self, num_workers: int) -> CacheSettings:
+        if self._order is not None:
+            self._warn_if_shared(self._order, num_workers)
+            return model_cache(self._reader, self._order.open_chunks_of(num_workers), self._order.cache_w0)
+        recommended = recommendation(self._reader)
+        if recommended is not None:
+            whole = recommended[1]
+            return CacheSettings(whole.nslots, -(-whole.nbytes // num_workers), whole.w0)
+        return model_cache(self._reader, -(-INTERLEAVE * recommended_window(self._reader) // num_workers))
+
+    def _warn_if_shared(self, order: Order, num_workers: int) -> None:
+        """Warn, in one worker, that several will decode each chunk."""
+        readers = num_workers // math.gcd(num_workers, order.interleave)
+        worker = get_worker_info()
+        if worker is None or worker.id or readers == 1 or order.window_batches == 1:
+            return
+        if self._reader.main.grid.needs_cache and self._reader.main.name not in self._open().direct:
+            warnings.warn(
+                f"num_workers is {num_workers} but the sampler's interleave is {order.interleave}: {readers} workers "
+                "will read each chunk; take a number of workers that divides it, or give ChunkSampler "
+                f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
+                stacklevel=2,
+            )
+
+    def caches_in_force(self) -> dict[str, CacheSettings]:
+        """The chunk cache of each field in this process, as HDF5 has it."""
+        self._reader.set_caches(self.cache)
+        return self._reader.caches_in_force()
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self._reader.close()
+        self._opened = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None}
+
+
+class _OpenFields:
+    """The fields that a process reads by byte ranges.
+
+    Attributes
+    ----------
+    direct : dict of str to a field
+        Those that are plain bytes of the file.
+    whole : dict of str to array
+        Small fields, which are kept in memory.
+    layout : MatrixLayout, optional
+        Of a sparse matrix.
+    """
+
+    def __init__(self, reader: H5Reader) -> None:
+        self.process, self._reader = os.getpid(), reader
+        self.layout = None if reader.matrix is None else matrix_layout(reader, reader.matrix)
+        self.direct = _plain_fields(reader)
+        self._descriptors = open_descriptors(reader)
+        weakref.finalize(self, close_descriptors, self._descriptors)
+        self.whole = {
+            name: field.read_all(self._descriptors)
+            for name, field in self.direct.items()
+            if is_kept_whole(field) and field.num_bytes <= SMALL_FIELD_BYTES
+        }
+
+    def read(self, name: str, rows: np.ndarray, out: Any) -> None:
+        """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, of a matrix, a `CsrBuffers`."""
+        order = np.argsort(rows, kind="stable")
+        try:
+            for part in self.direct[name].parts(rows[order], order, out):
+                part(self._descriptors)
+        except FileError:
+            self._reader.check_unchanged()
+            raise
+
+
+def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
+    """Window in chunks, and cache of one process: what a tuner left beside the file, or what the file says.
+
+    Raises
+    ------
+    FileError
+        What lies beside the file is damaged.
+    """
+    beside = read_recommendation(
+        reader.path,
+        dataset=reader.main.dataset,
+        num_samples=reader.num_samples,
+        chunk_samples=reader.chunk_samples,
+    )
+    if beside is not None or reader.header is None:
+        return beside
+    return reader.header.window_chunks, reader.header.cache
+
+
+def recommended_window(reader: H5Reader) -> int:
+    """Return how many chunks to shuffle together, as the file or else the model recommends.
+
+    Fewer where some chunks of a matrix hold far more than others, as windows are bounded by bytes.
+    """
+    found = recommendation(reader)
+    if found is not None:
+        window_chunks = found[0]
+    else:
+        window_chunks = choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
+    if reader.matrix is None:
+        return window_chunks
+    return bounded_window(window_chunks, fullest_chunks(reader.indptr, reader.chunk_samples))
+
+
+def _plain_fields(reader: H5Reader) -> dict[str, Any]:
+    """The fields that are bytes of the file: those that are not decoded, for which HDF5's cache is better."""
+    return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
+
+
+def _of_numbers(values: np.ndarray) -> Loaded:
+    return Loaded([(values.shape, torch.int64)], lambda tensors: copy_all((torch.from_numpy(values),), tensors))
+
+
+def copy_all(parts: Tensors, tensors: Tensors) -> None:
+    """Copy each tensor to the one in its place."""
+    for part, tensor in zip(parts, tensors, strict=True):
+        tensor.copy_(part)
+
+
+def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
+    """Validate the names of fields, and return the dataset of each; None stands for the default."""
+    if fields is None or isinstance(fields, Mapping):
+        return fields
+    names: Any = (fields,) if isinstance(fields, str) else fields
+    if isinstance(names, bytes) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"fields is {fields!r}: give names of datasets, or a mapping of names to datasets")
+    names = [str(name) for name in names]
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise OptionError(f"fields names {twice!r} twice: give each a name of its own: fields={{'name': {twice!r}}}")
+    return {name: name for name in names}

@@ -1,0 +1,93 @@
+"""Names, identifiers and categories that a converted file keeps beside its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.read.reader import H5Reader
+
+TEXT_ERRORS = "backslashreplace"  # of bytes that are not UTF-8
+
+
+def decoded(values: np.ndarray) -> np.ndarray:
+    """Decode fixed-length strings from UTF-8; a byte that is not UTF-8 becomes ``\\xNN``. Numbers stay as they are."""
+    return np.char.decode(values, "utf-8", TEXT_ERRORS) if values.dtype.kind == "S" else values
+
+
+class StoredTables:
+    """The tables of one or several files; each is read once.
+
+    All methods raise `FieldError` if a file does not have the table, and `FileError` if it is damaged.
+    """
+
+    def __init__(self, reader: H5Reader) -> None:
+        self._files = reader.readers
+        self._tables: dict[str, np.ndarray] = {}
+
+    def of_samples(self, name: str) -> np.ndarray:
+        """A table of one value per sample, of all files: (num_samples,), numbers or str."""
+        return self._once(name, lambda: np.concatenate([decoded(_rows_of_file(file, name)) for file in self._files]))
+
+    def source_names(self) -> np.ndarray:
+        """The path of each sample below the source that it was converted from: (num_samples,) of str."""
+        return self._once("source_names", lambda: np.concatenate([_names_of_file(file) for file in self._files]))
+
+    def common(self, name: str) -> np.ndarray:
+        """A table that all files share, such as the identifiers of columns: numbers or str.
+
+        Raise `FieldError` if that of a file differs.
+        """
+        return self._once(name, lambda: decoded(self._read_common(name)))
+
+    def _once(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
+        if name not in self._tables:
+            table = read()
+            table.flags.writeable = False  # all who ask get the same
+            self._tables[name] = table
+        return self._tables[name]
+
+    def _read_common(self, name: str) -> np.ndarray:
+        first, *others = self._files
+        table = _read(first, name)
+        for other in others:
+            if not np.array_equal(_read(other, name), table):
+                raise FieldError(f"{name} of {printable(other.path)} differs from that of {printable(first.path)}")
+        return table
+
+
+def _rows_of_file(reader: H5Reader, name: str) -> np.ndarray:
+    table = _read(reader, name)
+    if len(table) != reader.num_samples:
+        raise FileError(
+            f"{printable(reader.path)}: damaged: {name} has {len(table)} values for {reader.num_samples} samples"
+        )
+    return table
+
+
+def _names_of_file(reader: H5Reader) -> np.ndarray:
+    text, ends = _read(reader, "source_names").tobytes(), _read(reader, "source_name_ends")
+    starts = np.concatenate(([0], ends[:-1]))
+    if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
+        raise FileError(f"{printable(reader.path)}: damaged: source_name_ends does not divide source_names")
+    names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
+    return np.array(names, np.str_)
+
+
+def _read(reader: H5Reader, name: str) -> np.ndarray:
+    """A table of one file."""
+    if reader.header is None:
+        raise FieldError(
+            f"{printable(reader.path)}: has no {name}: only files that h5chunk converted keep names and ids"
+        )
+    try:
+        table = H5Reader(reader.path, {name: f"{GROUP}/{name}"}, trusted=reader.trusted)
+    except FieldError as error:
+        raise FieldError(f"{printable(reader.path)}: has no {name}: its source had none ({error})") from None
+    field = table.fields[name]
+    values = np.empty((table.num_samples, *field.sample_shape), field.dtype)
+    table.read(name, np.arange(table.num_samples), values)
+    return values

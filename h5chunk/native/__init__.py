@@ -1,0 +1,268 @@
+"""A pool of threads in C that read byte ranges and gather rows without Python's lock, if it was built.
+
+`pip install` builds ``core.c`` where there is a C compiler, and does without where there is none: then `available` is
+False, and callers read with threads of Python. ``H5CHUNK_NATIVE=0`` does without it as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+VERSION = 1  # of the functions and structures of core.c
+PART_BYTES = 2 << 20  # what a thread takes at a time
+JOB = np.dtype(
+    [
+        ("kind", np.int32),
+        ("descriptor", np.int32),
+        ("offset", np.int64),
+        ("count", np.int64),
+        ("num_bytes", np.int64),
+        ("source", np.uintp),
+        ("indices", np.uintp),
+        ("destination", np.uintp),
+        ("expected", np.uint32),
+        ("is_checked", np.uint32),
+    ]
+)
+READ, VERIFY, GATHER = range(3)  # kinds of jobs; core.c says what their numbers mean
+DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # what became of a ticket
+_abandoned: list[Any] = []  # what threads may still write to that hang in a read
+
+
+class Result(NamedTuple):
+    """What became of a ticket.
+
+    Attributes
+    ----------
+    ticket : int
+    status : int
+        DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED.
+    error : int
+        The errno, where the status is SYSTEM.
+    job : int
+        The number of the job that failed.
+    offset : int
+        Where it failed in its file.
+    """
+
+    ticket: int
+    status: int
+    error: int
+    job: int
+    offset: int
+
+
+class _Result(ctypes.Structure):
+    _fields_ = (
+        ("ticket", ctypes.c_uint64),
+        ("status", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+        ("job", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    )
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("starts", ctypes.c_void_p),
+        ("columns", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("num_columns", ctypes.c_int64),
+        ("column_bytes", ctypes.c_int32),
+        ("value_bytes", ctypes.c_int32),
+    )
+
+
+def available() -> bool:
+    """Return whether the library was built, fits this version, and is not switched off."""
+    return os.environ.get("H5CHUNK_NATIVE", "1") != "0" and _library() is not None
+
+
+@functools.cache
+def _library() -> Any:
+    """Load the library next to this module; None if there is none that fits."""
+    for path in sorted(Path(__file__).parent.glob("_core*.so")):
+        try:
+            library = ctypes.CDLL(str(path))
+            if library.h5chunk_version() == VERSION:
+                return _declare(library)
+        except (OSError, AttributeError):  # of another machine, or of something else
+            continue
+    return None
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pool, address, number = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+    for name, result, arguments in (
+        ("open", pool, (ctypes.c_int, number)),
+        ("num_threads", ctypes.c_int, (pool,)),
+        ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number)),
+        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(_Result))),
+        ("progress", number, (pool,)),
+        ("close", ctypes.c_int, (pool, ctypes.c_double)),
+        ("free", None, (pool,)),
+        ("gather", None, (address, number, address, number, address)),
+        ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
+        ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
+    ):
+        function = getattr(library, f"h5chunk_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class NativePool:
+    """Threads that do jobs. Not for a fork of the process that made it.
+
+    Parameters
+    ----------
+    num_threads : int
+    part_bytes : int
+        What a thread takes at a time.
+
+    Raises
+    ------
+    OSError
+        No thread could be started.
+    """
+
+    def __init__(self, num_threads: int, part_bytes: int = PART_BYTES) -> None:
+        self._library = _library()
+        self._pool = self._library.h5chunk_open(num_threads, part_bytes)
+        if not self._pool:
+            raise OSError("no reading thread could be started")
+        self._kept: dict[int, Any] = {}
+        self._lock = threading.Lock()  # none of the functions is called once the pool was given back
+
+    @property
+    def num_threads(self) -> int:
+        """The number of its threads: fewer than asked for where the system refused more."""
+        with self._lock:
+            return int(self._library.h5chunk_num_threads(self._pool)) if self._pool else 0
+
+    @property
+    def progress(self) -> int:
+        """A number that grows whenever a part is over."""
+        with self._lock:
+            return int(self._library.h5chunk_progress(self._pool)) if self._pool else 0
+
+    def submit(self, ticket: int, jobs: np.ndarray, keep: Any = None) -> None:
+        """Queue jobs behind those before.
+
+        Parameters
+        ----------
+        ticket : int
+            A number that `wait` gives back when all of them are over.
+        jobs : (n,) JOB, C-contiguous
+        keep : object
+            Holds the memory that the jobs point into until then.
+
+        Raises
+        ------
+        OSError
+            The pool is closed, or there is no memory.
+        """
+        with self._lock:
+            self._kept[ticket] = jobs, keep
+            if not self._pool or self._library.h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs)):
+                del self._kept[ticket]
+                raise OSError("the pool of reading threads is closed")
+
+    def wait(self, timeout_s: float) -> Result | None:
+        """Return the next ticket that is over; None if none was for ``timeout_s``.
+
+        Raises
+        ------
+        EOFError
+            The pool is closed, and all tickets were given back.
+        """
+        found = _Result()
+        state = self._library.h5chunk_wait(self._pool, timeout_s, found)
+        if state < 0:
+            raise EOFError("the pool of reading threads is closed")
+        if not state:
+            return None
+        self._kept.pop(found.ticket, None)
+        return Result(found.ticket, found.status, found.error, found.job, found.offset)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what waits, and wait for the threads; return whether all have ended. May be called again."""
+        return bool(self._library.h5chunk_close(self._pool, timeout_s))
+
+    def free(self) -> None:
+        """Give the closed pool back. Nobody may use it any more; threads that still read keep their memory for ever."""
+        if self.num_threads:
+            _abandoned.append(self._kept)
+        with self._lock:
+            pool, self._pool = self._pool, None
+            self._library.h5chunk_free(pool)
+
+
+def crc32(data: np.ndarray, start: int = 0) -> int:
+    """Return the CRC-32 of (n,) uint8, C-contiguous, as zlib computes it.
+
+    >>> hex(crc32(np.frombuffer(b"123456789", np.uint8))) if available() else '0xcbf43926'
+    '0xcbf43926'
+    """
+    return int(_library().h5chunk_crc32(data.ctypes.data, data.nbytes, start))
+
+
+def gather_rows(source: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
+    """Copy rows: ``out[i]`` becomes ``source[indices[i]]``.
+
+    Parameters
+    ----------
+    source : (num_rows, ...) array, C-contiguous
+    indices : (n,) int64, C-contiguous
+        Not checked: each must be a row of ``source``.
+    out : (n, ...) array of the same rows, C-contiguous
+    """
+    if len(indices):
+        row_bytes = out.nbytes // len(indices)
+        _library().h5chunk_gather(source.ctypes.data, row_bytes, indices.ctypes.data, len(indices), out.ctypes.data)
+
+
+def dense_rows(
+    starts: np.ndarray,
+    columns: np.ndarray,
+    codes: np.ndarray | None,
+    table: np.ndarray | None,
+    rows: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Make rows of a sparse matrix dense.
+
+    Parameters
+    ----------
+    starts : (m + 1,) int64
+        Entries ``starts[i]`` to ``starts[i + 1]`` are those of row i.
+    columns : (num_entries,) of any unsigned or signed integers
+    codes : (num_entries,) uint8, or, without ``table``, numbers of the size of those in ``out``; None: all are the same
+    table : (256,) array of the type of ``out``
+        The value of each code; without codes the first is the value of every entry.
+    rows : (n,) int64
+    out : (n, num_columns) array, C-contiguous
+
+    Raises
+    ------
+    IndexError
+        A column is not one of ``out``.
+    """
+    matrix = _Matrix(
+        starts.ctypes.data,
+        columns.ctypes.data,
+        None if codes is None else codes.ctypes.data,
+        None if table is None else table.ctypes.data,
+        out.shape[1],
+        columns.itemsize,
+        out.itemsize,
+    )
+    if _library().h5chunk_dense(matrix, rows.ctypes.data, len(rows), out.ctypes.data):
+        raise IndexError(f"a column is not one of {out.shape[1]}")

@@ -1,0 +1,443 @@
+/* A pool of threads that read byte ranges of files into scattered memory, and gather rows of memory.
+ *
+ * It knows nothing of HDF5, of orders or of Python: the caller hands it tables of jobs and waits for tickets. The tables,
+ * and all memory that they point into, belong to the caller and must stay in place until their ticket is done.
+ *
+ * Every function may be called by any thread, but none in a fork of the process that opened the pool.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define VERSION 1
+
+enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* what a job does */
+enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* what became of a ticket */
+
+enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
+enum { PIECE_BYTES = 256 << 10 };   /* what is summed while a processor's cache still holds it */
+enum { PREFETCHED_ROWS = 8 };
+
+/* One thing to do; what its numbers mean depends on its kind.
+ *
+ * READ    `count` vectors (struct iovec) at `source` are filled from `offset` of `descriptor`: `num_bytes` in all.
+ *         With `is_checked`, the CRC-32 of these bytes must be `expected`.
+ * VERIFY  the CRC-32 of `num_bytes` from `offset` of `descriptor` must be `expected`.
+ * GATHER  row i of `destination` becomes row `indices[i]` of `source`, `count` rows of `num_bytes / count` bytes. */
+typedef struct {
+    int32_t kind, descriptor;
+    int64_t offset, count, num_bytes;
+    const void *source;
+    const int64_t *indices;
+    void *destination;
+    uint32_t expected, is_checked;
+} Job;
+
+typedef struct {
+    uint64_t ticket;
+    int32_t status, error; /* `error` is an errno where `status` is SYSTEM */
+    int64_t job;    /* the number of the job that failed first */
+    int64_t offset; /* where in its file */
+} Result;
+
+typedef struct Ticket {
+    struct Ticket *next;
+    const Job *jobs;
+    int64_t num_jobs, num_taken, num_left;
+    Result result;
+} Ticket;
+
+typedef struct {
+    Ticket *first, *last;
+} Queue;
+
+typedef struct Pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done, ended;
+    Queue waiting;   /* tickets with jobs that no thread has taken */
+    Queue finished;  /* tickets that nobody has asked for */
+    int64_t part_bytes, progress;
+    int64_t num_open; /* tickets that were not given back */
+    int num_threads, is_closing, is_left;
+} Pool;
+
+/* ---- CRC-32, as zlib computes it ---- */
+
+static uint32_t tables[8][256];
+static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
+
+static void make_tables(void) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t value = i;
+        for (int bit = 0; bit < 8; bit++) value = (value >> 1) ^ (0xEDB88320u & -(value & 1));
+        tables[0][i] = value;
+    }
+    for (int table = 1; table < 8; table++)
+        for (int i = 0; i < 256; i++)
+            tables[table][i] = (tables[table - 1][i] >> 8) ^ tables[0][tables[table - 1][i] & 0xFF];
+}
+
+/* By tables, eight bytes at a time; takes and gives the inverted checksum. */
+static uint32_t crc_by_tables(uint32_t crc, const uint8_t *data, size_t length) {
+    pthread_once(&tables_once, make_tables);
+    for (; length >= 8; data += 8, length -= 8) {
+        uint32_t low, high;
+        memcpy(&low, data, 4);
+        memcpy(&high, data + 4, 4);
+        low ^= crc;
+        crc = tables[7][low & 0xFF] ^ tables[6][low >> 8 & 0xFF] ^ tables[5][low >> 16 & 0xFF] ^ tables[4][low >> 24] ^
+              tables[3][high & 0xFF] ^ tables[2][high >> 8 & 0xFF] ^ tables[1][high >> 16 & 0xFF] ^ tables[0][high >> 24];
+    }
+    while (length--) crc = (crc >> 8) ^ tables[0][(crc ^ *data++) & 0xFF];
+    return crc;
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* By carry-less multiplication, 64 bytes at a time. Source: Gopal et al., "Fast CRC Computation for Generic Polynomials
+ * Using PCLMULQDQ Instruction", Intel, 2009; the constants are powers of x modulo the reflected polynomial. */
+__attribute__((target("pclmul,sse4.1"))) static __m128i fold(__m128i state, __m128i next, __m128i powers) {
+    __m128i low = _mm_clmulepi64_si128(state, powers, 0x00);
+    __m128i high = _mm_clmulepi64_si128(state, powers, 0x11);
+    return _mm_xor_si128(_mm_xor_si128(low, high), next);
+}
+
+__attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_folding(uint32_t crc, const uint8_t *data, size_t length) {
+    const __m128i by_four = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
+    const __m128i by_one = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+    __m128i state[4];
+    for (int i = 0; i < 4; i++) state[i] = _mm_loadu_si128((const __m128i *)data + i);
+    state[0] = _mm_xor_si128(state[0], _mm_cvtsi32_si128((int)crc));
+    for (data += 64, length -= 64; length >= 64; data += 64, length -= 64)
+        for (int i = 0; i < 4; i++)
+            state[i] = fold(state[i], _mm_loadu_si128((const __m128i *)data + i), by_four);
+    for (int i = 1; i < 4; i++) state[0] = fold(state[0], state[i], by_one);
+    /* The 16 bytes that are left have the checksum of all bytes before: let the tables finish. */
+    uint8_t rest[16];
+    _mm_storeu_si128((__m128i *)rest, state[0]);
+    return crc_by_tables(crc_by_tables(0, rest, sizeof rest), data, length);
+}
+#endif
+
+EXPORT uint32_t h5chunk_crc32(const uint8_t *data, int64_t length, uint32_t start) {
+#if defined(__x86_64__)
+    if (length >= 64 && __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"))
+        return ~crc_by_folding(~start, data, (size_t)length);
+#endif
+    return ~crc_by_tables(~start, data, (size_t)length);
+}
+
+/* ---- What a thread does ---- */
+
+/* Fill some memory from a file: 0, or what went wrong in `result`. */
+static int read_rest(int descriptor, uint8_t *out, int64_t num_bytes, int64_t offset, Result *result) {
+    while (num_bytes > 0) {
+        ssize_t got = pread(descriptor, out, (size_t)num_bytes, offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) {
+            result->status = got < 0 ? SYSTEM : CUT_SHORT;
+            result->error = got < 0 ? errno : 0;
+            result->offset = offset;
+            return -1;
+        }
+        out += got;
+        num_bytes -= got;
+        offset += got;
+    }
+    return 0;
+}
+
+/* Fill vectors of `num_bytes` in all: usually by one call, which may give less than was asked for. */
+static int read_vectors(int descriptor, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
+                        Result *result) {
+    int64_t got = preadv(descriptor, vectors, count, offset);
+    if (got == num_bytes) return 0;
+    for (got = got < 0 ? 0 : got; count--; vectors++) {
+        int64_t length = (int64_t)vectors->iov_len;
+        if (got < length && read_rest(descriptor, (uint8_t *)vectors->iov_base + got, length - got, offset + got, result))
+            return -1;
+        offset += length;
+        got = got > length ? got - length : 0;
+    }
+    return 0;
+}
+
+static int check(uint32_t crc, const Job *job, Result *result) {
+    if (crc == job->expected) return 0;
+    result->status = CHECKSUM;
+    result->offset = job->offset;
+    return -1;
+}
+
+static int do_read(const Job *job, Result *result) {
+    const struct iovec *vectors = job->source;
+    int64_t offset = job->offset, most_bytes = job->is_checked ? PIECE_BYTES : INT64_MAX;
+    uint32_t crc = 0;
+    for (int64_t first = 0; first < job->count;) {
+        int64_t num_bytes = 0;
+        int count = 0;
+        while (first + count < job->count && count < MAX_VECTORS && (!count || num_bytes < most_bytes))
+            num_bytes += (int64_t)vectors[first + count++].iov_len;
+        if (read_vectors(job->descriptor, vectors + first, count, num_bytes, offset, result)) return -1;
+        if (job->is_checked)
+            for (int i = 0; i < count; i++)
+                crc = h5chunk_crc32(vectors[first + i].iov_base, (int64_t)vectors[first + i].iov_len, crc);
+        offset += num_bytes;
+        first += count;
+    }
+    return job->is_checked ? check(crc, job, result) : 0;
+}
+
+static int do_verify(const Job *job, uint8_t *scratch, Result *result) {
+    uint32_t crc = 0;
+    for (int64_t done = 0; done < job->num_bytes; done += PIECE_BYTES) {
+        int64_t left = job->num_bytes - done, size = left < PIECE_BYTES ? left : PIECE_BYTES;
+        if (read_rest(job->descriptor, scratch, size, job->offset + done, result)) return -1;
+        crc = h5chunk_crc32(scratch, size, crc);
+    }
+    return check(crc, job, result);
+}
+
+#define GATHER_NUMBERS(type)                                                                       \
+    do {                                                                                           \
+        const type *from = source;                                                                 \
+        type *to = destination;                                                                    \
+        for (int64_t i = 0; i < count; i++) to[i] = from[indices[i]];                              \
+    } while (0)
+
+EXPORT void h5chunk_gather(const void *source, int64_t row_bytes, const int64_t *indices, int64_t count,
+                           void *destination) {
+    if (row_bytes == 1) GATHER_NUMBERS(uint8_t);
+    else if (row_bytes == 8 && !(((uintptr_t)source | (uintptr_t)destination) & 7)) GATHER_NUMBERS(uint64_t);
+    else
+        for (int64_t i = 0; i < count; i++) {
+            if (i + PREFETCHED_ROWS < count)
+                __builtin_prefetch((const uint8_t *)source + indices[i + PREFETCHED_ROWS] * row_bytes);
+            memcpy((uint8_t *)destination + i * row_bytes, (const uint8_t *)source + indices[i] * row_bytes,
+                   (size_t)row_bytes);
+        }
+}
+
+static int do_job(const Job *job, uint8_t *scratch, Result *result) {
+    if (job->kind == READ) return do_read(job, result);
+    if (job->kind == VERIFY) return do_verify(job, scratch, result);
+    h5chunk_gather(job->source, job->num_bytes / job->count, job->indices, job->count, job->destination);
+    return 0;
+}
+
+/* ---- The pool ---- */
+
+static void push(Queue *queue, Ticket *ticket) {
+    ticket->next = NULL;
+    if (queue->last) queue->last->next = ticket;
+    else queue->first = ticket;
+    queue->last = ticket;
+}
+
+static Ticket *pop(Queue *queue) {
+    Ticket *ticket = queue->first;
+    if (ticket && !(queue->first = ticket->next)) queue->last = NULL;
+    return ticket;
+}
+
+/* Count jobs of a ticket as over; the lock is held. */
+static void finish(Pool *pool, Ticket *ticket, int64_t num_jobs) {
+    pool->progress++;
+    ticket->num_left -= num_jobs;
+    if (ticket->num_left) return;
+    push(&pool->finished, ticket);
+    pthread_cond_signal(&pool->done);
+}
+
+/* Leave undone what no thread has taken of the first waiting ticket; the lock is held. */
+static void skip_first(Pool *pool, int status) {
+    Ticket *ticket = pop(&pool->waiting);
+    int64_t num_left = ticket->num_jobs - ticket->num_taken;
+    if (ticket->result.status == DONE) ticket->result.status = status;
+    ticket->num_taken = ticket->num_jobs;
+    finish(pool, ticket, num_left);
+}
+
+/* Take jobs of about `part_bytes` from the first waiting ticket; the lock is held. */
+static int64_t take(Pool *pool, Ticket *ticket) {
+    int64_t first = ticket->num_taken, num_bytes = 0;
+    while (ticket->num_taken < ticket->num_jobs && num_bytes < pool->part_bytes)
+        num_bytes += ticket->jobs[ticket->num_taken++].num_bytes;
+    if (ticket->num_taken == ticket->num_jobs) pop(&pool->waiting);
+    return ticket->num_taken - first;
+}
+
+static void free_pool(Pool *pool) {
+    pthread_mutex_unlock(&pool->lock);
+    pthread_mutex_destroy(&pool->lock);
+    pthread_cond_destroy(&pool->work);
+    pthread_cond_destroy(&pool->done);
+    pthread_cond_destroy(&pool->ended);
+    for (Ticket *ticket; (ticket = pop(&pool->finished));) free(ticket);
+    free(pool);
+}
+
+static void *run(void *argument) {
+    Pool *pool = argument;
+    uint8_t *scratch = malloc(PIECE_BYTES);
+    pthread_mutex_lock(&pool->lock);
+    while (scratch) {
+        Ticket *ticket = pool->waiting.first;
+        if (!ticket) {
+            if (pool->is_closing) break;
+            pthread_cond_wait(&pool->work, &pool->lock);
+            continue;
+        }
+        if (ticket->result.status != DONE) {
+            skip_first(pool, CANCELLED);
+            continue;
+        }
+        const Job *job = ticket->jobs + ticket->num_taken;
+        int64_t count = take(pool, ticket);
+        pthread_mutex_unlock(&pool->lock);
+        Result result = {0};
+        for (int64_t i = 0; i < count && !result.status; i++)
+            if (do_job(job + i, scratch, &result)) result.job = job + i - ticket->jobs;
+        pthread_mutex_lock(&pool->lock);
+        if (result.status && ticket->result.status == DONE) {
+            result.ticket = ticket->result.ticket;
+            ticket->result = result;
+        }
+        finish(pool, ticket, count);
+    }
+    free(scratch);
+    pool->num_threads--;
+    pthread_cond_broadcast(&pool->ended);
+    if (pool->is_left && !pool->num_threads) free_pool(pool);
+    else pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+static void make_condition(pthread_cond_t *condition) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+#if !defined(__APPLE__)
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+#endif
+    pthread_cond_init(condition, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+static struct timespec after(double seconds) {
+    struct timespec time;
+#if defined(__APPLE__)
+    clock_gettime(CLOCK_REALTIME, &time);
+#else
+    clock_gettime(CLOCK_MONOTONIC, &time);
+#endif
+    int64_t nanoseconds = time.tv_nsec + (int64_t)((seconds - (int64_t)seconds) * 1e9);
+    time.tv_sec += (time_t)((int64_t)seconds + nanoseconds / 1000000000);
+    time.tv_nsec = (long)(nanoseconds % 1000000000);
+    return time;
+}
+
+EXPORT int h5chunk_version(void) { return VERSION; }
+
+/* Make a pool; NULL if there is no memory, or no thread could be started. */
+EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
+    Pool *pool = calloc(1, sizeof *pool);
+    if (!pool) return NULL;
+    pool->part_bytes = part_bytes;
+    pthread_mutex_init(&pool->lock, NULL);
+    make_condition(&pool->work);
+    make_condition(&pool->done);
+    make_condition(&pool->ended);
+    pthread_mutex_lock(&pool->lock);
+    for (pthread_t thread; pool->num_threads < num_threads; pool->num_threads++) {
+        if (pthread_create(&thread, NULL, run, pool)) break;
+        pthread_detach(thread);
+    }
+    if (!pool->num_threads) {
+        free_pool(pool);
+        return NULL;
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return pool;
+}
+
+/* How many threads the pool has: fewer than asked for where the system refused more. */
+EXPORT int h5chunk_num_threads(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    int num_threads = pool->num_threads;
+    pthread_mutex_unlock(&pool->lock);
+    return num_threads;
+}
+
+/* Queue jobs behind those before: 0, or -1 if there is no memory or the pool is closing. */
+EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs) {
+    Ticket *ticket = calloc(1, sizeof *ticket);
+    if (!ticket) return -1;
+    ticket->jobs = jobs;
+    ticket->num_jobs = ticket->num_left = num_jobs;
+    ticket->result.ticket = number;
+    pthread_mutex_lock(&pool->lock);
+    int is_closing = pool->is_closing;
+    pool->num_open += !is_closing;
+    if (is_closing) free(ticket);
+    else if (num_jobs) push(&pool->waiting, ticket);
+    else finish(pool, ticket, 0);
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+    return is_closing ? -1 : 0;
+}
+
+/* Wait for the next ticket that is over: 1 and its result, 0 if none was for `timeout_s`, -1 if the pool is closing and
+ * all were given back. */
+EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
+    struct timespec end = after(timeout_s);
+    pthread_mutex_lock(&pool->lock);
+    int error = 0;
+    while (!pool->finished.first && !(pool->is_closing && !pool->num_open) && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&pool->done, &pool->lock, &end);
+    Ticket *ticket = pop(&pool->finished);
+    pool->num_open -= !!ticket;
+    int found = ticket ? 1 : pool->is_closing && !pool->num_open ? -1 : 0;
+    pthread_mutex_unlock(&pool->lock);
+    if (ticket) *result = ticket->result;
+    free(ticket);
+    return found;
+}
+
+/* A number that grows with each part that is over. */
+EXPORT int64_t h5chunk_progress(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    int64_t progress = pool->progress;
+    pthread_mutex_unlock(&pool->lock);
+    return progress;
+}
+
+/* Drop what waits, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */
+EXPORT int h5chunk_close(Pool *pool, double timeout_s) {
+    struct timespec end = after(timeout_s);
+    pthread_mutex_lock(&pool->lock);
+    pool->is_closing = 1;
+    while (pool->waiting.first) skip_first(pool, CANCELLED);
+    pthread_cond_broadcast(&pool->work);
+    pthread_cond_broadcast(&pool->done);
+    int error = 0;
+    while (pool->num_threads && error != ETIMEDOUT) error = pthread_cond_timedwait(&pool->ended, &pool->lock, &end);
+    int is_over = !pool->num_threads;
+    pthread_mutex_unlock(&pool->lock);
+    return is_over;
+}
+
+/* Free a closed pool; the last of the threads that still read does. Nobody may wait for it any more. */
+EXPORT void h5chunk_free(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->is_left = 1;
+    if (!pool->num_threads) free_pool(pool);
+    else pthread_mutex_unlock(&pool->lock);
+}

@@ -1,0 +1,234 @@
+"""Random permutations that are the same on every machine, and the sequence of an epoch's samples that they give.
+
+Random numbers are raw Philox bits, sorted by all but the lowest of them: NumPy promises the bits of a bit generator for
+good, but not those of ``Generator.permutation``. A permutation is a list or, where a list would be large, a function of
+a key.
+
+The sequence of an epoch is all its samples, chunk by chunk, with the chunks in random order. Windows are cut out of it.
+Only the part that is asked for is ever computed: an epoch over 10**10 samples of equal chunks takes no memory for them.
+
+Source: Philox of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). For the permutation by a key:
+Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), a Feistel network on numbers of two digits, walked
+in cycles.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from h5chunk.errors import OptionError
+
+Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Stream = tuple[int, int, int]
+
+CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # what a stream is for; ECHO and those above: a pass of echoes each
+WEIGHTS, SPLIT = 1 << 40, (1 << 40) + 1
+MAX_LISTED = 1 << 22  # larger permutations are computed number by number: 32 MiB are a list's limit
+NUM_ROUNDS = 8  # of the network; from 4 on tests of chance find nothing, see tests/plan/test_permutation.py
+
+
+def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
+    """A random permutation of ``range(size)``, the same on every machine and for every version of NumPy.
+
+    Parameters
+    ----------
+    size : int
+    seed : int
+        From 0 to 2**64 - 1.
+    stream : (int, int, int)
+        Names one of the independent streams of this seed.
+
+    Returns
+    -------
+    (size,) int64
+    """
+    check_seed(seed)
+    return sorted_order(random_bits(size, seed, stream))
+
+
+class Permutation:
+    """A random permutation that is asked for some of its numbers.
+
+    Parameters
+    ----------
+    size, seed, stream
+        As for `permutation`, which it is up to ``MAX_LISTED`` numbers.
+
+    Examples
+    --------
+    >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
+    True
+    >>> len(set(Permutation(10**12, 0).at(np.arange(1000)).tolist()))
+    1000
+    """
+
+    def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> None:
+        self.size = size
+        self._listed = permutation(size, seed, stream=stream) if size <= MAX_LISTED else None
+        self._base = math.isqrt(max(0, size - 1)) + 1  # of the two digits: the domain is little larger than the size
+        self._other = -(-size // self._base) if size else 1
+        self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
+
+    def at(self, places: Indices) -> Indices:
+        """The numbers in these places: (n,) int64, each place below ``size``."""
+        if self._listed is not None:
+            return np.asarray(self._listed[places], np.int64)
+        numbers = self._network(places)
+        outside = np.flatnonzero(numbers >= self.size)
+        while len(outside):  # a cycle of the domain's permutation leads back inside
+            numbers[outside] = self._network(numbers[outside])
+            outside = outside[numbers[outside] >= self.size]
+        return numbers
+
+    def _network(self, numbers: Indices) -> Indices:
+        assert self._keys is not None
+        bases = np.uint64(self._base), np.uint64(self._other)
+        low, high = numbers.astype(np.uint64) % bases[0], numbers.astype(np.uint64) // bases[0]
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                high = (high + _mixed(low, key) % bases[1]) % bases[1]
+            else:
+                low = (low + _mixed(high, key) % bases[0]) % bases[0]
+        return np.asarray(high * bases[0] + low, np.int64)
+
+
+def _mixed(words: Words, key: np.uint64) -> Words:
+    """A hash of each word: the finaliser of SplitMix64."""
+    mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: Words = mixed ^ (mixed >> np.uint64(31))
+    return result
+
+
+def sorted_order(keys: Words) -> Indices:
+    """The order that sorts random keys along the last axis.
+
+    By all but the lowest bits of a key, and by its index, which takes their place: numbers that are all different are
+    sorted the same by every algorithm, so that NumPy may take its fastest, 6 to 10 times that of a stable ``argsort``.
+    """
+    size = keys.shape[-1]
+    index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
+    packed = (keys & ~index_bits) | np.arange(size, dtype=np.uint64)
+    packed.sort(axis=-1)
+    order: Indices = (packed & index_bits).astype(np.int64)
+    return order
+
+
+def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
+    """Words of one of the independent streams of a seed, and of a lane of it: (size,) uint64."""
+    generator = np.random.Philox(key=np.array([seed, lane], np.uint64), counter=np.array([0, *stream], np.uint64))
+    return np.asarray(generator.random_raw(size), np.uint64)
+
+
+def check_seed(seed: int) -> None:
+    """Raise OptionError unless it is a whole number of 64 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
+        raise OptionError(f"seed is {seed!r}: give a whole number from 0 to {(1 << 64) - 1}")
+
+
+class ChunkSequence(Protocol):
+    """The samples of an epoch by their position in it."""
+
+    def at(self, positions: Indices) -> Indices:
+        """The samples at these positions: (n,) int64."""
+
+
+class FileSequence:
+    """The order of the file."""
+
+    def at(self, positions: Indices) -> Indices:
+        """The samples at these positions: (n,) int64."""
+        return positions
+
+
+class ShuffledSequence:
+    """Equal chunks, permuted and laid end to end; the file's last one may be short.
+
+    Sample ``o`` of the chunk in turn ``t`` is at position ``t * chunk_samples + o``. What the short chunk lacks is
+    filled with random samples of the chunk that ends the sequence, so that the borders behind it stay where they are.
+    The short chunk comes last less often than the others, so that its samples are no likelier than others to be there.
+
+    Parameters
+    ----------
+    num_samples, chunk_samples : int
+    seed, epoch : int
+    """
+
+    def __init__(self, num_samples: int, chunk_samples: int, seed: int, epoch: int) -> None:
+        self._size, self._rest = chunk_samples, num_samples % chunk_samples
+        num_chunks = -(-num_samples // chunk_samples)
+        self._chunks = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
+        self._short, self._end = num_chunks - 1, num_chunks - 1
+        if self._rest:
+            self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples
+            self._instead = int(self._chunks.at(np.array([self._short_turn]))[0])
+            if self._short_turn != self._end:
+                self._fill = permutation(chunk_samples, seed, stream=(FILL, epoch, 0))
+
+    def at(self, positions: Indices) -> Indices:
+        """The samples at these positions: (n,) int64."""
+        turn, offset = np.divmod(positions, self._size)
+        if self._rest and self._short_turn != self._end:
+            fills = (turn == self._short_turn) & (offset >= self._rest)
+            ends = turn == self._end
+            offset[ends | fills] = self._fill[offset[ends | fills]]
+            turn[fills] = self._end
+        chunks = self._chunks.at(turn)
+        if self._rest:  # the short chunk changes places with the one that had its turn
+            chunks[chunks == self._short] = self._instead
+            chunks[turn == self._short_turn] = self._short
+        samples: Indices = chunks * self._size + offset
+        return samples
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A part of the sequence that is shuffled and cut into batches independently of the others.
+
+    All lanes have the same number of whole chunks. The samples that remain at the end of the sequence are dealt out
+    one by one, so that the lengths of lanes differ by one sample at most.
+
+    Attributes
+    ----------
+    number, num_lanes : int
+    own : int
+        Samples in whole chunks of each lane.
+    first : int
+        The position at which the rest of this lane begins.
+    num_samples : int
+        Of this lane.
+
+    Examples
+    --------
+    >>> lanes = [Lane.of(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
+    >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]
+    [[0, 1, 2, 3, 4, 15, 16, 17], [5, 6, 7, 8, 9, 18, 19, 20], [10, 11, 12, 13, 14, 21, 22]]
+    """
+
+    number: int
+    num_lanes: int
+    own: int
+    first: int
+    num_samples: int
+
+    @classmethod
+    def of(cls, number: int, num_lanes: int, *, num_samples: int, chunk_samples: int) -> Lane:
+        """Lane ``number`` of ``num_lanes``."""
+        least, more = divmod(num_samples, num_lanes)
+        own = least // chunk_samples * chunk_samples
+        first = num_lanes * own + number * (least - own) + min(number, more)
+        return cls(number, num_lanes, own, first, least + (number < more))
+
+    def positions(self, start: int, stop: int) -> Indices:
+        """Positions of samples ``start`` to ``stop`` of this lane in the sequence; beyond its end it begins again."""
+        within = np.arange(start, stop, dtype=np.int64)
+        if stop > self.num_samples:
+            within %= self.num_samples
+        return np.where(within < self.own, self.number * self.own + within, self.first + within - self.own)

@@ -1,0 +1,292 @@
+"""Subsets, weights and splits: the samples that an epoch visits where that is not all of them once.
+
+The samples of a subset, or those drawn by weight, are still visited chunk by chunk; chunks without any are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.permutation import CHUNKS, SPLIT, WEIGHTS, Indices, permutation, random_bits
+
+
+class Selection(Protocol):
+    """Samples to visit in epochs: `FixedSelection` or `WeightedSelection`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that hold a sample which may be visited."""
+
+    def resolve(self, seed: int, epoch: int, /) -> FixedSelection:
+        """The samples of one epoch."""
+
+
+@dataclass(frozen=True, eq=False)
+class FixedSelection:
+    """The same samples in each epoch: a subset, or all samples of chunks of different sizes.
+
+    Attributes
+    ----------
+    starts : (num_chunks + 1,) int64
+        The number of the first selected sample of each chunk that has any.
+    samples : (n,) int64, or None
+        The selected samples, ascending, possibly repeated; None: all samples.
+
+    Examples
+    --------
+    >>> selection = FixedSelection.of(np.array([1, 2, 5, 5, 40]), chunk_samples=4)
+    >>> len(selection), selection.starts.tolist()
+    (5, [0, 2, 4, 5])
+    """
+
+    starts: Indices
+    samples: Indices | None = None
+
+    @classmethod
+    def of(cls, samples: Indices, chunk_samples: int) -> FixedSelection:
+        """Select these samples, ascending, of equal chunks."""
+        return cls(_starts_of_runs(samples // chunk_samples), samples)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def resolve(self, _seed: int, _epoch: int) -> FixedSelection:
+        """The samples of one epoch: this selection."""
+        return self
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks with a selected sample."""
+        return len(self.starts) - 1
+
+
+class SelectionSequence:
+    """The selected samples chunk by chunk, with the chunks permuted."""
+
+    def __init__(self, selection: FixedSelection, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+        self._samples = selection.samples
+        order = np.arange(selection.num_chunks)
+        if shuffle:
+            order = permutation(selection.num_chunks, seed, stream=(CHUNKS, epoch, 0))
+        self._firsts = selection.starts[:-1][order]
+        self._ends = np.concatenate(([0], np.cumsum(np.diff(selection.starts)[order])))
+
+    def at(self, positions: Indices) -> Indices:
+        """The samples at these positions: (n,) int64."""
+        turn = np.searchsorted(self._ends, positions, "right") - 1
+        numbers = self._firsts[turn] + positions - self._ends[turn]
+        return numbers if self._samples is None else self._samples[numbers]
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedSelection:
+    """Samples drawn anew for each epoch, in proportion to their weights.
+
+    A sample that is expected 2.3 times in an epoch comes two or three times: never five times, or not at all.
+
+    Attributes
+    ----------
+    chunks : (n,) int64
+        The chunk of each sample, ascending.
+    samples : (n,) int64, or None
+        Their numbers; None: 0 to n - 1.
+    expected : (n + 1,) float64
+        The cumulative expected number of draws, from 0 to the number of samples that are drawn.
+
+    Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
+
+    Examples
+    --------
+    >>> selection = WeightedSelection.of(np.array([1.0, 0.0, 3.0, 4.0]), np.array([0, 0, 1, 1]), None, num_draws=4)
+    >>> selection.resolve(seed=0, epoch=0).samples.tolist()
+    [2, 2, 3, 3]
+    """
+
+    chunks: Indices
+    samples: Indices | None
+    expected: np.ndarray
+
+    @classmethod
+    def of(cls, weights: np.ndarray, chunks: Indices, samples: Indices | None, num_draws: int) -> WeightedSelection:
+        """Select by weights, (n,) float64 of any sum."""
+        expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # the sum of huge ones is infinite
+        expected *= num_draws / expected[-1]
+        expected[-1] = num_draws
+        return cls(chunks, samples, np.minimum(expected, num_draws))
+
+    def __len__(self) -> int:
+        return int(self.expected[-1])
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks with a sample that may be drawn."""
+        return len(np.unique(self.chunks[np.diff(self.expected) > 0]))
+
+    @property
+    def most(self) -> Indices:
+        """The most draws of each sample in an epoch: (n,) int64."""
+        return np.ceil(np.diff(self.expected)).astype(np.int64) + 1
+
+    def resolve(self, seed: int, epoch: int) -> FixedSelection:
+        """Draw the samples of one epoch."""
+        chance = float(random_bits(1, seed, (WEIGHTS, epoch, 0))[0] >> np.uint64(11)) / (1 << 53)
+        ends = np.floor(self.expected + chance).astype(np.int64)
+        counts: Indices = ends[1:] - ends[:-1]
+        numbers = np.repeat(np.arange(len(counts)), counts)
+        starts = _starts_of_runs(self.chunks[numbers])
+        return FixedSelection(starts, numbers if self.samples is None else self.samples[numbers])
+
+
+def _starts_of_runs(chunks: Indices) -> Indices:
+    """The start of each run of equal numbers, and the length of the array: (num_runs + 1,) int64."""
+    if not len(chunks):
+        return np.zeros(1, np.int64)
+    return np.concatenate(([0], np.flatnonzero(chunks[1:] != chunks[:-1]) + 1, [len(chunks)]))
+
+
+def select_samples(samples: Any, num_samples: int) -> Indices:
+    """Validate a subset, and return its sample numbers, ascending: (n,) int64.
+
+    Parameters
+    ----------
+    samples : array of bool or of int
+        A mask of all samples, or the numbers of the selected samples, in any order.
+    num_samples : int
+        Of the data set.
+
+    Raises
+    ------
+    OptionError
+        A number is out of range or repeated, or the mask has another length.
+    """
+    given = as_array("subset", samples)
+    if given.dtype == bool:
+        if given.shape != (num_samples,):
+            raise OptionError(f"subset is a mask of shape {given.shape}, but there are {num_samples} samples")
+        return np.flatnonzero(given)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise OptionError(f"subset has the shape {given.shape} and type {given.dtype}: give whole numbers, or a mask")
+    numbers = np.sort(given)
+    if len(numbers) and (numbers[0] < 0 or numbers[-1] >= num_samples):
+        wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
+        raise OptionError(f"subset names sample {wrong}, but they are numbered from 0 to {num_samples - 1}")
+    repeated = np.flatnonzero(numbers[1:] == numbers[:-1])
+    if len(repeated):
+        raise OptionError(f"subset names sample {numbers[repeated[0]]} twice: for more of some samples use weights")
+    return numbers.astype(np.int64)
+
+
+def as_array(name: str, values: Any) -> np.ndarray:
+    """Convert an argument to an array.
+
+    Raises
+    ------
+    OptionError
+        It is not possible, as with lists of different lengths.
+    """
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"{name} cannot be made one array, such as lists of different lengths: give numbers"
+        ) from None
+
+
+def check_weights(weights: Any, num_samples: int) -> np.ndarray:
+    """Validate weights, and return them as (n,) float64.
+
+    Raises
+    ------
+    OptionError
+        Their number is not that of the samples, one is negative or not finite, or none is positive.
+    """
+    given = as_array("weights", weights)
+    if given.dtype.kind not in "biuf":
+        raise OptionError(f"weights are of type {given.dtype}: give numbers, or the name of a field")
+    values = given.astype(np.float64)
+    if values.shape != (num_samples,):
+        raise OptionError(f"weights have the shape {values.shape}, but there are {num_samples} samples: give one each")
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if len(wrong):
+        raise OptionError(f"weights[{wrong[0]}] is {values[wrong[0]]}: give finite numbers, 0 or more")
+    if not values.any():
+        raise OptionError("weights are all 0: nothing can be drawn")
+    return values
+
+
+def balanced_weights(groups: np.ndarray) -> np.ndarray:
+    """Compute weights that make all groups equally likely.
+
+    >>> balanced_weights(np.array([7, 7, 7, 9])).round(3).tolist()
+    [0.333, 0.333, 0.333, 1.0]
+    """
+    _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return 1.0 / counts[group]
+
+
+def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndarray | None, seed: int) -> list[Indices]:
+    """Cut shuffled samples into parts of the given sizes.
+
+    Parameters
+    ----------
+    shuffled : (n,) int64
+        The samples in random order.
+    fractions : sequence of float
+        The size of each part; their sum is 1, or less where samples are left out.
+    groups : (n,) array, optional
+        The group of each sample, by its number: each group is cut in the same proportions.
+    seed : int
+
+    Returns
+    -------
+    list of (m,) int64, ascending
+
+    Raises
+    ------
+    OptionError
+        The fractions are not numbers from 0 to 1, or their sum is more than 1.
+
+    Examples
+    --------
+    >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
+    [[1, 3], [0, 2]]
+    """
+    shares = _check_fractions(fractions)
+    if groups is None:
+        return _cut([shuffled], shares)
+    by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
+    members = np.split(by_group, _starts_of_runs(groups[by_group])[1:-1])
+    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # who gets the sample that cannot be cut
+    return _cut([members[number] for number in turn], shares)
+
+
+def _check_fractions(fractions: Sequence[float]) -> np.ndarray:
+    shares = as_array("fractions", fractions)
+    are_numbers = shares.dtype.kind in "biuf" and shares.ndim == 1 and len(shares)
+    if not are_numbers or not (np.isfinite(shares).all() and (shares >= 0).all()):
+        raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
+    if shares.sum() > 1 + 1e-9:
+        raise OptionError(f"fractions are {fractions!r} and make {shares.sum():g}: give at most 1 in all")
+    return shares.astype(np.float64)
+
+
+def _cut(groups: list[Indices], shares: np.ndarray) -> list[Indices]:
+    """Cut each group in these proportions, and carry what was rounded to the next one, so that the totals are right."""
+    ends = np.cumsum(shares)
+    parts: list[list[Indices]] = [[] for _ in shares]
+    carried = np.zeros(len(shares))
+    for group in groups:
+        due = len(group) * ends + carried
+        cuts = np.clip(np.floor(due + 0.5), 0, len(group)).astype(np.int64)
+        cuts = np.maximum.accumulate(cuts)
+        carried = due - cuts
+        for part, start, stop in zip(parts, [0, *cuts[:-1]], cuts, strict=True):
+            part.append(group[start:stop])
+    return [np.sort(np.concatenate(part)) for part in parts]

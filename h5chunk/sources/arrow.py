@@ -1,0 +1,44 @@
+"""pyarrow, imported when it is first used: telling kinds of data apart and showing their options must not need it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+
+class _Late:
+    """A module that is imported when one of its names is looked up."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+pyarrow: Any = _Late("pyarrow")
+compute: Any = _Late("pyarrow.compute")
+csv: Any = _Late("pyarrow.csv")
+parquet: Any = _Late("pyarrow.parquet")
+
+
+def byte_lengths(column: Any) -> np.ndarray:
+    """Return the lengths of the strings of a binary array: (n,) int32."""
+    return np.diff(_offsets(column))
+
+
+def to_fixed_bytes(column: Any) -> np.ndarray:
+    """Convert a binary array without missing values to bytes of a fixed length: (n,) ``S``."""
+    if not len(column):
+        return np.empty(0, "S1")
+    offsets, lengths = _offsets(column), byte_lengths(column)
+    wide = np.zeros((len(column), max(1, int(lengths.max()))), np.uint8)
+    data = np.frombuffer(column.buffers()[2] or b"", np.uint8)
+    wide[np.arange(wide.shape[1]) < lengths[:, None]] = data[offsets[0] : offsets[-1]]
+    return wide.view(f"S{wide.shape[1]}")[:, 0]
+
+
+def _offsets(column: Any) -> np.ndarray:
+    return np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]

@@ -1,0 +1,262 @@
+"""AnnData files: one matrix, the columns of ``obs`` as fields, and the names of rows and columns.
+
+The matrix is X, a layer, or raw/X: compressed rows or columns as any version of AnnData keeps them, or dense, whose
+zeros are dropped. Columns of ``obs`` that have no type of fixed size are left out and listed in ``ignored``.
+Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of h5sparse (legacy).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import SourceError
+from h5chunk.source import OpenContext
+from h5chunk.sources.matrix import compressed
+from h5chunk.sources.matrix.block import Block, LayerOptions, SparseSource
+from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
+from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.recognise import HDF5_MAGIC, hdf5_members, suffix_of
+
+FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
+CELL_BYTES = 64  # of memory for a cell of a dense matrix, as int64 numbers, value and masks
+MAX_CATEGORIES = 1 << 20
+
+
+class H5adSource(SparseSource):
+    """An .h5ad; see `SparseSource`.
+
+    Parameters
+    ----------
+    path : path
+    layer : str, optional
+        ``X`` (default), ``raw`` (that is ``raw/X``), or the name of a layer.
+    memory_bytes : int
+        Limit on the names and fields, which are kept in memory.
+
+    Attributes
+    ----------
+    ignored : dict of str to str
+        Columns of ``obs`` that are left out, with the reason.
+
+    Raises
+    ------
+    SourceError
+        The file is damaged, has no such matrix, its parts do not agree, or h5chunk wrote it.
+    """
+
+    kind = "h5ad"
+    Options = LayerOptions
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        if suffix_of(source) == ".h5ad":
+            return head.startswith(HDF5_MAGIC)
+        return {"X", "obs", "var"} <= set(hdf5_members(source, head))
+
+    @classmethod
+    def open(cls, source: Any, options: LayerOptions, context: OpenContext) -> H5adSource:
+        return cls(source, options.layer, context.memory_bytes)
+
+    shape: tuple[int, int]
+    axes = ("obs", "var")
+
+    def __init__(
+        self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
+    ) -> None:
+        self._file = GuardedFile(path, memory_bytes)
+        self.path = self._file.path
+        self._where = _place(layer)
+        self.row_fields: dict[str, np.ndarray] = {}
+        self.categories: dict[str, list[str]] = {}
+        self.ignored: dict[str, str] = {}
+        with self._file.open() as root:
+            if "h5chunk" in root:
+                raise root.error(
+                    "was written by h5chunk, which keeps values as codes (value * scale): convert what it was made "
+                    "from, or lay it out anew with h5chunk repack"
+                )
+            self._layout, self.shape, parts = self._matrix(root)
+            self.num_bytes = sum(part.stored_bytes for part in parts)
+            self.is_sorted_by_row = self._layout == "csr" or (self._layout == "dense" and parts[0].has_whole_rows())
+            self.row_names = self._names(root, "obs", self.shape[0])
+            holder = root.group("raw") if self._where[0] == "raw" else root
+            self.column_names = self._names(holder, "var", self.shape[1])
+            if "obs" in root and root.is_group("obs"):
+                self._read_fields(root.group("obs"))
+
+    def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[Stored]]:
+        """How the matrix is kept, its shape, and its parts: data, indices, indptr; or the dense one."""
+        holder = root
+        for name in self._where[:-1]:
+            if name not in holder:
+                raise root.error(f"has no {name!r}; {_choices(root)}")
+            holder = holder.group(name)
+        name = self._where[-1]
+        if name not in holder:
+            raise root.error(f"has no matrix {'/'.join(self._where)!r}; {_choices(root)}")
+        if not holder.is_group(name):
+            dense = holder.dataset(name, 2)
+            compressed.check_values_type(dense.name, dense.dtype)
+            return "dense", (dense.shape[0], dense.shape[1]), [dense]
+        group = holder.group(name)
+        word = group.word("encoding-type") or group.word("h5sparse_format")
+        if word not in FORMATS:
+            raise group.error(f"is encoded as {word!r} but {', '.join(FORMATS)} and dense datasets are read")
+        shape = self._shape(group)
+        parts = [group.dataset(part) for part in ("data", "indices", "indptr")]
+        major = shape if FORMATS[word] == "csr" else shape[::-1]
+        compressed.check_kinds(major, parts[0], parts[2], parts[1])
+        return FORMATS[word], shape, parts
+
+    def _shape(self, group: GuardedGroup) -> tuple[int, int]:
+        for name in ("shape", "h5sparse_shape"):
+            if (shape := group.numbers(name)) is not None:
+                if shape.shape != (2,) or int(shape.min()) < 0:
+                    raise group.error(f"its attribute {name!r} must be two numbers, of rows and of columns")
+                return int(shape[0]), int(shape[1])
+        raise group.error("has no attribute 'shape'")
+
+    def _names(self, holder: GuardedGroup, table: str, length: int) -> np.ndarray | None:
+        """obs_names or var_names, if they are strings."""
+        if table not in holder or not holder.is_group(table):
+            return None  # files of before 2020 keep tables of mixed types
+        group = holder.group(table)
+        name = group.word("_index") or next((word for word in ("_index", "index") if word in group), "")
+        if name not in group or group.is_group(name):
+            return None
+        stored = group.dataset(name)
+        if stored.length != length:
+            raise group.error(f"has {stored.length} names but the matrix {length}", name)
+        if not stored.is_text and stored.dtype.kind != "S":
+            return None
+        return self._keep(read_strings(stored), f"names of {table}")
+
+    def _keep(self, values: np.ndarray, what: str) -> np.ndarray:
+        """Count an array that is kept until all is converted, when it is also permuted."""
+        self._file.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
+        return values
+
+    def _read_fields(self, obs: GuardedGroup) -> None:
+        index = obs.word("_index") or "_index"
+        names = [name for name in obs.words("column-order") if name in obs] or obs.names()
+        for name in dict.fromkeys(names):
+            if name in (index, "index", "__categories"):
+                continue
+            try:
+                self._read_field(obs, name)
+            except _Unfit as reason:
+                self.ignored[name] = str(reason)
+
+    def _read_field(self, obs: GuardedGroup, name: str) -> None:
+        if obs.is_group(name):
+            self._read_encoded(obs.group(name), name)
+            return
+        stored = obs.dataset(name)
+        values = self._column(stored)
+        if "__categories" in obs and name in obs.group("__categories"):
+            self._add_categorical(name, values, obs.group("__categories").dataset(name))
+        else:
+            self.row_fields[name] = values
+
+    def _read_encoded(self, group: GuardedGroup, name: str) -> None:
+        word = group.word("encoding-type")
+        if word == "categorical":
+            self._add_categorical(name, self._column(group.dataset("codes")), group.dataset("categories"))
+        elif word.startswith("nullable-"):
+            if self._column(group.dataset("mask")).any():
+                raise _Unfit("has missing values")
+            self.row_fields[name] = self._column(group.dataset("values"))
+        else:
+            raise _Unfit(f"is encoded as {word!r}")
+
+    def _column(self, stored: Stored) -> np.ndarray:
+        """The values of one row field."""
+        if stored.length != self.shape[0]:
+            raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
+        if stored.is_text or stored.dtype.kind == "S":
+            return self._keep(_strings(stored), f"values of {stored.where}")
+        if stored.dtype.kind not in "biuf":
+            raise _Unfit(f"has the type {stored.dtype}")
+        return self._keep(compressed.native(stored.all()), f"values of {stored.where}")
+
+    def _add_categorical(self, name: str, codes: np.ndarray, stored: Stored) -> None:
+        if stored.length > MAX_CATEGORIES:
+            raise _Unfit(f"has {stored.length} categories, over the limit of {MAX_CATEGORIES}")
+        if codes.dtype.kind not in "iu":
+            raise stored.error(f"its codes have the type {codes.dtype} but must be whole numbers")
+        bad = np.flatnonzero((codes < -1) | (codes >= stored.length))
+        if len(bad):
+            raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range: there are {stored.length}")
+        if stored.is_text or stored.dtype.kind == "S":
+            strings = self._keep(_strings(stored), f"categories of {name}")
+            words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]
+        else:
+            words = [str(value) for value in stored.all().tolist()]
+        self.row_fields[name], self.categories[name] = codes, words
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        with self._file.open() as root:
+            layout, shape, parts = self._matrix(root)
+
+            def consumed() -> int:
+                return int(sum(part.stored_bytes * part.read_part for part in parts))
+
+            if layout == "dense":
+                for block in _dense_blocks(parts[0], max_bytes):
+                    yield block, consumed()
+                return
+            yield from compressed.compressed_blocks(
+                shape if layout == "csr" else shape[::-1],
+                *parts,
+                by_column=layout == "csc",
+                max_bytes=max_bytes,
+                consumed=consumed,
+            )
+
+
+class _Unfit(Exception):
+    """Why a column of obs is left out."""
+
+
+def _strings(stored: Stored) -> np.ndarray:
+    try:
+        return read_strings(stored)
+    except SourceError as error:
+        if "the limit is" in str(error):
+            raise _Unfit(str(error)) from None
+        raise
+
+
+def _place(layer: str | None) -> tuple[str, ...]:
+    """The path of the matrix."""
+    if layer in (None, "X"):
+        return ("X",)
+    if layer in ("raw", "raw/X"):
+        return ("raw", "X")
+    return ("layers", str(layer).removeprefix("layers/"))
+
+
+def _choices(root: GuardedGroup) -> str:
+    """The matrices that are there, for messages."""
+    there = [name for name in ("X",) if name in root]
+    there += ["raw"] if "raw" in root else []
+    there += root.group("layers").names() if "layers" in root else []
+    return f"matrices that it has (layer): {', '.join(there) or 'none'}"
+
+
+def _dense_blocks(dense: Stored, max_bytes: int) -> Iterator[Block]:
+    """The cells that are not zero."""
+    at_once = max(1, max_bytes // CELL_BYTES)
+    for row, column, part in dense.parts(at_once * dense.dtype.itemsize):
+        cells = part.reshape(-1)
+        for start in range(0, len(cells), at_once):
+            places = np.flatnonzero(cells[start : start + at_once]) + start
+            values = compressed.native(cells[places])
+            rows, columns = np.divmod(places, part.shape[1])
+            rows, columns = rows + row, columns + column
+            compressed.check_finite(dense.name, values, rows, columns)
+            yield Block(rows, columns, values)

@@ -1,0 +1,395 @@
+"""Delimited files of (row, column[, value]) in any number of lines: ratings.csv, ratings.dat, u.data, edge lists.
+
+| question | answer |
+| --- | --- |
+| delimiter | what parts the first lines: ``::``, tab, semicolon, comma, or runs of blanks |
+| header | the first line, if it names columns: words where the second line has numbers, or well-known names |
+| columns | by their names (userId, movieId, rating, timestamp and the like), else the first, second and third; others \
+are left out |
+| ids | int64 if those that are looked at (the start of the file and places all over it) are whole numbers as int64 \
+writes them, but for one in 200 that is taken for broken; else bytes as they stand; ``007`` is a string |
+| values | float64, finite |
+| times | only if asked for: the column with such a name, or the fourth of four without a header if it looks like Unix \
+times; whole numbers, real numbers or ISO 8601 dates |
+
+Lines above that start with ``#`` or ``%`` are comments, of which more below are an error; blank lines are passed over.
+Source: pyarrow.csv reads the numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from h5chunk.errors import OptionError, printable
+from h5chunk.source import OpenContext
+from h5chunk.sources.arrow import byte_lengths, csv, pyarrow, to_fixed_bytes
+from h5chunk.sources.matrix.block import Block, MatrixSourceOptions, SparseSource
+from h5chunk.sources.matrix.dialect import guess_dialect, is_number, is_whole
+from h5chunk.sources.matrix.text import MAX_ID_BYTES, Piece, TextFile, first_bad_line, shown
+from h5chunk.sources.matrix.times import are_unix_times, ordered, time_type
+from h5chunk.sources.options import option
+from h5chunk.sources.recognise import has_suffix, text_lines
+
+# names of columns, in small letters and without anything between them
+ROWS = re.compile(
+    "user|userid|uid|reviewerid|customer|customerid|row|rowid|cell|cellid|barcode|query|doc|document|from|fromnodeid|"
+    "source|src|i|u"
+)
+COLUMNS = re.compile(
+    "item|itemid|iid|movie|movieid|product|productid|isbn|asin|artist|artistid|track|trackid|song|songid|book|bookid|"
+    "business|businessid|column|columnid|col|gene|geneid|feature|term|word|to|tonodeid|target|dst|j"
+)
+VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
+TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
+
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
+PIECES_IN_MEMORY = 6  # text, its translation, pyarrow's columns, the block, masks
+ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
+MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole numbers are taken for broken lines
+NUM_PROBES, PROBE_BYTES = 16, 1 << 14
+COMMENTS = (b"#", b"%")
+PARTS = ("row", "column", "value", "time")
+AS_STRING = ":str"
+
+
+@dataclass(frozen=True)
+class DelimitedOptions(MatrixSourceOptions):
+    """Options of a delimited file."""
+
+    columns: tuple[str, ...] | None = option(
+        None,
+        "Columns of a delimited file that are row, column, value and time (names, or 0, 1, ...).",
+        metavar="A,B[,C[,D]]",
+    )
+
+
+class DelimitedSource(SparseSource):
+    """A delimited file; see `SparseSource`. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
+
+    Parameters
+    ----------
+    path : path
+    columns : tuple of str, optional
+        Columns that are row, column and, if there are more, value and time: names of the header, or numbers from 0. A
+        name that ends with ``:str`` says that its ids are strings.
+    times : bool
+        Whether blocks shall have the time of each entry, if there is a column of times.
+
+    Raises
+    ------
+    SourceError
+        The file cannot be read, or it cannot be told what its columns are.
+    OptionError
+        ``columns`` does not fit the file.
+    """
+
+    kind = "csv"
+    shape = (None, None)
+    has_ids = True
+    Options = DelimitedOptions
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        return has_suffix(source, ".csv", ".tsv", ".dat") or looks_delimited(text_lines(source, head))
+
+    @classmethod
+    def open(cls, source: Any, options: DelimitedOptions, context: OpenContext) -> DelimitedSource:
+        return cls(source, options.columns, context.with_times)
+
+    def __init__(
+        self, path: str | os.PathLike[str], columns: tuple[str, ...] | None = None, times: bool = False
+    ) -> None:
+        self._text = TextFile(path)
+        self.path, self.num_bytes = self._text.path, self._text.num_bytes
+        lines = self._text.head_lines()
+        self._num_skipped = _num_comments(lines)
+        marks = [line[:1] for line in lines[: self._num_skipped] if line.startswith(COMMENTS)]
+        self._comment = marks[0] if marks else None  # a file without comments may have ids that look like one
+        lines = [line for line in lines[self._num_skipped :] if line.strip()]
+        if not lines:
+            self._text.fail("holds no line of data")
+        self._dialect = guess_dialect(lines)
+        table = [self._dialect.cells(line) for line in lines[:1000]]
+        self._width = len(table[0])
+        if self._width < 2:
+            self._text.fail(
+                f"one column only, {shown(lines[0])}: at least row and column must be there, parted by a comma, tab, "
+                "semicolon, blank or '::'",
+                self._num_skipped + 1,
+            )
+        self.header = self._find_header(table, columns)
+        if self.header is None and columns is None and self._width > 4:
+            self._text.fail(f"{self._width} columns and no header: say which are row, column and value (columns)")
+        chosen, told = self._choose(columns)
+        self._num_skipped += self.header is not None
+        table = table[self.header is not None :]
+        sample = self._sample(table)
+        self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by their part
+        self._types = {part: pyarrow.float64() for part in self._columns}
+        for part, is_text in zip(PARTS[:2], told, strict=False):
+            self._types[part] = self._id_type(sample, self._columns[part], is_text)
+        if times:
+            self._find_time([row for row in table if len(row) == self._width])
+        else:
+            self._columns.pop("time", None)
+        self.axes = self._name(chosen[0]), self._name(chosen[1])
+
+    def _find_header(self, table: list[list[bytes]], columns: tuple[str, ...] | None) -> list[str] | None:
+        first = table[0]
+        names = [cell.decode("utf-8", "backslashreplace").strip() for cell in first]
+        known = [_plain(name) for name in names]
+        named = columns is not None and not all(_without_type(name).isdecimal() for name in columns)
+        second = table[1] if len(table) > 1 and len(table[1]) == len(first) else None
+        words = second is not None and any(
+            is_number(below) and cell.strip() and not is_number(cell) for cell, below in zip(first, second, strict=True)
+        )
+        if not (words or named or (ROWS.fullmatch(known[0]) and COLUMNS.fullmatch(known[1]))):
+            return None
+        if any(is_number(cell) for cell in first) and not named:
+            return None  # a broken line, not a header
+        repeated = next((name for name in names if name and names.count(name) > 1), None)
+        if repeated is not None:
+            self._text.fail(f"two columns are called {repeated!r}: rename one", self._num_skipped + 1)
+        return names
+
+    def _choose(self, columns: tuple[str, ...] | None) -> tuple[list[int], list[bool]]:
+        """Numbers of the columns that are row, column[, value], and which were said to be strings."""
+        if columns is not None:
+            if not 2 <= len(columns) <= len(PARTS):
+                raise OptionError(
+                    f"columns names {len(columns)} columns: name row, column and, if there are, value and time"
+                )
+            chosen = [self._number(name) for name in columns]
+            if len(set(chosen)) < len(chosen):
+                raise OptionError(f"columns {columns!r} names one column twice")
+            return chosen, [name not in (self.header or ()) and name.endswith(AS_STRING) for name in columns]
+        if self.header is None:
+            return list(range(min(self._width, 3))), [False] * 3
+        known = [_plain(name) for name in self.header]
+        parts = [
+            next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)
+        ]
+        if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or self._width <= 4):
+            left = [i for i, name in enumerate(known) if name and i not in parts and not TIMES.fullmatch(name)]
+            value = parts[2] if parts[2] >= 0 else next(iter(left), -1)
+            return [i for i in (*parts[:2], value) if i >= 0], [False] * 3
+        left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
+        if not 2 <= len(left) <= 3:
+            names = ", ".join(repr(name) for name in self.header)
+            self._text.fail(
+                f"it cannot be told which of the columns {names} are row, column and value: say it (columns)"
+            )
+        return left, [False] * 3
+
+    def _number(self, name: str) -> int:
+        for word in (name, _without_type(name)):
+            if self.header and word in self.header:
+                return self.header.index(word)
+            if word.isdecimal():
+                if int(word) < self._width:
+                    return int(word)
+                raise OptionError(f"column {word} is not there: {printable(self.path)} has {self._width}, from 0")
+        there = ", ".join(self.header) if self.header else f"no header, but columns 0 to {self._width - 1}"
+        raise OptionError(f"column {name!r} is not in {printable(self.path)}: it has {there}")
+
+    def _sample(self, table: list[list[bytes]]) -> list[list[bytes]]:
+        """The cells of lines from the start of the file and from places all over it."""
+        sample = list(table)
+        for lines in self._text.probes(NUM_PROBES, PROBE_BYTES):
+            sample += [self._dialect.cells(line) for line in lines.split(b"\n") if line.strip()]
+        return [row for row in sample if len(row) == self._width]
+
+    def _id_type(self, sample: list[list[bytes]], number: int, is_text: bool) -> pyarrow.DataType:
+        cells = [row[number] for row in sample if row[number].strip()]
+        num_words = sum(not is_whole(cell) for cell in cells)
+        words = num_words > MAX_BROKEN_PART * len(cells)
+        return pyarrow.binary() if is_text or words else pyarrow.int64()
+
+    def _find_time(self, table: list[list[bytes]]) -> None:
+        """Choose the column of times, if there is one, and its type, from the first lines."""
+        if "time" in self._columns:
+            candidates = [self._columns["time"]]
+        elif self.header is not None:
+            taken = self._columns.values()
+            candidates = [i for i, name in enumerate(self.header) if i not in taken and TIMES.fullmatch(_plain(name))]
+        else:
+            candidates = [3] if len(self._columns) == 3 == self._width - 1 and are_unix_times(table) else []
+        for number in candidates:
+            kind = time_type([row[number] for row in table])
+            if kind is not None:
+                self._columns["time"], self._types["time"] = number, kind
+                self.time_name = self._name(number)
+                return
+        if candidates:
+            cells = [row[candidates[0]] for row in table]
+            strange = next((cell for cell in cells if time_type([cell]) is None), cells[-1])
+            self._text.fail(
+                f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
+                f"{shown(strange)}: write them so, or sort the lines by time and leave that column out"
+            )
+
+    def _name(self, number: int) -> str:
+        return f"column {number}" if self.header is None else self.header[number]
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
+        num_rows = 0
+        for piece in self._text.pieces(size):
+            piece = self._without_start(piece)
+            columns = self._parse(piece)
+            step = self._rows_at_once(columns, max_bytes)
+            count = len(columns["row"])
+            num_rows += count
+            has_gaps = piece.data.count(b"\n") != count
+            for start in range(0, count, step):
+                arrays = {part: _to_numpy(column.slice(start, step)) for part, column in columns.items()}
+                if "time" in arrays:
+                    arrays["time"] = ordered(arrays["time"])
+                line = None if has_gaps else piece.line + start
+                block = Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"), line)
+                yield block, piece.consumed_bytes
+        if not num_rows:
+            self._text.fail("holds no line of data below its header")
+
+    def _without_start(self, piece: Piece) -> Piece:
+        """The lines of data: without the comments and the header."""
+        if piece.line > self._num_skipped:
+            return piece
+        lines = piece.data.split(b"\n", self._num_skipped - piece.line + 1)
+        return Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
+
+    def _parse(self, piece: Piece) -> dict[str, pyarrow.Array]:
+        try:
+            return self._checked(piece.data)
+        except pyarrow.ArrowInvalid:
+            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
+
+    def _works(self, data: bytes) -> bool:
+        try:
+            self._checked(data)
+        except pyarrow.ArrowInvalid:
+            return False
+        return True
+
+    def _checked(self, data: bytes) -> dict[str, pyarrow.Array]:
+        """Columns of whole lines, in which nothing is wrong; else ArrowInvalid."""
+        if self._comment is not None and (data.startswith(self._comment) or b"\n" + self._comment in data):
+            raise pyarrow.ArrowInvalid("a comment")
+        data = self._dialect.translate(data)
+        columns = self._read(data)
+        if len(columns["row"]) != _num_filled(data):
+            raise pyarrow.ArrowInvalid("a line end where none should be")
+        for column in columns.values():
+            if column.type == pyarrow.binary() and len(column):
+                lengths = byte_lengths(column)
+                if not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
+                    raise pyarrow.ArrowInvalid("an id is empty or too long")
+            if column.type == pyarrow.float64() and not np.isfinite(column.to_numpy()).all():
+                raise pyarrow.ArrowInvalid("a value or time is not finite")
+        return columns
+
+    def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
+        names = [str(i) for i in range(self._width)]
+        chosen = {part: names[number] for part, number in self._columns.items()}
+        if not data.strip(b"\r\n"):
+            return {part: pyarrow.array([], self._types[part]) for part in chosen}
+        table = csv.read_csv(
+            pyarrow.BufferReader(data),
+            csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
+            csv.ParseOptions(
+                delimiter=self._dialect.mark.decode(), quote_char='"' if self._dialect.has_quotes else False
+            ),
+            csv.ConvertOptions(
+                check_utf8=False,
+                include_columns=list(chosen.values()),
+                column_types={name: self._types[part] for part, name in chosen.items()},
+                null_values=[],
+            ),
+        )
+        return {part: table[name].combine_chunks() for part, name in chosen.items()}
+
+    def _rows_at_once(self, columns: dict[str, pyarrow.Array], max_bytes: int) -> int:
+        """Rows of a block: strings are as wide as the longest."""
+        wide = [int(byte_lengths(c).max()) for c in columns.values() if c.type == pyarrow.binary() and len(c)]
+        return max(1, len(columns["row"]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
+
+    def _refuse_line(self, line: int, text: bytes) -> NoReturn:
+        """Say what is wrong with a line."""
+        cells = self._dialect.cells(text)
+        if self._comment is not None and text.startswith(self._comment):
+            self._text.fail(f"a comment below the first line of data: remove it: {shown(text)}", line)
+        if b"\r" in text:
+            self._text.fail(f"holds a carriage return that ends no line: {shown(text)}", line)
+        if self._dialect.has_quotes and text.count(b'"') % 2:
+            self._text.fail(f"a quote is not closed in {shown(text)}", line)
+        if len(cells) != self._width:
+            self._text.fail(f"{len(cells)} columns where the lines above have {self._width}: {shown(text)}", line)
+        for part, number in self._columns.items():
+            kind = self._types[part]
+            name = f"{part} {self.header[number]!r}" if self.header else part
+            cell = cells[number]
+            what = f"{name} is {shown(cell)}"
+            if not cell.strip():
+                self._text.fail(f"{name} is empty: {shown(text)}", line)
+            as_read = pyarrow.float64() if kind == pyarrow.float64() and is_number(cell) else time_type([cell])
+            if part == "time" and as_read != kind:
+                self._text.fail(f"{what}, no time as those above: {shown(text)}", line)
+            if kind == pyarrow.binary() and len(cell) > MAX_ID_BYTES:
+                self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
+            if kind == pyarrow.int64() and not is_whole(cell):
+                told = self.header[number] if self.header else number
+                self._text.fail(
+                    f"{what}, no whole number of 64 bits as the ids above: if ids are strings, say so with the column "
+                    f"'{told}{AS_STRING}' (columns): {shown(text)}",
+                    line,
+                )
+            if kind == pyarrow.float64() and not is_number(cell):
+                self._text.fail(f"{what}, no number: {shown(text)}", line)
+            if kind == pyarrow.float64() and not np.isfinite(float(cell)):
+                row, column = (shown(cells[self._columns[axis]]) for axis in PARTS[:2])
+                self._text.fail(f"{name} at row {row}, column {column} is {shown(cell)}: values must be finite", line)
+        self._text.fail(f"cannot be read: {shown(text)}", line)
+
+
+def looks_delimited(lines: list[bytes]) -> bool:
+    """Whether lines without any header are pairs of whole numbers and what follows them, alike in all."""
+    lines = [line for line in lines[_num_comments(lines) :] if line.strip()][:100]
+    if not lines:
+        return False
+    dialect = guess_dialect(lines)
+    table = [dialect.cells(line) for line in lines]
+    return all(2 <= len(row) == len(table[0]) <= 4 and is_whole(row[0]) and is_whole(row[1]) for row in table)
+
+
+def _num_comments(lines: list[bytes]) -> int:
+    """Comments and blank lines above the first line."""
+    return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)), len(lines))
+
+
+def _without_type(name: str) -> str:
+    return name.removesuffix(AS_STRING)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _num_filled(data: bytes) -> int:
+    """Number of lines that are not empty."""
+    count = data.count(b"\n")
+    if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:
+        count = sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
+    return count
+
+
+def _to_numpy(column: pyarrow.Array) -> np.ndarray:
+    """Convert numbers as they lie, strings to bytes of fixed length, and dates to whole numbers."""
+    if pyarrow.types.is_timestamp(column.type):
+        return column.cast(pyarrow.int64()).to_numpy()
+    return to_fixed_bytes(column) if column.type == pyarrow.binary() else column.to_numpy()

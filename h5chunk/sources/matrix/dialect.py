@@ -1,0 +1,77 @@
+"""Guess and undo the delimiters and quotes of text in columns, and tell numbers from words."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+
+BLANKS = re.compile(rb"[ \t]+")
+EDGES = re.compile(rb"(?m)^ +| +\r?$")
+EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
+WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A delimiter, and ``mark``, the single character that replaces it for pyarrow."""
+
+    delimiter: bytes
+    mark: bytes
+
+    @property
+    def has_quotes(self) -> bool:
+        return self.delimiter in (b",", b";", b"\t")
+
+    def translate(self, data: bytes) -> bytes:
+        """The same lines with a delimiter of one character."""
+        if self.delimiter == b" ":
+            data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
+            return EDGES.sub(b"", data) if EDGE.search(data) else data
+        return data if self.delimiter == self.mark else data.replace(self.delimiter, self.mark)
+
+    def cells(self, line: bytes) -> list[bytes]:
+        """The cells of one line."""
+        line = self.translate(line)
+        if not self.has_quotes or b'"' not in line:
+            return line.split(self.mark)
+        text = line.decode("utf-8", "surrogateescape")
+        try:
+            row = next(csv.reader([text], delimiter=self.mark.decode()), [])
+        except csv.Error:  # a broken line, of which others say what is wrong
+            return line.split(self.mark)
+        return [cell.encode("utf-8", "surrogateescape") for cell in row]
+
+
+COMMA, SEMICOLON, TAB = (Dialect(mark, mark) for mark in (b",", b";", b"\t"))
+BLANK = Dialect(b" ", b" ")
+COLONS = Dialect(b"::", b"\x1f")
+DIALECTS = (COLONS, TAB, SEMICOLON, COMMA, BLANK)
+
+
+def guess_dialect(lines: list[bytes]) -> Dialect:
+    """Guess the delimiter of a file from its first lines."""
+    for dialect in DIALECTS:
+        if all(dialect.delimiter in line for line in lines[:2]):
+            mixed = dialect == TAB and not _are_numbers(TAB, lines[:2]) and _are_numbers(BLANK, lines[:2])
+            return BLANK if mixed else dialect
+    return next((dialect for dialect in DIALECTS if dialect.delimiter in lines[0]), BLANK)
+
+
+def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:
+    return all(is_number(cell) for line in lines for cell in dialect.cells(line))
+
+
+def is_whole(cell: bytes) -> bool:
+    """Whether a cell is a whole number of 64 bits, as int64 writes it."""
+    cell = cell.strip(b" \t")
+    return WHOLE.fullmatch(cell) is not None and -(1 << 63) <= int(cell) < 1 << 63
+
+
+def is_number(cell: bytes) -> bool:
+    """Whether a cell is a number."""
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return b"_" not in cell

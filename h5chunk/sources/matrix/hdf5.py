@@ -1,0 +1,329 @@
+"""Groups and datasets of untrusted HDF5 files of matrices, checked and read by `h5chunk.store.hdf5`.
+
+Nothing leads out of the file, and shapes are in proportion to what is stored (`h5chunk.store.hdf5.guard`). Chunks are
+decoded outside of HDF5 where they can be, to their exact length. Strings of variable length are looked up without HDF5,
+within bounds (`h5chunk.store.hdf5.strings`), and become strings of fixed length. Chunks, tables and strings that take
+more memory than is allowed are refused before it is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, SourceError, human_bytes, printable
+from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
+from h5chunk.sources.matrix.text import check_regular
+from h5chunk.stamp import stamp_of
+from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, list_chunks
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.library import is_stored_as
+from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
+from h5chunk.store.hdf5.raw_chunks import RawChunks
+from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, Bytes, read_words, resolve
+from h5chunk.store.hdf5.unwritten import count_unwritten
+
+CHUNK_COPIES = 2  # of a chunk in memory while it is decoded
+CHUNK_ENTRY_BYTES = 64  # of memory for a chunk in the table of chunks, while that is sorted
+STRING_BYTES = 64  # of memory for a short string that HDF5 reads, as a Python object
+REMEDY = "or copy it into this file (h5repack)"
+
+
+class GuardedFile:
+    """An HDF5 file that is opened when needed.
+
+    Parameters
+    ----------
+    path : path
+    memory_bytes : int
+        Limit on what is kept of it in memory, and on a chunk while it is decoded.
+
+    Raises
+    ------
+    SourceError
+        The file is missing, not HDF5, or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        self.path = os.fspath(path)
+        self.memory = MemoryLimit(self.path, memory_bytes)
+        self.guard = Guard(self.path, remedy=REMEDY)
+        self._stamp = check_regular(self.path)
+
+    @contextmanager
+    def open(self) -> Iterator[GuardedGroup]:
+        """Open the root group; errors about the file become SourceErrors meanwhile."""
+        try:
+            with opened(self.path) as file:
+                descriptor = open_descriptor(Path(self.path))
+                try:
+                    self._check_unchanged(descriptor)
+                    yield GuardedGroup(self, file["/"], descriptor, "")
+                    self._check_unchanged(descriptor)
+                finally:
+                    os.close(descriptor)
+        except FileError as error:
+            raise SourceError(str(error)) from error.__cause__
+
+    def _check_unchanged(self, descriptor: int) -> None:
+        if stamp_of(descriptor) != self._stamp:
+            raise self.error("changed while it was read")
+
+    def error(self, what: str) -> SourceError:
+        """Make an error that names the file."""
+        return SourceError(f"{printable(self.path)}: {what}")
+
+
+class GuardedGroup:
+    """A group whose members are reached by hard links only."""
+
+    def __init__(self, owner: GuardedFile, group: h5py.Group, descriptor: int, path: str) -> None:
+        self.owner, self.path = owner, path
+        self._group, self._descriptor = group, descriptor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._group
+
+    def names(self) -> list[str]:
+        """Names of the members."""
+        return list(self._group)
+
+    def words(self, name: str) -> list[str]:
+        """Read an attribute that is a string or several; nothing if there is no such attribute."""
+        return read_words(self._group, name, self.error)
+
+    def word(self, name: str) -> str:
+        """Read an attribute that is one string; an empty one if there is no such attribute."""
+        words = self.words(name)
+        return words[0] if len(words) == 1 else ""
+
+    def numbers(self, name: str) -> np.ndarray | None:
+        """Read an attribute that is whole numbers, if there is one."""
+        if name not in self._group.attrs:
+            return None
+        kind = h5py.h5a.open(self._group.id, name.encode()).get_type()
+        if not isinstance(kind, h5py.h5t.TypeIntegerID):
+            raise self.error(f"its attribute {name!r} must be whole numbers")
+        return np.asarray(self._group.attrs[name])
+
+    def error(self, what: str, name: str = "") -> SourceError:
+        """Make an error that names the file and a member."""
+        where = self._place(name)
+        return self.owner.error(f"{where}: {what}" if where else what)
+
+    def _place(self, name: str) -> str:
+        return f"{self.path}/{name}".strip("/")
+
+    def _member(self, name: str) -> h5py.Group | h5py.Dataset:
+        member = self.owner.guard.find(self._group.file, self._place(name))
+        if member is None:
+            raise self.error(f"has no {name!r}: it has {', '.join(self.names()[:20]) or 'nothing'}")
+        return member
+
+    def is_group(self, name: str) -> bool:
+        """Whether a member is a group."""
+        return isinstance(self._member(name), h5py.Group)
+
+    def group(self, name: str) -> GuardedGroup:
+        """Open a group in it."""
+        member = self._member(name)
+        if not isinstance(member, h5py.Group):
+            raise self.error("must be a group", name)
+        return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
+
+    def dataset(self, name: str, num_dimensions: int = 1) -> Stored:
+        """Open a dataset in it, whose claims are checked."""
+        member = self._member(name)
+        if not isinstance(member, h5py.Dataset):
+            raise self.error("must be a dataset", name)
+        self.owner.guard.check_field(member, self._place(name))
+        if member.shape is None or len(member.shape) != num_dimensions:
+            raise self.error(f"has the shape {member.shape} but must have {num_dimensions} dimensions", name)
+        return Stored(member, self._descriptor, self.owner, self._place(name))
+
+
+class Stored:
+    """A dataset of numbers or strings, read chunk by chunk; a `compressed.Vector` if it has one dimension.
+
+    Raises
+    ------
+    SourceError
+        Its type, storage or size is not supported.
+    """
+
+    def __init__(self, dataset: h5py.Dataset, descriptor: int, owner: GuardedFile, where: str) -> None:
+        self.name = f"{printable(owner.path)}: {where}"
+        self.memory, self.where = owner.memory, where
+        self._dataset, self._descriptor = dataset, descriptor
+        self.shape: tuple[int, ...] = dataset.shape
+        self.length = self.shape[0]
+        self.is_text, self.dtype = self._find_type()
+        self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        self.stored_bytes = dataset.id.get_storage_size()
+        if self.num_bytes and count_unwritten(dataset):
+            raise self.error(f"{count_unwritten(dataset)} of its chunks were never written: the file is incomplete")
+        self._offset = None if dataset.chunks else dataset.id.get_offset()
+        self._chunks = self._open_chunks() if dataset.chunks and self.num_bytes else None
+        self._cached: tuple[int, np.ndarray] | None = None
+        self._at = 0
+
+    def error(self, what: str) -> SourceError:
+        """Make an error that names the dataset."""
+        return SourceError(f"{self.name}: {what}")
+
+    @property
+    def bytes(self) -> Bytes:
+        """The file, for strings."""
+        file = self._dataset.file
+        return Bytes(self._descriptor, os.fstat(self._descriptor).st_size, self.error, file.userblock_size)
+
+    def _find_type(self) -> tuple[bool, np.dtype]:
+        kind = self._dataset.id.get_type()
+        if isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str():
+            if self._dataset.file.id.get_create_plist().get_sizes()[0] != 8:
+                raise self.error("its strings have addresses that are not of 8 bytes: repack the file (h5repack)")
+            return True, POINTER
+        try:
+            dtype = self._dataset.dtype
+        except (TypeError, ValueError) as error:
+            raise self.error(f"has a type that is not read: {error}") from None
+        if dtype.kind not in "biufcS" or not dtype.itemsize:
+            raise self.error(f"has the type {dtype} but numbers and strings are read")
+        if dtype.kind in "biufc" and not is_stored_as(self._dataset, dtype):
+            raise self.error("has numbers of unusual precision or bit offset, which are not read: convert its type")
+        return False, dtype
+
+    def _open_chunks(self) -> RawChunks:
+        shape: tuple[int, ...] = self._dataset.chunks
+        count = math.prod(-(-length // size) for length, size in zip(self.shape, shape, strict=True))
+        chunk_bytes = math.prod(shape) * self.dtype.itemsize
+        self.memory.check(f"{count:,} chunks of {self.where}", count * CHUNK_ENTRY_BYTES)
+        self.memory.check(f"chunks of {human_bytes(chunk_bytes)} of {self.where}", chunk_bytes * CHUNK_COPIES)
+        table = None if is_listed_wrongly(self._dataset) else list_chunks(self._dataset)
+        return RawChunks(self._dataset, self._descriptor, self.name, table)
+
+    def strings_by_hdf5(self) -> np.ndarray | None:
+        """Read strings whose chunks are not decoded here, in a child process, as HDF5 may hang on damaged ones.
+
+        Returns
+        -------
+        (length,) ``S``, or None if they need not be read through HDF5
+        """
+        if self._chunks is None or not self._chunks.needs_hdf5:
+            return None
+        self.memory.check(f"{self.length:,} strings in {self.where}", self.length * STRING_BYTES)
+
+        def read(_: object) -> np.ndarray:
+            with limited_memory(Path(self._dataset.file.filename)):
+                words = self._dataset[()].tolist()
+            width = max(map(len, words))
+            if width > MAX_STRING_BYTES:
+                raise self.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
+            return np.array(words, f"S{max(1, width)}")
+
+        return in_child(read, lambda: self.name)
+
+    @property
+    def read_part(self) -> float:
+        """The part that was read, from 0 to 1."""
+        return self._at / self.length if self.length else 1.0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Read values from ``start`` up to ``stop`` of a dataset of one dimension."""
+        self._at = stop
+        if self._chunks is None:
+            return self._read_run(start, (stop - start,), (slice(start, stop),))
+        values = np.empty(stop - start, self.dtype)
+        size = self._dataset.chunks[0]
+        for chunk in range(start // size, -(-stop // size)):
+            first = chunk * size
+            low, high = max(first, start), min(first + size, stop)
+            values[low - start : high - start] = self._chunk(chunk)[low - first : high - first]
+        return values
+
+    def all(self) -> np.ndarray:
+        """Read all values of a dataset of one dimension, if they fit in memory."""
+        self.memory.check(f"{self.length:,} values of {self.where}", self.num_bytes)
+        return self.read(0, self.length)
+
+    def parts(self, max_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Read (row, column, values) of the blocks that cover a dataset of two dimensions."""
+        if not self.num_bytes:
+            return
+        num_rows, num_columns = self.shape
+        cells = max(1, max_bytes // self.dtype.itemsize)
+        block = max(1, cells // num_columns), min(cells, num_columns)  # one of them is the whole axis
+        rows, columns = self._dataset.chunks or block
+        for row in range(0, num_rows, rows):
+            self._at = min(num_rows, row + rows)
+            for column in range(0, num_columns, columns):
+                stop = min(num_columns, column + columns)
+                if self._chunks is None:
+                    wanted = slice(row, self._at), slice(column, stop)
+                    shape = self._at - row, stop - column
+                    yield row, column, self._read_run(row * num_columns + column, shape, wanted)
+                else:
+                    number = row // rows * -(-num_columns // columns) + column // columns
+                    yield row, column, self._chunk(number)[: self._at - row, : stop - column]
+
+    def has_whole_rows(self) -> bool:
+        """Whether `parts` gives whole rows."""
+        return not self._dataset.chunks or self._dataset.chunks[1] >= self.shape[1]
+
+    def _read_run(self, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> np.ndarray:
+        """Read elements that lie side by side in a contiguous dataset, or some of a compact one."""
+        if self._offset is None:
+            if self.is_text and self.length:
+                raise self.error("its strings are kept in an unusual way: write them again")
+            return np.empty(0, POINTER) if self.is_text else np.asarray(self._dataset[wanted])
+        values = np.empty(shape, self.dtype)
+        offset = self._offset + start * self.dtype.itemsize
+        read_bytes(self._descriptor, offset, values.reshape(-1).view(np.uint8).data, lambda _: self.name)
+        return values
+
+    def _chunk(self, number: int) -> np.ndarray:
+        """Read one chunk, whole; the last one is kept."""
+        assert self._chunks is not None
+        if self._cached is None or self._cached[0] != number:
+            data = np.empty(self._chunks.chunk_bytes, np.uint8)
+            self._chunks.read(number, data)
+            self._cached = number, data.view(self.dtype).reshape(self._dataset.chunks)
+        return self._cached[1]
+
+
+def read_strings(stored: Stored) -> np.ndarray:
+    """Read strings of any kind as bytes of fixed length: (length,) ``S``, UTF-8.
+
+    Raises
+    ------
+    SourceError
+        They are no strings, longer than `MAX_STRING_BYTES`, or their heap is damaged.
+    """
+    if not stored.is_text:
+        if stored.dtype.kind != "S":
+            raise stored.error(f"has the type {stored.dtype} but must be strings")
+        if stored.dtype.itemsize > 16 * MAX_STRING_BYTES:
+            raise stored.error(f"has strings of {stored.dtype.itemsize} bytes but the limit is {MAX_STRING_BYTES}")
+        return _narrow(stored, stored.all())
+    strings = stored.strings_by_hdf5()
+    if strings is not None:
+        return strings
+    pointers = stored.all()
+    width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
+    stored.memory.check(f"{stored.length:,} strings of up to {width} bytes in {stored.where}", stored.length * width)
+    return resolve(stored.bytes, pointers)
+
+
+def _narrow(stored: Stored, strings: np.ndarray) -> np.ndarray:
+    width = int(np.char.str_len(strings).max()) if len(strings) else 0
+    if width > MAX_STRING_BYTES:
+        raise stored.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
+    return strings.astype(f"S{max(1, width)}")

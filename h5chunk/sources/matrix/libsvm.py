@@ -1,0 +1,192 @@
+"""Rows as libsvm and svmlight write them: ``label [qid:N] index:value ... # comment``; .gz too.
+
+Indices count from 1, or from 0 if one of the file is 0. A file is read twice: for labels and that zero when it is
+opened, and for its entries. Blank lines and lines of a comment alone are no rows. Source: the README of LIBSVM and
+the page of SVM-light; pyarrow parts the words and reads the numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from h5chunk.source import OpenContext
+from h5chunk.sources.arrow import compute as pc
+from h5chunk.sources.arrow import pyarrow
+from h5chunk.sources.matrix.block import Block, SparseSource
+from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
+from h5chunk.sources.matrix.text import Piece, TextFile, first_bad_line, shown
+from h5chunk.sources.recognise import has_suffix, text_lines
+
+PIECES_IN_MEMORY = 24  # words, pairs and numbers of a piece, in pyarrow's columns
+LABEL_BYTES = 32  # of memory for a label: as read, in one array, as int64, permuted
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 16 << 20
+COMMENT = re.compile(rb"#[^\n]*")
+FIRST_WORD = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)")
+ZERO = re.compile(rb"[ \t]\+?0+:")
+PAIR = re.compile(rb"(0|[1-9][0-9]{0,17}):(\S+)")
+NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+class LibsvmSource(SparseSource):
+    """A file of libsvm or svmlight; see `SparseSource`.
+
+    Parameters
+    ----------
+    path : path
+    memory_bytes : int
+        Limit on the labels, which are kept in memory.
+
+    Raises
+    ------
+    SourceError
+        It is none; names the line.
+    """
+
+    kind = "libsvm"
+    is_sorted_by_row = True
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        return has_suffix(source, ".libsvm", ".svmlight", ".svm") or looks_libsvm(text_lines(source, head))
+
+    @classmethod
+    def open(cls, source: Any, options: Any, context: OpenContext) -> LibsvmSource:
+        return cls(source, context.memory_bytes)
+
+    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        self._text = TextFile(path)
+        self._memory = MemoryLimit(path, memory_bytes)
+        self.path, self.num_bytes = self._text.path, self._text.num_bytes
+        labels = self._read_labels()
+        self.row_fields = {"labels": labels}
+        self.shape = (len(labels), None)
+
+    def _read_labels(self) -> np.ndarray:
+        """All labels, int64 if all are whole, else float64; finds out where indices start."""
+        parts: list[np.ndarray] = []
+        self._base, count = 1, 0
+        for piece in self._text.pieces(_piece_bytes(self._memory.memory_bytes // 8)):
+            data = _without_comments(piece.data)
+            if ZERO.search(data):
+                self._base = 0
+            words = FIRST_WORD.findall(data)
+            try:
+                parts.append(_finite(words))
+            except ValueError:
+                self._refuse_line(*first_bad_line(piece.data, piece.line, _has_labels))
+            count += len(words)
+            self._memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
+        labels = np.concatenate(parts)
+        if not len(labels):
+            self._text.fail("holds no row")
+        whole = (labels == np.rint(labels)).all() and np.abs(labels).max() < 1 << 53
+        return labels.astype(np.int64) if whole else labels
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        num_rows = 0
+        for piece in self._text.pieces(_piece_bytes(max_bytes)):
+            counts, columns, values = self._parse(piece)
+            rows = np.repeat(np.arange(num_rows, num_rows + len(counts), dtype=np.int64), counts)
+            num_rows += len(counts)
+            yield Block(rows, columns, values), piece.consumed_bytes
+
+    def _parse(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        try:
+            return self._read(piece.data)
+        except (pyarrow.ArrowInvalid, ValueError):
+            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
+
+    def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Number of entries of each row, and columns and values of all; ValueError if something is wrong."""
+        lines = pyarrow.array([_without_comments(data)], pyarrow.large_binary())
+        lines = pc.split_pattern(lines, "\n").flatten().cast(pyarrow.large_string())
+        lines = pc.ascii_trim_whitespace(lines)
+        lines = lines.filter(pc.not_equal(lines, ""))
+        words = pc.ascii_split_whitespace(lines)
+        counts = pc.list_value_length(words).to_numpy().astype(np.int64)
+        starts = np.cumsum(counts) - counts
+        flat = words.flatten()
+        is_pair = np.ones(len(flat), bool)
+        is_pair[starts] = False
+        second = starts[counts > 1] + 1
+        queries = pc.starts_with(flat.take(pyarrow.array(second)), "qid:").to_numpy(zero_copy_only=False)
+        is_pair[second[queries]] = False
+        counts = counts - 1
+        counts[np.flatnonzero(counts > 0)[queries]] -= 1
+        pairs = flat.filter(pyarrow.array(is_pair))
+        parts = pc.split_pattern(pairs, ":")
+        if len(parts) and not (pc.list_value_length(parts).to_numpy() == 2).all():
+            raise ValueError("an entry is no pair")
+        both = parts.flatten()
+        columns = both[::2].cast(pyarrow.int64()).to_numpy() - self._base
+        values = both[1::2]
+        if b"+" in data:
+            values = pc.replace_substring_regex(values, r"^\+([0-9.])", r"\1")
+        values = values.cast(pyarrow.float64()).to_numpy()
+        if len(columns) and (columns.min() < 0 or not np.isfinite(values).all()):
+            raise ValueError("an index is negative or a value not finite")
+        return counts, columns, values
+
+    def _works(self, data: bytes) -> bool:
+        try:
+            self._read(data)
+        except (pyarrow.ArrowInvalid, ValueError):
+            return False
+        return True
+
+    def _refuse_line(self, line: int, text: bytes) -> NoReturn:
+        """Say what is wrong with a line."""
+        words = _without_comments(text).split()
+        if not words or not _has_labels(text):
+            self._text.fail(f"must start with a label that is a finite number: {shown(text)}", line)
+        for place, word in enumerate(words[1:]):
+            if place == 0 and word.startswith(b"qid:"):
+                continue
+            pair = PAIR.fullmatch(word)
+            if not pair:
+                self._text.fail(
+                    f"{shown(word)} must be index:value with an index from {self._base}: {shown(text)}", line
+                )
+            elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
+                self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}, no finite number", line)
+        self._text.fail(f"cannot be read: {shown(text)}", line)
+
+
+def _piece_bytes(max_bytes: int) -> int:
+    return max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
+
+
+def looks_libsvm(lines: list[bytes]) -> bool:
+    """Whether the first lines are labels followed by pairs."""
+    rows = [words for line in lines[:100] if (words := _without_comments(line).split())]
+    pairs = [word for words in rows for word in words[1:]]
+    return (
+        bool(pairs)
+        and all(NUMBER.fullmatch(words[0]) for words in rows)
+        and all(PAIR.fullmatch(word) or word.startswith(b"qid:") for word in pairs)
+    )
+
+
+def _without_comments(data: bytes) -> bytes:
+    return COMMENT.sub(b"", data) if b"#" in data else data
+
+
+def _finite(words: list[bytes]) -> np.ndarray:
+    """Labels as numbers; ValueError if one is none."""
+    numbers = np.array(words, dtype="S").astype(np.float64) if words else np.empty(0)
+    if not np.isfinite(numbers).all() or b"_" in b"".join(words):
+        raise ValueError("a label is no finite number")
+    return numbers
+
+
+def _has_labels(data: bytes) -> bool:
+    try:
+        _finite(FIRST_WORD.findall(_without_comments(data)))
+    except ValueError:
+        return False
+    return True

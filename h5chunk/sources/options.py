@@ -1,0 +1,113 @@
+"""Options as frozen dataclasses whose fields describe themselves: checks, help and command lines are made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from h5chunk.errors import OptionError
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    minimum: int | None = None,
+    maximum: int | None = None,
+    metavar: str = "",
+    shown_default: str = "",
+    unit: str = "",
+    is_path: bool = False,
+) -> Any:
+    """Describe an option: a field of a dataclass that derives from `Options`.
+
+    Parameters
+    ----------
+    default : object
+        ``False`` for a switch.
+    help : str
+        For the command line: an imperative or a noun phrase.
+    choices : sequence of str
+        The values that are allowed, apart from the default.
+    minimum, maximum : int, optional
+        The smallest and the largest number that are allowed.
+    metavar : str
+        What stands for the value in help, such as ``H W``.
+    shown_default : str
+        What help says of the default, where the value does not.
+    unit : str
+        ``bytes`` for a number that may be written as ``512M``.
+    is_path : bool
+        Whether the value names a file, which must not be the output.
+    """
+    metadata = {name: value for name, value in locals().items() if name != "default"}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of options: checks choices and minimums when it is made.
+
+    Raises
+    ------
+    OptionError
+        A value is not allowed; names the option, the value and what is allowed.
+    """
+
+    heading: ClassVar[str] = ""  # of the command line's help
+    noun: ClassVar[str] = ""  # the data that they apply to, for messages
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+
+    @classmethod
+    def heading_of(cls, name: str) -> str:
+        """Return the heading of the class that an option was described in."""
+        homes: list[Any] = [each for each in cls.__mro__ if name in getattr(each, "__dataclass_fields__", ())]
+        return homes[-1].heading
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of all options."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    def given(self) -> dict[str, Any]:
+        """Options whose values are not the defaults."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+
+    def paths(self) -> list[Any]:
+        """Values of the options that name files."""
+        values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("is_path")]
+        return [value for value in values if value is not None]
+
+
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
+    choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+    if value == field.default:
+        return
+    if choices and value not in choices:
+        raise OptionError(f"{field.name} is {value!r}: give {one_of(choices)}")
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        limits = f"at least {minimum}" if maximum is None else f"a number from {minimum} to {maximum}"
+        raise OptionError(f"{field.name} is {value!r}: give {limits}")
+
+
+def one_of(words: Sequence[str]) -> str:
+    """List words, of which one may be chosen.
+
+    >>> one_of(["fail", "skip"]), one_of(["auto", "yes", "no"])
+    ('fail or skip', 'auto, yes or no')
+    """
+    return " or ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
+
+
+def flag_of(name: str) -> str:
+    """Spell an option as on the command line.
+
+    >>> flag_of("min_row_count")
+    '--min-row-count'
+    """
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,93 @@
+"""Look at a source from outside: its suffix, its first bytes, the members of an archive or an HDF5 file."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import zipfile
+from typing import Any
+
+from h5chunk.errors import SourceError
+from h5chunk.sources.container import BoundedFile
+
+HEAD_BYTES = 1 << 12
+MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip of more members is no matrix and no file of arrays
+MAX_HDF5_LINKS = 1000
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+ZIP_MAGIC = b"PK\x03\x04"
+NPY_MAGIC = b"\x93NUMPY"
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+def is_path(source: Any) -> bool:
+    """Whether a source is the name of a file or folder."""
+    return isinstance(source, (str, os.PathLike))
+
+
+def read_head(source: Any) -> bytes:
+    """Read the first bytes of a regular file; none of anything else."""
+    try:
+        if is_path(source) and os.path.isfile(source):
+            with open(source, "rb") as file:  # noqa: PTH123
+                return file.read(HEAD_BYTES)
+    except (OSError, ValueError):
+        pass
+    return b""
+
+
+def has_suffix(source: Any, *suffixes: str) -> bool:
+    """Whether a source is a regular file with one of some suffixes, in small letters, before ``.gz``."""
+    return suffix_of(source) in suffixes and os.path.isfile(source)
+
+
+def suffix_of(source: Any) -> str:
+    """The suffix of a name in small letters, without ``.gz``; empty for what has no name.
+
+    >>> suffix_of("Ratings.CSV.gz"), suffix_of(3)
+    ('.csv', '')
+    """
+    if not is_path(source):
+        return ""
+    name = os.fsencode(source).decode("utf-8", "backslashreplace").lower()
+    return posixpath.splitext(name.removesuffix(".gz"))[1]
+
+
+def zip_members(source: Any, head: bytes) -> set[str]:
+    """Names of the members of a zip with a small directory; empty for anything else."""
+    if not head.startswith(ZIP_MAGIC):
+        return set()
+    try:
+        with (
+            BoundedFile(source, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
+            return set(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
+        return set()
+
+
+def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
+    """The names at the root of an HDF5 file, and the names in those that are groups; empty for anything else."""
+    if not head.startswith(HDF5_MAGIC):
+        return {}
+    import h5py
+
+    try:
+        with h5py.File(source, "r") as file:
+            names = list(file)[:MAX_HDF5_LINKS]
+            own = [name for name in names if isinstance(file.get(name, getlink=True), h5py.HardLink)]
+            return {name: set(file[name]) if isinstance(file[name], h5py.Group) else set() for name in own}
+    except (OSError, RuntimeError, KeyError, ValueError):
+        return {}
+
+
+def text_lines(source: Any, head: bytes) -> list[bytes]:
+    """The first lines of a text, packed with gzip or not; none of anything else."""
+    if not head or (b"\0" in head and not head.startswith(GZIP_MAGIC)):
+        return []
+    from h5chunk.sources.matrix.text import TextFile
+
+    try:
+        return TextFile(source).head_lines()
+    except SourceError:
+        return []

@@ -1,0 +1,29 @@
+"""Stamps of files, by which a file that was changed or replaced is noticed."""
+
+from __future__ import annotations
+
+import os
+
+
+def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
+    """Return what changes when a file is written to or replaced.
+
+    Parameters
+    ----------
+    file : path, descriptor or os.stat_result
+    with_ctime : bool
+        Include the time of the last change of the inode, which a program cannot set, but which also changes with the
+        file's name, permissions and links.
+
+    Returns
+    -------
+    tuple of int
+        Device, inode, size in bytes, time of modification in nanoseconds; empty if there is no such file.
+    """
+    if not isinstance(file, os.stat_result):
+        try:
+            file = os.stat(file)
+        except (OSError, ValueError):
+            return ()
+    stamp = file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
+    return (*stamp, file.st_ctime_ns) if with_ctime else stamp

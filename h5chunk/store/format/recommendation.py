@@ -1,0 +1,124 @@
+"""Read and write the recommendation of `h5chunk tune` for a file, kept beside it: ``NAME.h5chunk.json``.
+
+A recommendation goes before the window and the cache in the header of an h5chunk file, which stays as it was.
+
+A JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and what it was found for: the path
+``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. Where those no longer fit, it says nothing. It
+appears under its name complete and on disk, or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from h5chunk.errors import FileError, OptionError, OutputError, printable
+from h5chunk.plan.cache import CacheSettings
+
+VERSION = 1
+SUFFIX = ".h5chunk.json"
+MAX_BYTES = 1 << 16
+NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+Recommended = tuple[int, CacheSettings]  # window in chunks, and the cache of one process that reads all windows
+
+
+def sidecar_of(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the recommendation for a file."""
+    path = Path(path)
+    return path.with_name(path.name + SUFFIX)
+
+
+def read_recommendation(
+    path: str | os.PathLike[str],
+    *,
+    dataset: str | None = None,
+    num_samples: int | None = None,
+    chunk_samples: int | None = None,
+) -> Recommended | None:
+    """Read the recommended window and cache of a file; None if there are none for the file as it is now.
+
+    Parameters
+    ----------
+    path : path
+        The HDF5 file.
+    dataset : str, optional
+    num_samples, chunk_samples : int, optional
+        Of the field with the largest samples; what is given must be what the recommendation was found for.
+
+    Raises
+    ------
+    FileError
+        The sidecar is damaged, or cannot be read though it is there.
+    """
+    sidecar = sidecar_of(path)
+    try:
+        with sidecar.open("rb") as file:
+            text = file.read(MAX_BYTES)
+    except OSError as error:
+        if error.errno in NOTHING_THERE:
+            return None
+        raise FileError(f"{printable(sidecar)}: cannot be read: {error.strerror}: delete it") from None
+    try:
+        found = json.loads(text)
+        if int(found["version"]) > VERSION:
+            return None
+        given = {"dataset": dataset, "num_samples": num_samples, "chunk_samples": chunk_samples}
+        if any(value is not None and found.get(name) != value for name, value in given.items()):
+            return None
+        window_chunks = int(found["window_chunks"])
+        if window_chunks < 1:
+            raise ValueError("window_chunks must be at least 1")
+        return window_chunks, CacheSettings.of(found["cache"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OptionError) as error:
+        raise FileError(
+            f"{printable(sidecar)}: damaged: {error}: delete it; h5chunk tune --apply makes a new one"
+        ) from None
+
+
+def write_recommendation(
+    path: str | os.PathLike[str],
+    window_chunks: int,
+    cache: CacheSettings,
+    *,
+    dataset: str,
+    num_samples: int,
+    chunk_samples: int,
+) -> Path:
+    """Write the recommendation for a file; return its path.
+
+    Raises
+    ------
+    OutputError
+        It cannot be written.
+    """
+    sidecar = sidecar_of(path)
+    content: dict[str, Any] = {
+        "version": VERSION,
+        "window_chunks": window_chunks,
+        "cache": [cache.nslots, cache.nbytes, cache.w0],
+        "dataset": dataset,
+        "num_samples": num_samples,
+        "chunk_samples": chunk_samples,
+    }
+    part = sidecar.with_name(f".{sidecar.name}.part-{os.getpid()}")
+    try:
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(content) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(sidecar)
+        finally:
+            part.unlink(missing_ok=True)
+        folder = os.open(sidecar.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise OutputError(f"{printable(sidecar)}: cannot be written: {error.strerror}") from None
+    return sidecar

@@ -1,0 +1,329 @@
+"""Specification of the files that h5chunk writes, version 1.
+
+A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. Files that
+`h5chunk convert` and `append` write have no variable-length types, no links other than hard ones, and no time stamps:
+equal input, options and versions of the libraries give equal bytes. No dataset in them has a filter, but for ``/X`` of
+a file of dense rows.
+
+Fields
+------
+A field is a dataset at the root whose first axis counts samples; all fields have the same length N. A file of images
+has
+
+``/images``
+    uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
+``/labels``
+    (N,), int64, where samples have a class or a label; float64 where labels are fractions.
+``/split``
+    (N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only where those
+    were splits, such as ``train`` and ``val``; ``options`` then says ``split_folders``: ``yes``.
+others
+    Columns of a manifest: (N,), uint8, int8, int64 or float64, or UTF-8 strings of fixed length, padded with zeros.
+
+A file of other samples, such as arrays, the rows of a table or the items of a data set in Python, has fields of any
+name and shape: (N, ...) of integers, floats, or strings of fixed length. ``options`` then has the key ``fields``: the
+names of those that readers read by default, in this order.
+
+Each field has chunks of (k, ...) with k <= N: whole samples, the same k for all fields. No filter, allocated early, no
+fill value is written, and maximum dimensions are fixed. So HDF5 keeps the address of the first chunk alone: in its
+"implicit" index, or, where k = N, in its "single chunk" index. In both cases the chunks of a field are one run of bytes
+in order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the bytes behind the last sample
+are zero. Fields whose chunks take 64 KiB or more start at a multiple of 4096.
+
+Sparse matrices
+---------------
+A sample is a row of the matrix, N the number of rows. In place of ``/images`` there is the group ``/X``, as AnnData
+writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in row order:
+
+``/X``
+    Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
+    (2,): rows, columns; ``scale`` float64: a value is its code over this; ``pattern`` uint8: 1 if all values are one.
+``/X/indptr``
+    int64, (N + 1,), contiguous: the entries of row i are those from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
+``/X/indices``
+    (num_entries,): the column of each entry, ascending within a row, none twice, of the narrowest of uint8, uint16,
+    uint32 and uint64 that holds columns - 1.
+``/X/data``
+    uint8, (num_entries,): the code of each entry, 1 to 255. Of a pattern, no chunk was ever written and the fill
+    value is 1: HDF5 reads ones, from no bytes of the file.
+
+``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are),
+which are not those of the rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
+``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's
+``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or
+strings; truth values are uint8.
+
+In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the rows of a nominal chunk of rows: a power of two (but no
+more than N), of at most 256 KiB of entries on average. It is what an order of an epoch permutes; no dataset but the
+fields is cut there. The cache is that of a process that reads rows through HDF5. Beside the tables below there may be
+
+``row_ids``, ``column_ids``
+    int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name that row i or column j had in the source.
+``column_index``
+    int64, (columns,): column j is column ``column_index[j]`` of the source. Only where columns were left out.
+``categories/<field>``
+    See below; of columns of ``obs``.
+
+``source_index`` counts the rows of the source from 0, all of them: as they are numbered there, or, where they have ids,
+in ascending order of all ids of the source. So does ``column_index``. Rows that were filtered away leave gaps.
+
+A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the
+attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
+``dense``. Where it is compressed, HDF5 keeps an index of its chunks, which lie in order.
+
+Beside the data, in the group ``/h5chunk``
+------------------------------------------
+attributes
+    ``format_version`` int64: 1. ``h5chunk_version``: who wrote it. ``kind``: ``csr`` or ``dense``; absent where samples
+    are no rows of a matrix.
+    ``num_samples``, ``chunk_samples``, ``window_chunks`` int64: N, k, and how many chunks should be shuffled together.
+    ``rdcc_nslots``, ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads
+    all open windows (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted.
+    ``options``: JSON, what was asked for; of one of several files that were packed together, also ``shard`` and
+    ``shards``: its number, from 0, and how many there are. All strings fixed-length.
+``checksums/<field>``
+    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. Of a sparse matrix
+    ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, but for a pattern, ``checksums/X/data``.
+``source_index``
+    int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order, split
+    by split if there are splits, or in that of the manifest's lines. Samples that were skipped leave gaps in the
+    numbers.
+``source_names``, ``source_name_ends``
+    uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
+    Only where samples have names.
+``class_names``
+    Fixed-length UTF-8 strings, (num_classes,): name of each label. Only where labels are classes that have names.
+``categories/<field>``
+    The same of the codes of another field; -1 is missing.
+
+Files that were appended to
+---------------------------
+`h5chunk append` puts new samples behind the old ones, which keep their places, and k as it is. ``shuffled`` is then 0,
+as old and new samples are not mixed; ``seed`` is still that of the first ones. ``options`` gets the key ``appended``: a
+list of objects, one each time, with what was asked for: ``samples`` (how many were added), ``seed`` and ``shuffle``
+(how these were permuted) and, of images, ``fit``; and with ``first_index``: ``source_index`` of a new sample is that
+plus its number in the source that it came from. It is one more than any number in the table before. ``source_names``
+are paths below that source. New classes stand behind the old ones.
+
+Files that were repacked
+------------------------
+`h5chunk repack` keeps all of the above, and brings the group up to date: ``options`` gets the key ``repack``, and a
+shuffle permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may be
+compressed: then HDF5 keeps an index of their chunks, which lie in order, and checksums are those of the stored bytes.
+
+Another HDF5 file that is repacked with a shuffle, window or cache gets the group, without ``kind``, ``class_names``,
+``source_names`` and, unless it was shuffled, ``source_index``. It keeps its own types, soft links, attributes and user
+block; behind a user block of less than 4096 bytes, fields start at multiples of its size. Its fields are whichever
+datasets have ``num_samples`` rows and elements of a fixed size, in any group, of any type and name; ``checksums`` has
+them, and the parts of sparse matrices, by their paths. Other types keep the chunks that they had.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.store.hdf5.chunk_table import list_chunks
+
+FORMAT_VERSION = 1
+GROUP = "h5chunk"
+LIBVER = ("v110", "v110")
+ALIGNMENT = 4096
+ALIGNMENT_THRESHOLD = 64 << 10
+HEADER_BYTES = 16 << 10  # metadata of a file, about
+GZIP_LEVEL = 1  # of dense rows, mostly zeros: higher ones take three times the time for a few percent
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """A field to be written: its name, shape and dtype of one sample, and whether its chunks are compressed."""
+
+    name: str
+    sample_shape: tuple[int, ...]
+    dtype: np.dtype
+    gzip: bool = False
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        return int(np.prod(self.sample_shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """A dataset to be written that is no field.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : np.dtype
+    chunks : tuple of int, optional
+        Contiguous without.
+    fill : int, optional
+        Nothing is ever written to it: all elements read as this, and take no bytes.
+    gzip : bool
+        Its chunks are compressed, and written one by one (`h5chunk.store.write.new_file.NewFile.chunk_writer`).
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...] | None = None
+    fill: int | None = None
+    gzip: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the file."""
+        if self.fill is not None:
+            return 0
+        shape = self.shape
+        if self.chunks:
+            shape = tuple(-(-size // chunk) * chunk for size, chunk in zip(shape, self.chunks, strict=True))
+        return math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """The layout of a file, as it must be known before its first sample is written.
+
+    Attributes
+    ----------
+    num_samples, chunk_samples : int
+    fields : tuple of FieldSpec
+        The one with the largest samples first: it then lies at the start of the file.
+    tables : dict of str to (shape, dtype)
+        Datasets below ``/h5chunk``.
+    attributes : dict
+        Attributes of ``/h5chunk``; ``field_attributes`` those of the fields, and of groups that hold arrays.
+    arrays : dict of str to ArraySpec
+        Further datasets, by path. They come behind the fields.
+    """
+
+    num_samples: int
+    chunk_samples: int
+    fields: tuple[FieldSpec, ...]
+    tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    attributes: Mapping[str, Any]
+    field_attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    arrays: Mapping[str, ArraySpec] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, but for alignment, some of the metadata, and what is compressed."""
+        num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
+        tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
+        arrays = sum(each.num_bytes for each in self.arrays.values())
+        fields = num_rows * sum(each.sample_bytes for each in self.fields if not each.gzip)
+        return HEADER_BYTES + fields + arrays + tables
+
+
+@dataclass(frozen=True)
+class Region:
+    """The bytes of a dataset in the file: ``num_bytes`` from ``offset`` on."""
+
+    offset: int
+    num_bytes: int
+
+
+def new_file(
+    path: str | os.PathLike[str], creation: h5py.h5p.PropFCID, libver: tuple[str, str], alignment: int
+) -> h5py.h5f.FileID:
+    """Create an empty file, without the time stamp that h5py before 3.16 gives to the root group."""
+    creation.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    versions = {"v110": h5py.h5f.LIBVER_V110, "latest": h5py.h5f.LIBVER_LATEST}
+    access.set_libver_bounds(*(versions[each] for each in libver))
+    access.set_alignment(ALIGNMENT_THRESHOLD, alignment)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_file_locking(False, True)
+    return h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+
+
+def make_group(parent: h5py.Group, path: str) -> h5py.Group:
+    """Open the group at a path, creating missing groups without the time stamps of h5py before 3.16."""
+    creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    creation.set_obj_track_times(False)
+    for name in path.split("/"):
+        if name not in parent:
+            h5py.h5g.create(parent.id, name.encode(), gcpl=creation)
+        parent = parent[name]
+    return parent
+
+
+def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
+    """Write a file with everything but its data; return the places of the data.
+
+    Returns
+    -------
+    dict of str to Region
+        By path in the file without the leading slash; datasets without elements are left out.
+    """
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    with h5py.File(new_file(path, creation, LIBVER, ALIGNMENT)) as file:
+        datasets = {}
+        for each in spec.fields:
+            shape = (spec.num_samples, *each.sample_shape)
+            array = ArraySpec(shape, each.dtype, (spec.chunk_samples, *each.sample_shape), gzip=each.gzip)
+            datasets[each.name] = create_dataset(file, each.name, array)
+        for path_of, array in spec.arrays.items():
+            datasets[path_of] = _create_array(file, path_of, array)
+        for path_of, attributes in spec.field_attributes.items():
+            for name, value in attributes.items():
+                file[path_of].attrs[name] = _fixed(value)
+        group = make_group(file, GROUP)
+        for name, value in spec.attributes.items():
+            group.attrs[name] = _fixed(value)
+        make_group(group, "checksums")
+        for name, (shape, dtype) in spec.tables.items():
+            datasets[f"{GROUP}/{name}"] = _create_array(group, name, ArraySpec(shape, dtype))
+        return {name: region_of(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
+
+
+def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
+    parent, _, name = path.rpartition("/")
+    group = make_group(group, parent) if parent else group
+    return create_dataset(group, name, array)
+
+
+def create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
+    """Create a dataset with all its space allocated, and none of it written; none with a fill value or filter."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_obj_track_times(False)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    if array.fill is not None:
+        properties.set_fill_value(np.array(array.fill, array.dtype))
+        properties.set_fill_time(h5py.h5d.FILL_TIME_IFSET)
+    if array.fill is not None or array.gzip:
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR)
+    if array.chunks:
+        properties.set_chunk(array.chunks)
+    else:
+        properties.set_layout(h5py.h5d.CONTIGUOUS)
+    if array.gzip:
+        properties.set_deflate(GZIP_LEVEL)
+    dtype = array.dtype
+    if dtype.kind == "S":
+        dtype = h5py.string_dtype("utf-8", dtype.itemsize)
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    space = h5py.h5s.create_simple(array.shape)
+    return h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space, properties))
+
+
+def _fixed(value: Any) -> Any:
+    """Convert a string to one of fixed length: h5py makes a ``str`` variable-length."""
+    return np.bytes_(value.encode()) if isinstance(value, str) else value
+
+
+def region_of(dataset: h5py.Dataset) -> Region:
+    """Return the place of the bytes of a dataset without a filter."""
+    table = list_chunks(dataset)
+    if not table.is_one_run:
+        raise RuntimeError(f"the chunks of {dataset.name} are not one run of bytes in this version of HDF5")
+    return Region(int(table.offsets[0]), int(table.sizes.sum()))

@@ -1,1 +1,0 @@
-"""What keeps bad files out and finds bad chunks."""

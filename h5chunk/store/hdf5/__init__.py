@@ -1,0 +1,1 @@
+"""Opening, validating and decoding of HDF5 files."""

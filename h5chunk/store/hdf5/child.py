@@ -1,0 +1,265 @@
+"""Run work on an HDF5 file in a child process, so that a file on which HDF5 crashes or hangs is only an error.
+
+The child is forked: it runs the code that the caller would run, with the same memory, and touches nothing but HDF5 and
+the file. Forking is safe beside other threads and an initialised GPU, as no thread is inside HDF5 at that moment (its
+lock is held), no garbage of the caller's is collected in the child, and the child ends without any cleanup. A child
+that sleeps for ever all the same, because of a lock that nobody will release, is ended.
+
+Only on Linux. Elsewhere, and where the system refuses to fork, the work is done in the calling process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from h5py._objects import phil
+
+from h5chunk.errors import FileError, H5ChunkError, WorkerError, printable
+from h5chunk.stamp import stamp_of
+
+T = TypeVar("T")
+Say = Callable[[Any], None]
+
+LOOP_S = 60.0  # of one thread's processor time, without a read, a write or a word from the child
+IDLE_S = 120.0  # in which all threads of the child only sleep
+LOOK_S = 1.0
+METADATA_BYTES = 256 << 20  # of memory
+METADATA_RATIO = 32  # and so many bytes for one of the file: its tables may be compressed
+PR_SET_PDEATHSIG = 1  # of prctl
+
+_is_child = False  # then work is done at once: the process may crash
+_tried: set[Hashable] = set()  # files, as they were, that did not crash
+
+
+class _Said(NamedTuple):
+    value: Any
+
+
+class _Done(NamedTuple):
+    value: Any
+
+
+class Stuck(WorkerError):
+    """A child process only slept for a long time, which is not the fault of the file."""
+
+
+def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
+    """Look at files in a child process, once for each file, as it is now, and process.
+
+    Parameters
+    ----------
+    paths : sequence of paths
+    look : callable
+        Does with one file what the caller is about to do with it.
+    about : hashable
+        What ``look`` looks at, if it does not always do the same.
+
+    Raises
+    ------
+    FileError
+        HDF5 crashes or loops on a file.
+    H5ChunkError
+        Whatever ``look`` raises.
+    """
+    if _is_child:
+        return
+    keys = {path: (stamp_of(path, with_ctime=True), about) for path in paths}
+    due = [path for path in paths if keys[path] not in _tried]
+    if not due:
+        return
+    reached = [due[0]]
+
+    def look_at_all(say: Say) -> None:
+        for path in due:
+            say(path)
+            with limited_memory(path):
+                look(path)
+
+    try:
+        in_child(look_at_all, lambda: printable(reached[-1]), reached.append)
+    except Stuck as error:
+        warnings.warn(f"{error}: it is opened without having been tried", RuntimeWarning, stacklevel=4)
+    except WorkerError:
+        return  # not an error of HDF5's: the caller meets it as well
+    _tried.update(keys[path] for path in due)
+
+
+def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
+    """Return what ``work(say)`` returns in a child process.
+
+    Parameters
+    ----------
+    work : callable
+        Its value and its errors must pickle. What it passes to ``say`` is passed to ``heard`` in this process.
+    shown : callable
+        Gives the file, for messages.
+    heard : callable
+
+    Raises
+    ------
+    FileError
+        The child crashed, or does nothing but run.
+    H5ChunkError
+        Whatever ``work`` raises; `WorkerError` if that is not an error of h5chunk's, or if the child only sleeps.
+    """
+    if sys.platform != "linux" or _is_child:
+        return work(heard)
+    with contextlib.suppress(ImportError):
+        import hdf5plugin  # noqa: F401  # which each child would else have to import
+    parent = os.getpid()
+    try:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        with warnings.catch_warnings(), phil:  # while it is held, no other thread is inside HDF5
+            warnings.simplefilter("ignore")  # about a fork beside threads
+            child = os.fork()
+    except OSError:
+        return work(heard)
+    if not child:
+        _run(work, theirs, parent)
+    theirs.close()
+    over = False
+    try:
+        with ours:
+            result = _listen(ours, child, heard, shown)
+        over = result is None or isinstance(result, _Done)
+    finally:
+        if not over:
+            os.kill(child, signal.SIGKILL)
+        status = _wait(child)
+    if isinstance(result, _Done):
+        value: T = result.value
+        return value
+    what = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
+    raise FileError(f"{shown()}: this file crashes HDF5 ({what}): it is damaged, or memory is short")
+
+
+@contextlib.contextmanager
+def limited_memory(path: Path) -> Iterator[None]:
+    """Limit the memory of a child process meanwhile: damaged metadata claim more than a file of this size needs."""
+    if sys.platform != "linux" or not _is_child:
+        yield
+        return
+    taken = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = (int(taken.split()[1]) << 10) + METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
+    soft = min(each for each in (limit, *before) if each != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _wait(child: int) -> int:
+    """Return the exit status of a child; 0 if another part of this process has waited for it."""
+    try:
+        return os.waitpid(child, 0)[1]
+    except ChildProcessError:
+        return 0
+
+
+def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) -> _Done | None:
+    """Return the result; None if the child dies before it has one."""
+    watch = _Watch(child)
+    while True:
+        try:
+            if not pipe.poll(LOOK_S):
+                if watch.is_dead() and not pipe.poll():  # another process may have inherited the other end of the pipe
+                    return None
+                watch.check(shown)
+                continue
+            message = pipe.recv()
+        except EOFError:
+            return None
+        if isinstance(message, _Said):
+            heard(message.value)
+            watch.restart()
+        elif isinstance(message, _Done):
+            return message
+        else:
+            raise message
+
+
+class _Watch:
+    """Watch whether a child process makes progress: whether it reads, writes, or sends messages."""
+
+    def __init__(self, child: int) -> None:
+        self._folder = Path(f"/proc/{child}")
+        self._io: bytes | None = None
+        self._ticks: dict[str, tuple[str, int]] = {}
+        self._since = 0.0
+
+    def restart(self) -> None:
+        """Start anew, as the child has just sent a message."""
+        self._io = None
+
+    def check(self, shown: Callable[[], str]) -> None:
+        """Raise an error if the child only runs, or only sleeps."""
+        moved, threads = self._bytes_moved(), self._threads()
+        if self._io is None or moved != self._io:
+            self._io, self._ticks, self._since = moved, threads, time.monotonic()
+            return
+        per_s = os.sysconf("SC_CLK_TCK")
+        ran = max((ticks - self._ticks.get(name, ("", 0))[1] for name, (_, ticks) in threads.items()), default=0)
+        if ran > LOOP_S * per_s:
+            raise FileError(f"{shown()}: HDF5 runs in circles on it: it is damaged")
+        if any(state != "S" for state, _ in threads.values()) or ran:
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > IDLE_S:
+            raise Stuck(f"{shown()}: the child process that reads it has only slept for {IDLE_S:.0f} s")
+
+    def is_dead(self) -> bool:
+        """Whether the child has ended."""
+        states = {state for state, _ in self._threads().values()}
+        return states <= {"Z", "X"}
+
+    def _bytes_moved(self) -> bytes | None:
+        """Return counters that change whenever the child reads or writes; None if the system has none."""
+        with contextlib.suppress(OSError):
+            return (self._folder / "io").read_bytes()
+        return None
+
+    def _threads(self) -> dict[str, tuple[str, int]]:
+        """Return the state and the processor time, in ticks, of each thread."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for each in (self._folder / "task").iterdir():
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    fields = (each / "stat").read_text().rpartition(")")[2].split()
+                    found[each.name] = fields[0], int(fields[11])
+        return found
+
+
+def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
+    """Run the work in the child process, send its result, and exit."""
+    global _is_child
+    _is_child = True
+    code = 1
+    try:
+        gc.freeze()  # garbage of the parent's may be memory of a GPU
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which ends us
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            try:
+                pipe.send(_Done(work(lambda value: pipe.send(_Said(value)))))
+            except H5ChunkError as error:
+                pipe.send(error)
+            except BaseException:
+                pipe.send(WorkerError(traceback.format_exc()))
+            code = 0
+    finally:
+        os._exit(code)  # nothing of the parent's is closed or flushed

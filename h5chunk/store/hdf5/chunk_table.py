@@ -1,0 +1,262 @@
+"""List the places of a dataset's chunks in the file, once, for any thread or process.
+
+Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; asking for them one by one
+walks the index each time. HDF5 1.14.2 leaves the user block out of the offsets, in ``H5Dget_chunk_info`` too, so the
+listing of the running library is tried on a file in memory, and each table on the bytes of one chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.store.hdf5.library import ALL_FILTERS, has_extensible_array, partial_chunks_are_plain
+
+NUMBERS_AT_A_TIME = 1 << 17
+CHECKSUM_BYTES = 4  # that Fletcher-32 puts behind a chunk
+COMPARED_BYTES = 1 << 20  # the largest chunk that is read whole to compare it
+COMPARED_ELEMENTS = 64  # of a larger one, or of contiguous data
+PROBE = bytes(range(1, 33))
+PROBE_BLOCK = 512
+SEC2 = h5py.h5fd.SEC2
+
+
+class NotDirect(Exception):
+    """The reason why a dataset cannot be read by byte ranges."""
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """The stored chunks of one dataset, in the order of their places in the dataset (row-major).
+
+    Attributes
+    ----------
+    offsets, sizes : (num_chunks,) int64
+        Byte range of each chunk in the file; offset -1: never written, its samples are the fill value.
+    filter_masks : (num_chunks,) uint32
+        Bit i set: filter i was skipped for this chunk. All bits are set for partial chunks at the edges of a dataset
+        that stores these without its filters.
+    chunk_shape : tuple of int
+        Of a stored chunk; edge chunks are stored in full. A contiguous dataset is one chunk of its own shape.
+    """
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+    filter_masks: np.ndarray
+    chunk_shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether chunks lie one behind the other in order, all of one size: then any rows are one byte range."""
+        if len(self) == 0 or self.offsets[0] < 0:
+            return False
+        expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
+        return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
+
+
+def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
+    """List the chunks of a dataset in one pass.
+
+    Raises
+    ------
+    FileError
+        A chunk reaches out of the file, lies over another one or is of another length than it can be, the index of
+        chunks makes no sense, or HDF5 reads other bytes than the file has at the offset of a chunk.
+    NotDirect
+        HDF5 lists the chunks at wrong places.
+    """
+    name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
+    if is_listed_wrongly(dataset):
+        raise NotDirect("HDF5 lists its chunks at wrong places, as an axis other than the first can grow without limit")
+    if dataset.chunks is None:
+        offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None  # else None plus the user block
+        num_bytes = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's type may be wider
+        table = ChunkTable(
+            np.array([-1 if offset is None else offset], np.int64),
+            np.array([0 if offset is None else num_bytes], np.int64),
+            np.zeros(1, np.uint32),
+            tuple(dataset.shape),
+        )
+    else:
+        table = _list_index(dataset, name)
+    end = int((table.offsets + table.sizes).max(initial=0))
+    length = dataset.file.id.get_filesize()
+    if end > length:
+        raise FileError(f"{name} has a chunk that ends at byte {end}, but the file has only {length}: it is damaged")
+    _check_apart(table, name)
+    _check_sizes(dataset, table, name)
+    _check_bytes(dataset, table, name)
+    return table
+
+
+def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
+    """Whether HDF5 lists chunks at wrong places: of an extensible array for an axis that is not the first.
+
+    The index has the axis that can grow in front, and HDF5 lists it as if it had not moved that axis.
+    Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
+    """
+    if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
+        return False
+    return has_extensible_array(dataset) is not False
+
+
+def is_variable(kind: h5py.h5t.TypeID) -> bool:
+    """Whether values of a type lie elsewhere in the file, where HDF5 would look for them unchecked."""
+    if isinstance(kind, h5py.h5t.TypeStringID):
+        return bool(kind.is_variable_str())
+    return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
+
+
+def stored_item_bytes(dataset: h5py.Dataset) -> int:
+    """Return the bytes of one element in the file; of variable length, those of the pointer to it."""
+    kind = dataset.id.get_type()
+    if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
+        return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])
+    return int(kind.get_size())
+
+
+def _check_apart(table: ChunkTable, name: str) -> None:
+    stored = np.flatnonzero(table.offsets >= 0)
+    order = stored[np.argsort(table.offsets[stored], kind="stable")]
+    over = table.offsets[order[:-1]] + table.sizes[order[:-1]] > table.offsets[order[1:]]
+    if over.any():
+        first = int(over.argmax())
+        raise FileError(f"{name}: its chunks {order[first]} and {order[first + 1]} overlap in the file: it is damaged")
+
+
+def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
+    """Check the stored lengths of chunks, as HDF5 reads that much into memory of the expected length."""
+    if dataset.chunks is None:
+        return
+    chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
+    written, changed = table.offsets >= 0, np.zeros(len(table), bool)  # changed: in length, by a filter
+    checksums = np.zeros(len(table), np.int64)
+    properties = dataset.id.get_create_plist()
+    for number in range(properties.get_nfilters()):
+        code, applied = properties.get_filter(number)[0], written & (table.filter_masks >> number & 1 == 0)
+        changed |= applied & (code not in (h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32))
+        checksums[applied] += CHECKSUM_BYTES * (code == h5py.h5z.FILTER_FLETCHER32)
+    if partial_chunks_are_plain(properties) is None or is_variable(dataset.id.get_type()):
+        changed |= written  # HDF5 does not say what they take in the file
+    sizes, expected = table.sizes, chunk_bytes + checksums
+    wrong = written & np.where(changed, sizes <= checksums, sizes != expected)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise FileError(
+            f"{name}: its chunk {first} is stored in {sizes[first]} bytes for {chunk_bytes} of data: it is damaged"
+        )
+
+
+def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
+    """Compare the smallest stored chunk with the bytes at its offset.
+
+    Takes about 0.1 ms and the time of reading up to 1 MiB, or the one chunk that HDF5 caches if it is uncompressed.
+    Compressed chunks that are all larger are not compared, nor is what lies in a file that is open for writing.
+    """
+    file, stored = dataset.file.id, np.flatnonzero(table.sizes)
+    if not len(stored) or file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
+        return
+    chunk = int(stored[table.sizes[stored].argmin()])
+    try:
+        expected = _read_start(dataset, chunk, int(table.sizes[chunk]))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FileError(f"{name}: its chunk {chunk} cannot be read: {error}") from None
+    if os.pread(file.get_vfd_handle(), len(expected), int(table.offsets[chunk])) != expected:
+        raise FileError(
+            f"{name}: HDF5 reads other bytes for its chunk {chunk} than the file has at {table.offsets[chunk]}, where "
+            "HDF5 says that it lies: it is being written, is damaged, or this version of HDF5 lists chunks wrongly: "
+            "try another h5py"
+        )
+
+
+def _read_start(dataset: h5py.Dataset, chunk: int, size: int) -> bytes:
+    """Read the first stored bytes of a chunk through HDF5; none where that would take long."""
+    chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
+    grid = [-(-length // step) for length, step in zip(dataset.shape, chunks, strict=True)]
+    start = tuple(int(at) * step for at, step in zip(np.unravel_index(chunk, grid), chunks, strict=True))
+    if dataset.chunks and size <= COMPARED_BYTES:
+        memory = bytearray(size)
+        dataset.id.read_direct_chunk(start, out=memory)
+        return bytes(memory)
+    is_number = isinstance(kind, (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID))
+    if not is_number or not start or dataset.id.get_create_plist().get_nfilters():
+        return b""
+    count = (*(1 for _ in start[1:]), min(chunks[-1], dataset.shape[-1] - start[-1], COMPARED_ELEMENTS))
+    values, space = np.empty(count, f"V{kind.get_size()}"), dataset.id.get_space()
+    space.select_hyperslab(start, count)
+    dataset.id.read(h5py.h5s.create_simple(count), space, values, kind)
+    return values.tobytes()
+
+
+def _visit_chunks(dataset: h5py.Dataset, note: Callable[[h5py.h5d.StoreInfo], None]) -> None:
+    dataset.id.chunk_iter(note)
+
+
+@functools.cache
+def _leaves_out_user_block() -> bool:
+    """Whether this HDF5 lists offsets that count from the end of the user block, seen on a file in memory."""
+    memory = io.BytesIO()
+    listed: list[h5py.h5d.StoreInfo] = []
+    with h5py.File(memory, "w", userblock_size=PROBE_BLOCK) as file:
+        file.create_dataset("x", data=np.frombuffer(PROBE, np.uint8), chunks=(len(PROBE),))
+    with h5py.File(memory, "r") as file:
+        _visit_chunks(file["x"], listed.append)
+    return memory.getvalue().find(PROBE) == listed[0].byte_offset + PROBE_BLOCK
+
+
+def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
+    chunks = dataset.chunks
+    grid = tuple(-(-length // chunk) for length, chunk in zip(dataset.shape, chunks, strict=True))
+    strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
+    count = math.prod(grid)
+    offsets, sizes, masks = np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32)
+    block = dataset.file.userblock_size
+    missing = block if block and _leaves_out_user_block() else 0
+    numbers: list[int] = []  # of some chunks: all at once takes less time, all of a file too much memory
+
+    def add(chunk: h5py.h5d.StoreInfo) -> None:
+        place, mask, offset, size = chunk
+        numbers.extend(place)
+        numbers.extend((mask, -1 if offset is None else offset + missing, size))
+        if len(numbers) > NUMBERS_AT_A_TIME:
+            settle()
+
+    def settle() -> None:
+        table = np.array(numbers, np.int64).reshape(-1, len(grid) + 3)
+        numbers.clear()
+        scaled = table[:, : len(grid)] // chunks
+        if (scaled >= grid).any():
+            raise IndexError(f"at {table[(scaled >= grid).any(axis=1)][0, : len(grid)].tolist()} of {dataset.shape}")
+        places = scaled @ strides
+        masks[places], offsets[places], sizes[places] = table[:, len(grid) :].T
+
+    try:
+        _visit_chunks(dataset, add)
+        settle()
+    except (IndexError, OverflowError) as error:
+        raise FileError(f"{name} lists a chunk that cannot be: {error}: it is damaged") from None
+    except (OSError, RuntimeError) as error:
+        raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
+    if partial_chunks_are_plain(dataset.id.get_create_plist()):
+        masks[_partial_chunks(dataset.shape, chunks)] = ALL_FILTERS
+    return ChunkTable(offsets, sizes, masks, tuple(chunks))
+
+
+def _partial_chunks(shape: tuple[int, ...], chunks: tuple[int, ...]) -> np.ndarray:
+    """Whether a chunk reaches beyond its dataset: (num_chunks,) bool."""
+    partial = np.zeros([-(-length // chunk) for length, chunk in zip(shape, chunks, strict=True)], bool)
+    for axis, (length, chunk) in enumerate(zip(shape, chunks, strict=True)):
+        if length % chunk:
+            np.moveaxis(partial, axis, 0)[-1] = True
+    return partial.reshape(-1)

@@ -1,0 +1,175 @@
+"""Check the sizes and types that datasets and attributes claim against the bytes that the file stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import h5py
+
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
+from h5chunk.plan.layout import human_bytes
+from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, is_variable, list_chunks
+
+MAX_RATIO = 1032  # bytes that gzip can make of one
+SLACK_BYTES = 64 << 20  # that may be claimed without being stored: a dataset of the fill value alone
+SLACK_CHUNKS = 1 << 20  # the same in chunks, 20 bytes of table each
+MAX_INFLATED_BYTES = 256 << 20  # of a chunk: larger ones must be stored in a size that gzip could make of them
+MAX_ATTRIBUTE_BYTES = 1 << 20
+BITSHUFFLE = 32008
+FILTER_BYTES = 64 << 10  # that filters add to a small chunk, for headers and tables
+KNOWN_FILTERS = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32015: "zstd",
+    32026: "blosc2",
+}  # numbers as registered with The HDF Group
+
+
+def address_of(item: h5py.HLObject) -> tuple[int, ...]:
+    """Return what identifies an object, whatever its name: numbers of the file, and of the place in it.
+
+    ``h5o.get_info`` would tell as well, but it also reads the index of chunks, and crashes where that is damaged.
+    """
+    about = h5py.h5g.get_objinfo(item.id)
+    return (*about.fileno, *about.objno)
+
+
+def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
+    """Whether two objects lie in one file."""
+    one, two = (h5py.h5g.get_objinfo(each.id).fileno for each in (item, other))
+    return bool(one == two)
+
+
+def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:
+    """Raise TrustError for a filter that is not known, FieldError for one that comes twice, or cannot work."""
+    codes = []
+    for number in range(properties.get_nfilters()):
+        code, _, values, name = properties.get_filter(number)
+        _check_values(code, values, properties, where)
+        if code not in KNOWN_FILTERS and not trusted:
+            label = ascii(name.decode(errors="replace")[:40])
+            raise TrustError(
+                f"{where} is packed with filter {code} ({label}), which would load a plugin: write it with another "
+                f"filter (h5repack -f GZIP=4){remedy and '; '}{remedy}"
+            )
+        codes.append(code)
+    twice = next((code for code in codes if codes.count(code) > 1), None)
+    if twice is not None:
+        label = KNOWN_FILTERS.get(twice, str(twice))
+        raise FieldError(f"{where} is packed with filter {label} more than once, as a bomb would be: repack it")
+
+
+def _check_values(code: int, values: tuple[int, ...], properties: h5py.h5p.PropDCID, where: str) -> None:
+    """Check the parameters of filters that would crash on other elements than they were set up for."""
+    if len(values) < 3 or code not in (BITSHUFFLE, h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT):
+        return
+    count = math.prod(properties.get_chunk())
+    if code == BITSHUFFLE and not values[2]:
+        raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
+    if code != BITSHUFFLE and values[2] != count:
+        raise FieldError(
+            f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they have "
+            f"{count}: it is damaged"
+        )
+
+
+def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
+    """Raise FieldError unless shape, chunks and stored bytes are in proportion to each other and to the file."""
+    shape, item_bytes = dataset.id.get_space().shape, dataset.id.get_type().get_size()
+    claimed, stored = math.prod(shape) * item_bytes, dataset.id.get_storage_size()
+    file_bytes = dataset.file.id.get_filesize()
+    if stored > file_bytes:
+        raise FieldError(
+            f"{where} claims {stored} stored bytes but the file has {file_bytes}: damaged, or its chunks overlap"
+        )
+    layout = properties.get_layout()
+    if layout == h5py.h5d.CHUNKED:
+        _check_chunk_claims(dataset, properties, where, claimed, stored)
+    elif stored and stored < claimed:
+        raise FieldError(f"{where} has a shape of {claimed} bytes but {stored} are stored: it is damaged")
+    elif not stored and claimed > SLACK_BYTES:
+        raise UnsupportedError(
+            f"{where} claims {human_bytes(claimed)} of which nothing was ever written: write it first"
+        )
+    elif layout == h5py.h5d.CONTIGUOUS and stored and (dataset.id.get_offset() or 0) + claimed > file_bytes:
+        raise FieldError(f"{where} reaches beyond the end of the file: it is damaged")
+
+
+def _check_chunk_claims(
+    dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str, claimed: int, stored: int
+) -> None:
+    shape, chunks = dataset.id.get_space().shape, properties.get_chunk()
+    chunk_bytes = math.prod(chunks) * dataset.id.get_type().get_size()
+    if not stored and chunk_bytes > MAX_INFLATED_BYTES:
+        size = human_bytes(chunk_bytes)
+        raise UnsupportedError(f"{where} has chunks of {size}, and none was ever written: write one")
+    if chunk_bytes > max(MAX_INFLATED_BYTES, MAX_RATIO * stored):
+        raise FieldError(
+            f"{where} has chunks of {human_bytes(chunk_bytes)} but {human_bytes(stored)} are stored: damaged, or a bomb"
+        )
+    expected = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
+    there = dataset.id.get_num_chunks()
+    if there > expected:
+        raise FieldError(f"{where} has {there} chunks but its shape has room for {expected}: it is damaged")
+    unwritten = (expected - there) * chunk_bytes
+    if expected - there > SLACK_CHUNKS:
+        raise UnsupportedError(
+            f"{where} has {expected} chunks of which only {there} were ever written: write them first"
+        )
+    if unwritten > SLACK_BYTES + MAX_RATIO * stored:
+        raise UnsupportedError(
+            f"{where} claims {human_bytes(claimed)} but only {human_bytes(stored)} were ever written: write it first"
+        )
+
+
+def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
+    """Raise FileError unless all attributes, or those of these names, are small and of fixed-size types.
+
+    HDF5 may crash on damaged attributes: when it lists them, as it believes how many there are, and when it finds one.
+    """
+    for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
+        attribute = item.attrs.get_id(name)
+        if is_variable(attribute.get_type()):
+            raise FileError(f"{where}: attribute {name!r} is of variable length: damaged, or not written by h5chunk")
+        if attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
+            size, limit = human_bytes(attribute.get_storage_size()), human_bytes(MAX_ATTRIBUTE_BYTES)
+            raise FileError(f"{where}: attribute {name!r} has {size} but the limit is {limit}: damaged")
+
+
+def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
+    """Read an attribute; give the default if there is none, or it is large or of variable length."""
+    if name not in item.attrs:
+        return default
+    attribute = item.attrs.get_id(name)
+    if is_variable(attribute.get_type()) or attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
+        return default
+    return item.attrs[name]
+
+
+def check_chunks(dataset: h5py.Dataset) -> None:
+    """Raise FileError unless the chunks of a dataset lie apart in the file and are of the length that they must have.
+
+    What is read by byte ranges needs no such look: its table is looked at when it is listed. Chunks that HDF5 lists at
+    wrong places cannot be looked at.
+    """
+    properties = dataset.id.get_create_plist()
+    if properties.get_layout() != h5py.h5d.CHUNKED or not math.prod(dataset.shape) or is_listed_wrongly(dataset):
+        return
+    table = list_chunks(dataset)
+    chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
+    if table.sizes.max(initial=0) > 2 * chunk_bytes + FILTER_BYTES:
+        first = int(table.sizes.argmax())
+        raise FileError(
+            f"{printable(dataset.file.filename)}: {dataset.name!r}: its chunk {first} takes {table.sizes[first]} bytes "
+            f"for {chunk_bytes} of data, which no filter does: it is damaged"
+        )

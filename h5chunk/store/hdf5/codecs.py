@@ -1,0 +1,400 @@
+"""Decode the stored bytes of one chunk outside HDF5, in any number of threads, and check every length.
+
+HDF5 decodes under its one lock and does not check that a chunk comes out whole. Here each filter must give exactly the
+bytes that the chunk has, or it is an error; no stored byte makes it write beyond them or take memory out of proportion.
+This part reads no file: where the stored bytes come from, and what their values mean, others know.
+
+imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, compressed
+chunks are left to HDF5. Each filter is few calls into C, as every call gives up the GIL and may wait to get it back.
+
+Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
+H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.store.hdf5.library import partial_chunks_are_plain
+
+MAX_CHUNK_BYTES = 1 << 30  # the libraries count in 32 bits
+SLACK_BYTES = 64 << 10  # headers and block tables of small chunks
+
+GZIP, SHUFFLE, FLETCHER32 = 1, 2, 3
+LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD = 32000, 32001, 32004, 32008, 32015
+LEFT_TO_HDF5 = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "Blosc2"}  # others by the name that the file gives
+SAME_LENGTH = (SHUFFLE, FLETCHER32)  # but for the checksum
+INSTALL = 'pip install "h5chunk[codecs]"'
+
+PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's own numbers of what compresses the bit planes
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+class NoDecoder(Exception):
+    """The filters of a dataset are left to HDF5, for the reason in the message."""
+
+
+class DecodeError(Exception):
+    """The stored bytes of a chunk are damaged; the message says how, but not which chunk it is."""
+
+
+@dataclass(frozen=True)
+class _Filter:
+    """One filter of a pipeline: its bit in the filter masks, its registered number, its parameters."""
+
+    bit: int
+    code: int
+    values: tuple[int, ...]
+
+    @property
+    def keeps_length(self) -> bool:
+        return self.code in SAME_LENGTH or (self.code == BITSHUFFLE and not _compressor(self.values))
+
+
+class ChunkDecoder:
+    """Decoder of the chunks of one dataset. It pickles, and serves any number of threads at a time.
+
+    Parameters
+    ----------
+    properties : h5py.h5p.PropDCID
+        Of the dataset's creation; used now and not kept.
+    chunk_bytes : int
+        Of a decoded chunk.
+    item_bytes : int
+        Of one element.
+
+    Attributes
+    ----------
+    max_stored_bytes : int
+        No writer stores a chunk in more: refuse what claims to be longer before reading it.
+
+    Raises
+    ------
+    NoDecoder
+        A filter is not decoded here, or not without imagecodecs.
+    """
+
+    def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
+        if chunk_bytes < 1 or item_bytes < 1 or chunk_bytes % item_bytes:
+            raise NoDecoder(f"its chunks of {chunk_bytes} bytes are not of whole elements of {item_bytes} bytes")
+        if chunk_bytes > MAX_CHUNK_BYTES:
+            raise NoDecoder(f"its chunks are of {chunk_bytes} bytes: more than {MAX_CHUNK_BYTES} are left to HDF5")
+        if properties.get_layout() == h5py.h5d.CHUNKED and partial_chunks_are_plain(properties) is None:
+            raise NoDecoder("this build of h5py does not say whether partial chunks pass the filters")
+        filters = []
+        for bit in range(properties.get_nfilters()):
+            code, _, values, name = properties.get_filter(bit)
+            _check_filter(code, values, name)
+            filters.append(_Filter(bit, code, tuple(values)))
+        self._filters = tuple(filters)
+        self.chunk_bytes = chunk_bytes
+        self.max_stored_bytes = min(2 * chunk_bytes + SLACK_BYTES, 2**31 - 1)
+
+    def __repr__(self) -> str:
+        return " + ".join(_LABELS[each.code] for each in self._filters) or "no filter"
+
+    def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
+        """Decode one chunk.
+
+        Parameters
+        ----------
+        stored : buffer of bytes, C-contiguous
+            As they lie in the file; only read.
+        filter_mask : int
+            Bit i set: filter i was skipped for this chunk.
+        out : (chunk_bytes,) uint8, C-contiguous
+            Written in full; after an error it holds anything.
+
+        Raises
+        ------
+        DecodeError
+            These bytes are not a whole chunk.
+        """
+        if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 ({self.chunk_bytes},)")
+        active = [each for each in self._filters if not filter_mask >> each.bit & 1]
+        lengths = self._lengths(active)
+        data = _as_bytes(stored)
+        _check_length("the chunk is stored in", len(data), lengths[-1], self.max_stored_bytes)
+        turn = 0
+        for number in range(len(active) - 1, -1, -1):
+            label, length = _LABELS[active[number].code], lengths[number]
+            room = out if number == 0 else scratch(_local, f"decoded {turn}", length or self.max_stored_bytes)
+            try:
+                decoded = _DECODERS[active[number].code](data, active[number].values, room)
+            except DecodeError as error:
+                raise DecodeError(f"{label}: {error}") from None
+            _check_length(f"{label} gives", len(decoded), length, self.max_stored_bytes)
+            if np.may_share_memory(decoded, room):  # else it is a part of data, which must not be overwritten
+                turn ^= 1
+            data = decoded
+        if not np.may_share_memory(data, out):
+            out[:] = data
+
+    def _lengths(self, active: list[_Filter]) -> list[int | None]:
+        """Return the bytes before each filter was applied, and as stored; None where they depend on the values."""
+        lengths: list[int | None] = [self.chunk_bytes]
+        for each in active:
+            last = lengths[-1]
+            lengths.append(None if last is None or not each.keeps_length else last + 4 * (each.code == FLETCHER32))
+        return lengths
+
+
+def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
+    """Raise NoDecoder unless a filter with these parameters is decoded here."""
+    if code not in _DECODERS:
+        label = LEFT_TO_HDF5.get(code) or ascii(name.decode(errors="replace")[:40])
+        raise NoDecoder(f"filter {label} ({code}) is decoded by HDF5 alone")
+    if code == BITSHUFFLE and (
+        len(values) < 3
+        or values[2] not in (1, 2, 4, 8)
+        or (len(values) > 3 and values[3] % 8 != 0)
+        or _compressor(values) not in (0, PLANES_LZ4, PLANES_ZSTD)
+    ):
+        raise NoDecoder(f"filter {_LABELS[code]} ({code}) with parameters {values} is left to HDF5")
+    for function in _needed(code, values):
+        if _library(function) is None:
+            raise NoDecoder(f"filter {_LABELS[code]} ({code}) needs imagecodecs with {function}: {INSTALL}")
+
+
+def _needed(code: int, values: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the functions of imagecodecs that a filter needs."""
+    if code != BITSHUFFLE:
+        return _FUNCTIONS[code]
+    planes = {PLANES_LZ4: ("lz4h5_decode", "lz4_decode"), PLANES_ZSTD: ("zstd_decode",)}
+    return ("bitshuffle_decode", *planes.get(_compressor(values), ()))
+
+
+@functools.cache
+def _library(function: str) -> Callable[..., Any] | None:
+    """Return a function of imagecodecs; None if it is not installed, or was built without this function."""
+    try:
+        import imagecodecs
+    except ImportError:
+        return None
+    available = getattr(getattr(imagecodecs, function.split("_")[0].upper(), None), "available", False)
+    return getattr(imagecodecs, function, None) if available else None
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return a function of imagecodecs; raise DecodeError where a decoder was unpickled without it."""
+    call = _library(name)
+    if call is None:
+        raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
+    return call
+
+
+def _call(function: str, data: np.ndarray | memoryview | bytes, out: np.ndarray, **options: int) -> np.ndarray:
+    """Call a function of imagecodecs; return the part of ``out`` that it has written."""
+    call = _function(function)
+    try:
+        return out[: len(call(data, out=out, **options))]
+    except (RuntimeError, ValueError) as error:
+        raise DecodeError(f"does not decode into {len(out)} bytes: {error}") from None
+
+
+_local = threading.local()
+
+
+def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
+    """Return memory of this thread, (num_bytes,) uint8, which the next call with this name reuses."""
+    memory: np.ndarray | None = getattr(local, name, None)
+    if memory is None or len(memory) < num_bytes:
+        memory = np.empty(num_bytes, np.uint8)
+        setattr(local, name, memory)
+    return memory[:num_bytes]
+
+
+def _as_bytes(stored: memoryview | np.ndarray) -> np.ndarray:
+    return np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
+
+
+def _check_length(what: str, found: int, expected: int | None, limit: int) -> None:
+    if expected is not None and found != expected:
+        raise DecodeError(f"{what} {found} bytes, {expected} are expected")
+    if not 0 < found <= limit:
+        raise DecodeError(f"{what} {found} bytes, 1 to {limit} are expected")
+
+
+def _check_room(found: int, out: np.ndarray) -> None:
+    if found > len(out):
+        raise DecodeError(f"more than the {len(out)} bytes that are expected: it says {found}")
+
+
+def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    decoded = _call("deflate_decode", data, out)
+    if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate stops where it ends
+        raise DecodeError("bytes follow the end of its stream")
+    return decoded
+
+
+def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """Undo the shuffle filter: bytes j of all elements lie together; bytes after whole elements are unchanged."""
+    _check_room(len(data), out)
+    if not values or not values[0]:  # so HDF5 writes a second shuffle, which it then skips in each chunk
+        raise DecodeError("the size of elements is not known")
+    item, count = values[0], len(data) // values[0]
+    if item == 1 or count < 2:
+        return data
+    whole, out = item * count, out[: len(data)]
+    source, target = data[:whole], out[:whole]
+    if item in (2, 4, 8):
+        _function("byteshuffle_decode")(source.view(f"u{item}"), out=target.view(f"u{item}"))
+    else:
+        target.reshape(count, item)[...] = source.reshape(item, count).T
+    out[whole:] = data[whole:]
+    return out
+
+
+def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """Check and strip the checksum. HDF5 up to 1.6.2 stored it with the bytes of both halves swapped."""
+    if len(data) < 4:
+        raise DecodeError(f"{len(data)} bytes hold no checksum")
+    found, body = int.from_bytes(data[-4:], "little"), data[:-4]
+    computed = _function("h5checksum_fletcher32")(body) if len(body) else 0
+    if found not in (computed, _swap_halves(computed)):
+        raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, stored is {found:08x}")
+    return body
+
+
+def _swap_halves(value: int) -> int:
+    """Swap the bytes in each half of 32 bits."""
+    return (value & 0x00FF00FF) << 8 | value >> 8 & 0x00FF00FF
+
+
+def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    return _call("lzf_decode", data, out)
+
+
+def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    if bytes(data[:4]) != ZSTD_MAGIC:
+        raise DecodeError(f"starts with {bytes(data[:4]).hex()}, not as a frame of Zstandard does")
+    return _call("zstd_decode", data, out)
+
+
+def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """Decode Blosc, after checking the lengths in the header, which c-blosc believes."""
+    if len(data) < 16:
+        raise DecodeError(f"{len(data)} bytes, its header has 16")
+    version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
+    if stored != len(data):
+        raise DecodeError(f"{len(data)} bytes are stored, its header says {stored}")
+    _check_room(length, out)
+    if version not in (1, 2) or not item or not 0 < block <= length:
+        raise DecodeError(f"its header makes no sense: version {version}, items of {item}, blocks of {block} bytes")
+    return _call("blosc_decode", data, out[:length], numthreads=1)
+
+
+def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    length, block = _read_header(data, out)
+    _, end = _find_blocks(data, length, block)
+    if end != len(data):
+        raise DecodeError(f"{len(data) - end} bytes follow its last block")
+    return _call("lz4h5_decode", data, out[:length])
+
+
+def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
+    """Read the header of LZ4 and Bitshuffle: the bytes of all blocks, and of one."""
+    if len(data) < 12:
+        raise DecodeError(f"{len(data)} bytes, its header has 12")
+    length, block = struct.unpack_from(">QI", data.data)
+    _check_room(length, out)
+    if not length or not block:
+        raise DecodeError(f"its header makes no sense: {length} bytes in blocks of {block}")
+    return length, block
+
+
+def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice], int]:
+    """Find the compressed blocks, each behind its length, that make ``length`` bytes; and the end of the last."""
+    places: list[slice] = []
+    end = 12
+    for _ in range(0, length, block):
+        start = end + 4
+        end = start + (struct.unpack_from(">I", data.data, end)[0] if start <= len(data) else 0)
+        if end > len(data) or end == start:
+            raise DecodeError(f"block {len(places)} ends at byte {end} of {len(data)}")
+        places.append(slice(start, end))
+    return places, end
+
+
+def _compressor(values: tuple[int, ...]) -> int:
+    """Return the number of the compressor of Bitshuffle's bit planes; 0 if there is none."""
+    return values[4] if len(values) > 4 else 0
+
+
+def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    """Decode Bitshuffle: bit planes in blocks; elements after groups of eight are stored as they are."""
+    item, block = values[2], values[3] * values[2] if len(values) > 3 else 0
+    length = len(data)
+    if _compressor(values):
+        length, block = _read_header(data, out)
+    _check_room(length, out)
+    if length % item or block % (8 * item):
+        raise DecodeError(f"{length} bytes in blocks of {block} bytes are not of whole groups of elements")
+    planes = _unpack_planes(data, length, block, values) if _compressor(values) else data
+    return _call("bitshuffle_decode", planes.data, out[:length], itemsize=item, blocksize=block // item)
+
+
+def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int, ...]) -> np.ndarray:
+    rest = length % (8 * values[2])
+    packed, planes = length - rest, scratch(_local, "planes", length)
+    places, end = _find_blocks(data, packed, block)
+    if len(data) - end != rest:
+        raise DecodeError(f"{len(data) - end} bytes follow its last block, {rest} are expected")
+    room, done = planes[:packed], packed
+    sizes = [min(block, packed - start) for start in range(0, packed, block)]
+    if _compressor(values) == PLANES_ZSTD:
+        frames = [bytes(data[place]) for place in places]
+        if any(not frame.startswith(ZSTD_MAGIC) for frame in frames):
+            raise DecodeError("a block does not start as a frame of Zstandard does")
+        done = len(_call("zstd_decode", b"".join(frames), room)) if frames else 0
+    elif all(place.stop - place.start != size for place, size in zip(places, sizes, strict=True)):
+        framed = struct.pack(">QI", packed, block) + bytes(data[12:end]) if rest else data
+        done = len(_call("lz4h5_decode", framed, room)) if places else 0
+    else:  # the LZ4 filter takes a block of its full size for one that is not compressed; Bitshuffle has none such
+        starts = range(0, packed, block)
+        parts = [room[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        done = sum(len(_call("lz4_decode", data[place], part)) for place, part in zip(places, parts, strict=True))
+    if done != packed:
+        raise DecodeError(f"its blocks give {done} bytes, {packed} are expected")
+    planes[packed:] = data[end:]
+    return planes
+
+
+_LABELS = {
+    GZIP: "gzip",
+    SHUFFLE: "shuffle",
+    FLETCHER32: "fletcher32",
+    LZF: "lzf",
+    BLOSC: "blosc",
+    LZ4: "lz4",
+    BITSHUFFLE: "bitshuffle",
+    ZSTD: "zstd",
+}
+_FUNCTIONS: dict[int, tuple[str, ...]] = {
+    GZIP: ("deflate_decode", "deflate_adler32"),
+    SHUFFLE: ("byteshuffle_decode",),
+    FLETCHER32: ("h5checksum_fletcher32",),
+    LZF: ("lzf_decode",),
+    BLOSC: ("blosc_decode",),
+    LZ4: ("lz4h5_decode",),
+    ZSTD: ("zstd_decode",),
+}
+_DECODERS: dict[int, Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]] = {
+    GZIP: _ungzip,
+    SHUFFLE: _unshuffle,
+    FLETCHER32: _check_fletcher32,
+    LZF: _unlzf,
+    BLOSC: _unblosc,
+    LZ4: _unlz4,
+    BITSHUFFLE: _unbitshuffle,
+    ZSTD: _unzstd,
+}

@@ -1,0 +1,262 @@
+"""Validate untrusted HDF5 files: no references out of the file, and sizes in proportion to what is stored.
+
+| threat | what is done |
+| --- | --- |
+| soft and external links | each name on a path must be a hard link; looked at before anything is opened |
+| external storage, virtual datasets | refused, before their shape is asked for |
+| unknown filters | refused before a chunk is read, so that no plugin is loaded for them; each filter only once |
+| shapes larger than what is stored | refused beyond 64 MiB and 1032 times what is stored (`check_claims`) |
+| chunks that overlap, lie beyond the file, or are of another length | refused (`list_chunks`, `ChunkDecoder`) |
+| filters set up for other chunks than there are, which crash on them | refused (`check_filters`) |
+| strings of variable length that say what a matrix is | looked up without HDF5, which may never come back |
+| values of variable length, references | refused as fields; not read in our own group, nor large attributes there |
+| links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and such shapes |
+
+What HDF5 itself does with damaged metadata is left to HDF5. What it raises becomes a FileError, and so do its crashes
+and loops, as files are first opened in a child process (`h5chunk.store.hdf5.child`).
+
+With ``trusted``, links, views, external storage and any filter are let through where what they lead to lies in the
+folder of the file, or below it.
+`scripts/PROMISES.md` says how this was shown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from h5chunk.errors import FieldError, FileError, OptionError, TrustError, UnsupportedError, as_text, printable
+from h5chunk.store.hdf5.chunk_table import is_variable
+from h5chunk.store.hdf5.claims import address_of, check_attributes, check_claims, check_filters, small_attribute
+from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.trust import Trust
+
+MAX_DEPTH = 32  # links that lead to links
+REMEDY = "to let it through, pass trusted=True (--trusted)"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An object of a file that must not be read, and the reason."""
+
+    name: str
+    error: FieldError
+
+
+class Guard:
+    """Find objects in one file, and refuse those that must not be read.
+
+    Parameters
+    ----------
+    path : path
+    trusted : bool
+        Whether links, views and external storage may lead to other files in the folder of this one or below it, and
+        unknown filters are run.
+    remedy : str
+        What the error says to do about something that is not followed.
+
+    Raises
+    ------
+    OptionError
+        ``trusted`` is no bool.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
+        self.path, self._remedy = Path(path), remedy
+        if not isinstance(trusted, bool):
+            raise OptionError(f"trusted is {trusted!r}: give True to follow links within the file's folder, or False")
+        self._trust = Trust(self.path) if trusted else None
+
+    def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
+        """Open the object under a path in the file; None if there is none.
+
+        Raises
+        ------
+        TrustError
+            A link on the way is not followed.
+        FieldError
+            What is there makes no sense.
+        """
+        where = f"{printable(self.path)}: {name!r}"
+        try:
+            if not self._is_there(file, name, where, 0):
+                return None
+            return file[name]
+        except FileError:
+            raise
+        except DAMAGES as error:
+            raise FieldError(f"{where} cannot be opened: {error}") from None
+
+    def _is_there(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
+        """Walk the names of a path; each must be a hard link, or one that is trusted."""
+        if depth > MAX_DEPTH:
+            raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they go round in a circle")
+        group: Any = start.file["/"] if name.startswith("/") else start
+        for part in (part for part in name.split("/") if part not in ("", ".")):
+            if not isinstance(group, h5py.Group):
+                return False
+            link = group.get(part, getlink=True)
+            if link is None or (not isinstance(link, h5py.HardLink) and not self._leads(link, group, where, depth)):
+                return False
+            group = group[part]
+        return True
+
+    def _leads(self, link: Any, group: h5py.Group, where: str, depth: int) -> bool:
+        """Return whether a soft or external link leads to an object."""
+        soft, external = isinstance(link, h5py.SoftLink), isinstance(link, h5py.ExternalLink)
+        if not soft and not external:
+            raise TrustError(f"{where} is a link of a kind that the user of a file defines: copy what it leads to")
+        if self._trust is None:
+            to = f"a soft link to {link.path!r}" if soft else f"an external link to {link.path!r} of {link.filename!r}"
+            target = "that file" if external else "what it leads to"
+            raise TrustError(f"{where} is {to}, which is not followed: name {target} itself; {self._remedy}")
+        if soft:
+            return self._is_there(group, link.path, where, depth + 1)
+        with self._trust.opened(group.file.filename, link.filename, where, "an external link") as other:
+            return other is not None and self._is_there(other, link.path, where, depth + 1)
+
+    def check_field(self, dataset: h5py.Dataset, name: str) -> None:
+        """Check the claims of a dataset before its shape is used.
+
+        Raises
+        ------
+        TrustError
+            Its values lie elsewhere, or need a filter that is not known.
+        FieldError
+            It claims what cannot be.
+        """
+        where = f"{printable(self.path)}: {name!r}"
+        try:
+            self._check_field(dataset, where, 0)
+        except FileError:
+            raise
+        except DAMAGES as error:
+            raise FieldError(f"{where} is damaged: {error}") from None
+
+    def _check_field(self, dataset: h5py.Dataset, where: str, depth: int) -> None:
+        properties = dataset.id.get_create_plist()
+        layout = properties.get_layout()
+        if layout == h5py.h5d.VIRTUAL:
+            self._check_virtual(dataset, properties, where, depth)
+        elif layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
+            self._check_external(properties, where)
+        elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # not before: it opens what a view shows
+            check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
+            check_claims(dataset, properties, where)
+
+    def _check_virtual(self, view: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str, depth: int) -> None:
+        sources = [
+            (properties.get_virtual_filename(i), properties.get_virtual_dsetname(i))
+            for i in range(properties.get_virtual_count())
+        ]
+        if self._trust is None:
+            first = f", such as {sources[0][0]!r}" if sources else ""
+            raise TrustError(
+                f"{where} is a view of other files{first}, which are not opened: name those; {self._remedy}"
+            )
+        if depth > MAX_DEPTH:
+            raise FieldError(f"{where} is a view of views, more than {MAX_DEPTH} deep")
+        for filename, name in dict.fromkeys(sources):  # each once
+            with self._trust.opened(view.file.filename, filename, where, "a view") as other:
+                if other is not None and "%" not in name and self._is_there(other, name, where, depth + 1):
+                    self._check_field(other[name], where, depth + 1)
+
+    def _check_external(self, properties: h5py.h5p.PropDCID, where: str) -> None:
+        names = [os.fsdecode(properties.get_external(i)[0]) for i in range(properties.get_external_count())]
+        if self._trust is None:
+            raise TrustError(
+                f"{where} keeps its values in another file, {names[0]!r}, which is not opened: copy them; "
+                f"{self._remedy}"
+            )
+        for name in names:
+            self._trust.check_storage(name, where)
+
+    def check_matrix(self, file: h5py.File, name: str) -> None:
+        """Check the parts of a sparse matrix in a group as `check_field` does."""
+        group = file[name]
+        for part in list(group):
+            where = f"{name.rstrip('/')}/{part}"
+            if part in ("indptr", "indices", "data"):
+                item = self.find(file, where)
+                if isinstance(item, h5py.Dataset) and (part != "data" or not small_attribute(group, "pattern", False)):
+                    self.check_field(item, where)
+
+    def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | Refusal]]:
+        """Yield all datasets in a group by their path from there, each once; and a Refusal for each link."""
+        seen: set[tuple[int, ...]] = set()
+        stack: list[tuple[str, Any]] = [("", group)]
+        while stack:
+            prefix, inside = stack.pop()
+            try:
+                parts = list(inside)
+            except DAMAGES as error:
+                name = prefix.rstrip("/") or "/"
+                where = f"{printable(self.path)}: {name!r}"
+                yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot list what is in it: {error}"))
+                continue
+            for part in parts:
+                if isinstance(part, bytes):  # as h5py gives what it cannot decode
+                    name = f"{prefix}{as_text(part)}"
+                    where = f"{printable(self.path)}: {name!r}"
+                    yield name, Refusal(name, UnsupportedError(f"{where} has a name that is not UTF-8: rename it"))
+                    continue
+                name = f"{prefix}{part}"
+                try:
+                    item = self._member(inside, part, name)
+                    address = address_of(item)
+                except FieldError as error:
+                    yield name, Refusal(name, error)
+                    continue
+                except DAMAGES as error:
+                    where = f"{printable(self.path)}: {name!r}"
+                    yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot open it: {error}"))
+                    continue
+                if address in seen:
+                    continue
+                seen.add(address)
+                if isinstance(item, h5py.Group):
+                    stack.append((f"{name}/", item))
+                elif isinstance(item, h5py.Dataset):
+                    yield name, item
+
+    def _member(self, group: h5py.Group, part: str, name: str) -> Any:
+        where = f"{printable(self.path)}: {name!r}"
+        link = group.get(part, getlink=True)
+        if not isinstance(link, h5py.HardLink) and not self._leads(link, group, where, 0):
+            raise FieldError(f"{where} is a link that leads to nothing")
+        return group[part]
+
+
+def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
+    """Check the group that h5chunk keeps beside the data, and some of its attributes, before they are read.
+
+    Raises
+    ------
+    FileError
+        It is a link, has links or values of variable length, or claims what cannot be.
+    """
+    shown = f"{printable(file.filename)}: damaged: what its group /{name} holds cannot be"
+    try:
+        link = file.get(name, getlink=True)
+        if link is not None and not isinstance(link, h5py.HardLink):
+            raise FileError(f"{shown}: it is itself a link to somewhere else")
+        group = None if link is None else file[name]
+        if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
+            return
+        check_attributes(group, shown, attributes)
+        guard = Guard(file.filename)
+        for inner, item in guard.walk(group):
+            if isinstance(item, Refusal):
+                raise FileError(f"{shown}: {inner} is a link, or cannot be opened")
+            if is_variable(item.id.get_type()):
+                raise FileError(f"{shown}: {inner} has values of variable length")
+            guard.check_field(item, f"{name}/{inner}")
+    except FileError:
+        raise
+    except DAMAGES as error:
+        raise FileError(f"{shown}: {error}") from None

@@ -1,0 +1,90 @@
+"""Open HDF5 files for reading, and translate what HDF5 and the system raise of them into errors with a file's name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
+
+# What h5py raises of a damaged file
+DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
+FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))
+REASONS = (
+    ("truncated", "cut short: the file is smaller than it says; copy or convert it again"),
+    ("signature not found", "not an HDF5 file"),
+    ("Permission denied", "no permission to read it"),
+    ("unable to lock file", "is locked: another process is writing to it: wait for that"),
+)  # of files that do not open: what HDF5 says, and what the error says
+
+
+@contextmanager
+def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise FileError where HDF5 fails on a damaged file, and OutputError where the disk of its copy is full.
+
+    Parameters
+    ----------
+    path : path
+        Of the file that is read.
+    """
+    try:
+        yield
+    except H5ChunkError:
+        raise
+    except DAMAGES as error:
+        reason = str(error) or type(error).__name__
+        if any(words in reason for words in FULL_DISK):
+            raise OutputError(f"{printable(path)}: its copy cannot be written: {reason}") from None
+        raise FileError(f"{printable(path)}: damaged, or of a kind that is not known: HDF5: {reason}") from error
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
+    """Open a file for a while; any failure of HDF5 on it meanwhile becomes a FileError.
+
+    Raises
+    ------
+    FileError
+        As `open_file`; or the file is damaged.
+    """
+    with translate_errors(path), open_file(path, **options) as file:
+        yield file
+
+
+def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
+    """Open a file for reading.
+
+    Parameters
+    ----------
+    path : path
+    **options
+        Further arguments of `h5py.File`.
+
+    Raises
+    ------
+    FileError
+        The file is missing, not HDF5, cut short, or open for writing.
+    """
+    shown = printable(path)
+    if not os.path.exists(path):  # False as well of names that are too long
+        raise FileError(f"{shown}: no such file")
+    if not Path(path).is_file():
+        raise FileError(f"{shown}: not a regular file")
+    with suppress(ImportError):
+        import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
+    try:
+        file = h5py.File(path, "r", **options)
+    except OSError as error:
+        words = "Permission denied" if isinstance(error, PermissionError) else str(error)
+        reason = next((ours for theirs, ours in REASONS if theirs in words), f"cannot be opened: {words}")
+        raise FileError(f"{shown}: {reason}") from None
+    if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares what this process has open already
+        file.close()
+        raise FileError(f"{shown}: is open for writing (or beside a writer, SWMR) in this process: close it first")
+    return file

@@ -1,0 +1,148 @@
+"""Read byte ranges of a file with one system call each into many places of memory.
+
+``os.preadv`` wants a Python object for each buffer, made while holding the GIL. Here NumPy makes tables of addresses
+and lengths, and libc's ``preadv`` takes them as they are: a shuffled batch costs threads no time in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.native import CUT_SHORT, JOB, READ, SYSTEM, Result
+
+RUN_BYTES = 2 << 20  # of one call, about; long ranges are cut into such runs, so that threads can share them
+MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
+CUT = "the file ends in the middle of its data: it was cut short"
+PART_BYTES = 8 << 20  # what a thread does at a time: large enough not to fight for the GIL; scripts/LOG.md
+
+Part = Callable[[int], None]  # reads what it stands for through a descriptor of the file
+Where = Callable[[int], str]  # names what lies at an offset of the file, for messages
+
+_preadv = ctypes.CDLL(None, use_errno=True).preadv
+_preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_preadv.restype = ctypes.c_ssize_t
+
+
+def open_descriptor(path: Path) -> int:
+    """Open a file for reading.
+
+    Raises
+    ------
+    FileError
+        It cannot be opened.
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
+
+
+class VectorPart:
+    """A task that reads runs of bytes and scatters each to a row of places.
+
+    Parameters
+    ----------
+    runs : list of (int, int, int, int)
+        First vector and number of vectors of each run, its offset in the file and its bytes.
+    vectors : (n, 2) uintp, C-contiguous
+        Address and length of each place.
+    out : object
+        Holds the memory that the addresses point into.
+    where : callable
+
+    Raises
+    ------
+    FileError
+        When called: the file ends before a run does, or cannot be read.
+    """
+
+    def __init__(self, runs: list[tuple[int, int, int, int]], vectors: np.ndarray, out: object, where: Where) -> None:
+        self._runs, self._vectors, self._out, self._where = runs, vectors, out, where
+
+    def __call__(self, descriptor: int) -> None:
+        table, stride = self._vectors.ctypes.data, self._vectors.strides[0]
+        for first, count, offset, num_bytes in self._runs:
+            got = _preadv(descriptor, table + first * stride, count, offset)
+            if got != num_bytes:
+                self._read_rest(descriptor, first, count, offset, self._failed(offset) if got < 0 else got)
+
+    def jobs(self, descriptor: int) -> np.ndarray:
+        """Return the task as jobs of a `h5chunk.native.NativePool`: (num_runs,) JOB."""
+        first, count, offset, num_bytes = np.array(self._runs, np.int64).T
+        jobs = np.zeros(len(self._runs), JOB)
+        jobs["kind"], jobs["descriptor"] = READ, descriptor
+        jobs["offset"], jobs["count"], jobs["num_bytes"] = offset, count, num_bytes
+        jobs["source"] = self._vectors.ctypes.data + first * self._vectors.strides[0]
+        return jobs
+
+    def error_of(self, result: Result) -> FileError:
+        """Return the error that a job of this task ended with."""
+        where = self._where(result.offset)
+        if result.status == SYSTEM:
+            return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
+        if result.status == CUT_SHORT:
+            return FileError(f"{where}: {CUT}")
+        return FileError(f"{where}: closed while it was read")
+
+    def _failed(self, offset: int) -> int:
+        """Raise the error of the system; return 0 if the call was only interrupted."""
+        number = ctypes.get_errno()
+        error = OSError(number, os.strerror(number))
+        if isinstance(error, (InterruptedError, BlockingIOError)):
+            return 0
+        raise FileError(f"{self._where(offset)}: cannot be read: {error.strerror}") from error
+
+    def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
+        """Read the rest: preadv may read less than was asked for, in large requests or after a signal."""
+        for address, length in self._vectors[first : first + count].tolist():
+            if got < length:
+                place = (ctypes.c_char * length).from_address(address)
+                read_bytes(descriptor, offset + got, memoryview(place).cast("B")[got:], self._where)
+            offset += length
+            got = max(0, got - length)
+
+
+def vector_parts(
+    borders: np.ndarray, vectors: np.ndarray, offsets: np.ndarray, out: object, where: Where
+) -> Iterator[VectorPart]:
+    """Divide runs into tasks for several threads.
+
+    Parameters
+    ----------
+    borders : (num_runs + 1,) int64
+        Run i is ``vectors[borders[i]:borders[i + 1]]``.
+    vectors : (n, 2) uintp
+    offsets : (num_runs,) int64
+        Of each run in the file.
+    """
+    counts = np.diff(borders)
+    sizes = np.add.reduceat(vectors[:, 1], borders[:-1]).astype(np.int64)
+    runs = list(zip(borders[:-1].tolist(), counts.tolist(), offsets.tolist(), sizes.tolist(), strict=True))
+    per_part = max(1, PART_BYTES * len(runs) // max(1, int(sizes.sum())))
+    for first in range(0, len(runs), per_part):
+        yield VectorPart(runs[first : first + per_part], vectors, out, where)
+
+
+def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
+    """Fill a buffer from an offset of the file.
+
+    Raises
+    ------
+    FileError
+        The file ends before, or cannot be read.
+    """
+    done = 0
+    while done < len(buffer):
+        try:
+            more = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise FileError(f"{where(offset + done)}: cannot be read: {error.strerror or error}") from error
+        if not more:
+            raise FileError(f"{where(offset + done)}: {CUT}")
+        done += more

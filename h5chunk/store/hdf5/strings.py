@@ -1,0 +1,211 @@
+"""Read strings of variable length, and attributes that hold them, from an HDF5 file without the library.
+
+HDF5 believes the lengths that it finds: one damaged byte makes it take gigabytes. Here everything is checked against
+the file first. Files have addresses of 8 bytes. Source: HDF5 File Format Specification, III.E
+(global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import H5ChunkError
+from h5chunk.store.hdf5.claims import address_of, small_attribute
+
+MAX_STRING_BYTES = 256
+MAX_HEAP_BYTES = 64 << 20
+MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BLOCKS = 64
+HEAP_HEADER = struct.Struct("<4sB3xQ")
+HEAP_OBJECT = struct.Struct("<HH4xQ")
+POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a string of variable length
+ATTRIBUTE, CONTINUATION = 0x0C, 0x10
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """An open file, of which ranges are read; ``error`` makes an error that names what is read.
+
+    Addresses are counted from byte ``base``, behind what a user put there.
+    """
+
+    descriptor: int
+    num_bytes: int
+    error: Callable[[str], H5ChunkError]
+    base: int = 0
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        if address + num_bytes > self.num_bytes - self.base:
+            raise self.error("its strings lie beyond the end of the file: it is cut short or damaged")
+        data = os.pread(self.descriptor, num_bytes, address + self.base)
+        if len(data) != num_bytes:
+            raise self.error("the file is cut short")
+        return data
+
+
+def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkError]) -> list[str]:
+    """Read an attribute that is a string, or a list of them; those of variable length are looked up without HDF5.
+
+    Parameters
+    ----------
+    item : h5py object
+        Of a file on disk.
+    name : str
+    error : callable
+        Makes an error that names the object.
+
+    Returns
+    -------
+    list of str
+        Empty if there is no such attribute, or it is something else.
+
+    Raises
+    ------
+    H5ChunkError
+        What ``error`` makes: the attribute is damaged.
+    """
+    if name not in item.attrs:
+        return []
+    attribute = item.attrs.get_id(name)
+    kind = attribute.get_type()
+    if not isinstance(kind, h5py.h5t.TypeStringID) or len(attribute.shape) > 1:
+        return []
+    if kind.is_variable_str():
+        words = _read_variable(item, name, math.prod(attribute.shape), error)
+    else:
+        words = np.ravel(small_attribute(item, name, ()))
+    return [bytes(word).decode("utf-8", "backslashreplace") for word in words.tolist()]
+
+
+def _read_variable(item: h5py.HLObject, name: str, count: int, error: Callable[[str], H5ChunkError]) -> np.ndarray:
+    descriptor = os.open(item.file.filename, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        file = Bytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
+        pointers = attribute_bytes(file, address_of(item)[-2], name, count * POINTER.itemsize)
+        return resolve(file, np.frombuffer(pointers, POINTER))
+    finally:
+        os.close(descriptor)
+
+
+def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
+    """Read the strings that pointers lead to: (n,) ``S``, as long as the longest.
+
+    Parameters
+    ----------
+    file : Bytes
+    pointers : (n,) `POINTER`
+
+    Raises
+    ------
+    H5ChunkError
+        What ``file.error`` makes: a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
+    """
+    lengths = pointers["length"].astype(np.int64)
+    if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
+        place = int(lengths.argmax())
+        raise file.error(f"string {place} has {lengths[place]} bytes but the limit is {MAX_STRING_BYTES}")
+    strings = np.zeros(len(pointers), f"S{max(1, int(lengths.max(initial=0)))}")
+    filled = np.flatnonzero(lengths)
+    order = filled[np.argsort(pointers["address"][filled], kind="stable")]
+    addresses, starts = np.unique(pointers["address"][order], return_index=True)
+    stops = np.append(starts, len(order))[1:]
+    end = 0
+    for address, start, stop in zip(addresses.tolist(), starts, stops, strict=True):
+        if address < end:
+            raise file.error("the collections of its string heap overlap: the file is damaged")
+        data = _collection(file, address)
+        end = address + len(data)
+        objects = _objects(file, data)
+        group = order[start:stop]
+        indices, sizes = pointers["index"][group].tolist(), lengths[group].tolist()
+        for place, index, length in zip(group.tolist(), indices, sizes, strict=True):
+            begin, size = objects.get(index, (0, -1))
+            if size < length:
+                raise file.error(f"string {place} is not in the heap: the file is damaged")
+            strings[place] = data[begin : begin + length]
+    return strings
+
+
+def _collection(file: Bytes, address: int) -> bytes:
+    """Read one collection of the global heap."""
+    magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
+    if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= MAX_HEAP_BYTES:
+        raise file.error("its string heap is damaged")
+    return file.read(address, size)
+
+
+def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
+    """Return the (start, size) of each object of a collection, by its index."""
+    objects = {}
+    at = HEAP_HEADER.size
+    while at + HEAP_OBJECT.size <= len(data):
+        index, _, size = HEAP_OBJECT.unpack_from(data, at)
+        if index == 0:  # the free space behind the last one
+            break
+        at += HEAP_OBJECT.size
+        if size > len(data) - at:
+            raise file.error("its string heap is damaged: an object is larger than its collection")
+        objects[index] = at, size
+        at += (size + 7) // 8 * 8
+    return objects
+
+
+def attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> bytes:
+    """Read the stored value of an attribute of the object whose header is at ``address``.
+
+    Raises
+    ------
+    H5ChunkError
+        What ``file.error`` makes: the header is damaged, or keeps its attributes elsewhere.
+    """
+    wanted = name.encode()
+    for kind, message in _messages(file, address):
+        if kind == ATTRIBUTE and len(message) > 8:
+            version, _, name_bytes, type_bytes, space_bytes = struct.unpack_from("<BBHHH", message)
+            at = 9 if version == 3 else 8
+            parts = [name_bytes, type_bytes, space_bytes]
+            if version == 1:
+                parts = [(part + 7) // 8 * 8 for part in parts]
+            if message[at : at + name_bytes].rstrip(b"\0") == wanted:
+                value = message[at + sum(parts) :][:num_bytes]
+                if len(value) == num_bytes:
+                    return value
+    raise file.error(f"its attribute {name!r} is kept in an unusual way, or damaged: write the file again")
+
+
+def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the (type, bytes) of each message in an object header of version 1 or 2."""
+    start = file.read(address, 16)
+    if start.startswith(b"OHDR"):
+        flags = start[5]
+        at = address + 6 + 16 * (flags >> 5 & 1) + 4 * (flags >> 4 & 1)
+        width = 1 << (flags & 3)
+        size = int.from_bytes(file.read(at, width), "little")
+        blocks = [(at + width, size)]
+        head = struct.Struct("<BHB2x" if flags & 4 else "<BHB")
+    else:
+        blocks = [(address + 16, int.from_bytes(start[8:12], "little"))]
+        head = struct.Struct("<HHB3x")
+    is_new = start.startswith(b"OHDR")
+    for number, (place, size) in enumerate(blocks):  # grows as continuations are met
+        if size > MAX_HEADER_BYTES or number >= MAX_HEADER_BLOCKS:
+            raise file.error("an object header is damaged: it has no end")
+        data = file.read(place, size)
+        at = 0
+        while at + head.size <= len(data):
+            kind, length, _ = head.unpack_from(data, at)
+            at += head.size
+            message = data[at : at + length]
+            at += length
+            if kind == CONTINUATION and len(message) >= 16:
+                where, extent = struct.unpack_from("<QQ", message)
+                blocks.append((where + 4, extent - 8) if is_new and extent >= 8 else (where, extent))
+            else:
+                yield kind, message

@@ -1,0 +1,366 @@
+"""Move the rows of a dataset into a new file, in their order or in another, within a given memory.
+
+Threads read rows in long runs, regroup them, and write them; see `h5chunk.plan.repack` for what goes where. While a
+shuffle of more than fits in memory is half done, the samples wait in the new file itself, each in the bucket that its
+place is in; of a compressed dataset in a file without a name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
+from h5chunk.store.hdf5.codecs import scratch
+from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES, vector_parts
+from h5chunk.store.rewrite.raw_rows import RawRows
+from h5chunk.store.rewrite.targets import PlainTarget, Target, Waiting
+from h5chunk.store.write.spool import TemporaryBytes
+
+ROW_BYTES = 48  # of memory for the numbers of a row, while rows are regrouped
+LEAST_VECTOR_BYTES = 512  # rows from here on are read to their places one by one, shorter ones sorted in memory
+INDEX_BYTES = 24  # of memory for those of an element of rows of different lengths
+
+Told = Callable[[int], None]  # how many bytes were moved since the last call
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class NewOrder:
+    """A permutation of rows.
+
+    Attributes
+    ----------
+    order : (n,) int64
+        Row i of the new file is row ``order[i]`` of the old one.
+    places : (n,) int64
+        Where each row of the old file goes.
+    """
+
+    def __init__(self, order: np.ndarray) -> None:
+        self.order = order
+        self.places = np.empty_like(order)
+        self.places[order] = np.arange(len(order), dtype=order.dtype)
+
+
+class EvenRows:
+    """Rows of one length, samples, as runs of bytes: where they lie, and how they are regrouped.
+
+    Parameters
+    ----------
+    source : RawRows
+    unit_rows : int
+        Rows of a chunk in the new file: buckets are whole chunks where they can.
+    """
+
+    def __init__(self, source: RawRows, unit_rows: int = 1) -> None:
+        self.source, self._unit_rows = source, unit_rows
+        self._width = source.row_bytes
+        self.num_bytes = source.num_rows * self._width
+
+    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
+        """Cut the old order into rows that are read together, of about ``step_bytes``."""
+        source, cost = self.source, self._width + ROW_BYTES
+        step_bytes = shares.banded(step_bytes, source.band_rows * cost, source.whole_bands)
+        return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
+
+    def borders(self, part_bytes: int) -> np.ndarray:
+        """Cut the new order into buckets; gives their borders."""
+        return plan_buckets(self.source.num_rows, self._width + ROW_BYTES, part_bytes, self._unit_rows)
+
+    def old_offset(self, row: int) -> int:
+        """Bytes before a row in the old order."""
+        return row * self._width
+
+    def new_offset(self, place: int) -> int:
+        """Bytes before a place in the new order."""
+        return place * self._width
+
+    def read(self, rows: range, out: np.ndarray) -> None:
+        """Read the bytes of some rows into as many."""
+        self.source.read(rows.start, rows.stop, out.reshape(len(rows), self._width))
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Bytes of each of these rows."""
+        return np.full(len(rows), self._width, np.int64)
+
+    def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows at ``picks`` out of ``data``, in which the rows ``lying`` lie (None: all)."""
+        wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
+        table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
+        np.take(table, picks, axis=0, out=target, mode="clip")
+
+    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
+        """Read the rows ``wanted``, which wait in their old order from ``place`` on; ``lies`` is scratch memory."""
+        if self._width < LEAST_VECTOR_BYTES:
+            _arrange(self, waiting, place, wanted, lies, out)
+            return
+        vectors = np.empty((len(wanted), 2), np.uintp)
+        vectors[:, 0] = out.ctypes.data + np.argsort(wanted, kind="stable") * self._width
+        vectors[:, 1] = self._width
+        step = max(1, min(MAX_VECTORS, RUN_BYTES // self._width))
+        borders = np.append(np.arange(0, len(wanted), step), len(wanted))
+        offsets = waiting.offset + (place + borders[:-1]) * self._width
+        for part in vector_parts(borders, vectors, offsets, out, lambda _: "a file that is being written"):
+            part(waiting.descriptor)
+
+
+def _arrange(
+    rows: EvenRows | UnevenRows, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray
+) -> None:
+    waiting.read(rows.new_offset(place), lies)
+    by_row = np.argsort(wanted, kind="stable")
+    picks = np.empty_like(by_row)
+    picks[by_row] = np.arange(len(by_row))
+    rows.gather(lies, wanted[by_row], picks, out)
+
+
+class UnevenRows:
+    """Rows of different lengths: of a sparse matrix, or names that lie end to end.
+
+    Parameters
+    ----------
+    source : RawRows
+        Of the elements.
+    starts : (num_rows + 1,) int64
+        Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded; checked by the caller.
+    order : (num_rows,) int64
+        Of the rows in the new file.
+    part_bytes : int
+        The most that a row may take in memory.
+    where : str
+        Names the dataset in messages.
+
+    Raises
+    ------
+    OptionError
+        A row does not fit in memory.
+    """
+
+    def __init__(self, source: RawRows, starts: np.ndarray, order: np.ndarray, part_bytes: int, where: str) -> None:
+        self.source, self._starts = source, starts
+        self._item = source.row_bytes
+        self._counts = np.diff(starts)
+        self._new_starts = np.concatenate(([0], np.cumsum(self._counts[order])))
+        self.num_bytes = int(starts[-1]) * self._item
+        longest = int(self._counts.max(initial=0)) * (self._item + INDEX_BYTES)
+        if longest > part_bytes:
+            row = int(self._counts.argmax())
+            raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, too much for the memory: allow more")
+
+    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
+        """Cut the old order into rows that are read together, of about ``step_bytes``."""
+        borders = plan_uneven(self._starts, step_bytes, self._item + INDEX_BYTES).tolist()
+        return (range(first, last) for first, last in pairwise(borders))
+
+    def borders(self, part_bytes: int) -> np.ndarray:
+        """Cut the new order into buckets; gives their borders."""
+        return plan_uneven(self._new_starts, part_bytes, self._item + INDEX_BYTES)
+
+    def old_offset(self, row: int) -> int:
+        """Bytes before a row in the old order."""
+        return int(self._starts[row]) * self._item
+
+    def new_offset(self, place: int) -> int:
+        """Bytes before a place in the new order."""
+        return int(self._new_starts[place]) * self._item
+
+    def read(self, rows: range, out: np.ndarray) -> None:
+        """Read the bytes of some rows into as many."""
+        first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
+        if last > first:
+            self.source.read(first, last, out.reshape(last - first, self._item))
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Bytes of each of these rows."""
+        return self._counts[rows] * self._item
+
+    def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows at ``picks`` out of ``data``, in which the rows ``lying`` lie (None: all)."""
+        if lying is None:
+            firsts, counts = self._starts[picks], self._counts[picks]
+        else:
+            lengths = self._counts[lying]
+            firsts, counts = (np.cumsum(lengths) - lengths)[picks], lengths[picks]
+        before = np.cumsum(counts) - counts
+        index = np.repeat(firsts - before, counts)
+        index += np.arange(len(index))
+        wide = f"V{self._item}"
+        np.take(data.view(wide), index, out=out.view(wide), mode="clip")
+
+    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
+        """Read the rows ``wanted``, which wait in their old order from ``place`` on; ``lies`` is scratch memory."""
+        _arrange(self, waiting, place, wanted, lies, out)
+
+
+Rows = EvenRows | UnevenRows
+
+
+def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, told: Told) -> None:
+    """Move rows in their order.
+
+    Parameters
+    ----------
+    source : RawRows
+    target : Target
+    shares : Shares
+    unit_rows : int
+        Rows of a chunk of the target.
+    told : callable
+    """
+    width = source.row_bytes
+    step_bytes = shares.banded(shares.step_bytes, source.band_rows * width, source.whole_bands)
+
+    def steps() -> Iterator[range]:
+        return plan_steps(
+            source.num_rows, row_bytes=width, band_rows=source.band_rows, step_bytes=step_bytes, unit_rows=unit_rows
+        )
+
+    def move(step: range, buffer: np.ndarray) -> np.ndarray:
+        data = buffer[: len(step) * width]
+        source.read(step.start, step.stop, data.reshape(len(step), width))
+        if target.any_order:
+            target.put(step.start * width, data)
+        return data
+
+    size = len(next(steps())) * width
+    for step, data in _in_order(steps(), move, size, min(source.num_threads, shares.num_threads)):
+        if not target.any_order:
+            target.put(step.start * width, data)
+        told(len(data))
+
+
+def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, folder: Path, told: Told) -> None:
+    """Move rows into a new order; the result does not depend on the memory.
+
+    Parameters
+    ----------
+    rows : Rows
+    new : NewOrder
+    target : Target
+    shares : Shares
+    folder : Path
+        Where samples of a compressed dataset wait.
+    told : callable
+    """
+    borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
+    if len(borders) == 2:
+        _shuffle_in_memory(rows, new, target, shares, told)
+        return
+    with ExitStack() as stack:
+        waiting = target if isinstance(target, PlainTarget) else stack.enter_context(TemporaryBytes(folder))
+        _scatter(rows, new, waiting, shares, borders, told)
+        _settle(rows, new, waiting, target, shares, borders, told)
+
+
+def _shuffle_in_memory(rows: Rows, new: NewOrder, target: Target, shares: Shares, told: Told) -> None:
+    whole, data = np.empty((2, rows.num_bytes), np.uint8)
+    for span in rows.spans(shares, shares.step_bytes):
+        rows.read(span, whole[rows.old_offset(span.start) : rows.old_offset(span.stop)])
+    rows.gather(whole, None, new.order, data)
+    target.put(0, data)
+    told(rows.num_bytes)
+
+
+class _Scattering(NamedTuple):
+    """A step of the first pass: rows, the order that groups them by bucket, and where each group goes."""
+
+    span: range
+    picks: np.ndarray
+    offsets: list[int]
+    cuts: list[int]
+
+
+def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
+    """First pass: every row goes to the bucket of its place; within one, rows lie in their old order."""
+    local = threading.local()
+    ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
+
+    def plan(span: range) -> _Scattering:
+        buckets = np.searchsorted(borders, new.places[span.start : span.stop], "right") - 1
+        picks = np.argsort(buckets, kind="stable")
+        ordered = buckets[picks]
+        firsts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+        sizes = np.add.reduceat(rows.sizes(picks + span.start), firsts).tolist()
+        offsets = []
+        for bucket, size in zip(ordered[firsts].tolist(), sizes, strict=True):
+            offsets.append(ends[bucket])
+            ends[bucket] += size
+        return _Scattering(span, picks, offsets, [0, *np.cumsum(sizes).tolist()])
+
+    def scatter(step: _Scattering, buffer: np.ndarray) -> int:
+        size = step.cuts[-1]
+        read, grouped = buffer[:size], scratch(local, "grouped", size)
+        rows.read(step.span, read)
+        rows.gather(read, np.arange(step.span.start, step.span.stop), step.picks, grouped)
+        for offset, start, stop in zip(step.offsets, step.cuts, step.cuts[1:], strict=False):
+            waiting.write(offset, grouped[start:stop])
+        return size
+
+    step_bytes = shares.scatter_bytes(len(borders) - 1)
+    size = max(rows.old_offset(span.stop) - rows.old_offset(span.start) for span in rows.spans(shares, step_bytes))
+    steps = (plan(span) for span in rows.spans(shares, step_bytes))
+    for _, done in _in_order(steps, scatter, size, min(rows.source.num_threads, shares.num_threads)):
+        told(done // 2)
+
+
+def _settle(
+    rows: Rows,
+    new: NewOrder,
+    waiting: Waiting,
+    target: Target,
+    shares: Shares,
+    borders: np.ndarray,
+    told: Told,
+) -> None:
+    """Second pass: every bucket is put in order."""
+    local = threading.local()
+
+    def settle(bucket: int, buffer: np.ndarray) -> np.ndarray:
+        first, last = int(borders[bucket]), int(borders[bucket + 1])
+        start, stop = rows.new_offset(first), rows.new_offset(last)
+        lies, data = scratch(local, "lies", stop - start), buffer[: stop - start]
+        rows.arrange(waiting, first, new.order[first:last], lies, data)
+        if target.any_order:
+            target.put(start, data)
+        return data
+
+    offsets = [rows.new_offset(int(border)) for border in borders]
+    size = max(stop - start for start, stop in pairwise(offsets))
+    for bucket, data in _in_order(range(len(borders) - 1), settle, size, shares.num_threads):
+        if not target.any_order:
+            target.put(offsets[bucket], data)
+        told(len(data) - len(data) // 2)
+
+
+def _in_order(
+    tasks: Iterable[T], work: Callable[[T, np.ndarray], R], buffer_bytes: int, num_threads: int
+) -> Iterator[tuple[T, R]]:
+    """Yield the tasks and what ``work(task, buffer)`` returns, in order; buffers are reused after that."""
+    free = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
+    waiting: deque[tuple[T, Future[R], np.ndarray]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for task in tasks:
+                if not free:
+                    done, future, buffer = waiting.popleft()
+                    yield done, future.result()
+                    free.append(buffer)
+                buffer = free.pop()
+                waiting.append((task, pool.submit(work, task, buffer), buffer))
+            while waiting:
+                done, future, _ = waiting.popleft()
+                yield done, future.result()
+        finally:
+            for _, future, _ in waiting:
+                future.cancel()

@@ -1,0 +1,289 @@
+"""Write runs of whole chunks of a new file's fields from a source, or check that they were written before.
+
+Knows the source and the file, not who else writes, nor in which order tasks are done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h5chunk.errors import OutputError, SampleError, printable
+from h5chunk.source import SampleReader
+from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.write.part_file import write_at
+
+TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms
+
+
+class FillField(NamedTuple):
+    """A field to fill: where its first chunk starts in the file, and the shape and dtype of a sample."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass
+class FillJob:
+    """What to write where. Travels to the workers once.
+
+    Attributes
+    ----------
+    part : Path
+        The file.
+    fields : tuple of FillField
+        The fields that the source reads.
+    chunk_samples : int
+    source : SampleReader
+    order : (num_samples,) int64
+        Row i of each field is sample ``order[i]`` of the source.
+    """
+
+    part: Path
+    fields: tuple[FillField, ...]
+    chunk_samples: int
+    source: SampleReader
+    order: np.ndarray
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-len(self.order) // self.chunk_samples)
+
+    def tasks(self) -> list[range]:
+        """Return the chunks of each task."""
+        step = max(1, TASK_SAMPLES // self.chunk_samples)
+        return [range(first, min(first + step, self.num_chunks)) for first in range(0, self.num_chunks, step)]
+
+    def rows(self, chunks: range) -> range:
+        """Return the rows of some chunks."""
+        size = self.chunk_samples
+        return range(chunks.start * size, min(chunks.stop * size, len(self.order)))
+
+
+class Failure(NamedTuple):
+    """A sample that could not be read: its row, the reason, and the name of the error's class."""
+
+    row: int
+    reason: str
+    kind: str
+
+
+class Done(NamedTuple):
+    """The result of a task.
+
+    Attributes
+    ----------
+    chunks : range
+    checksums : list of list of int
+        CRC-32 of each chunk: a list for each chunk number, with one checksum per field. Shorter than ``chunks`` if the
+        task was stopped.
+    notes : Counter
+        What the source noted of its samples.
+    failures : list of Failure
+    stamp : int
+        Changes when a sample of the source may have changed; see `SourceStamp`.
+    is_new : bool
+        False if all of it had been written before.
+    """
+
+    chunks: range
+    checksums: list[list[int]]
+    notes: Counter[str]
+    failures: list[Failure]
+    stamp: int
+    is_new: bool = True
+
+    def record(self) -> list[Any]:
+        """Return a record for a journal."""
+        return [self.chunks.start, self.checksums, dict(self.notes), [list(f) for f in self.failures], self.stamp]
+
+
+def parse_record(record: Any) -> Done | None:
+    """Return what a journal's record claims to be done; None if it is no such record."""
+    try:
+        first, checksums, notes, failures, stamp = record
+        chunks = range(first, first + len(checksums))
+        checksums = [[int(checksum) for checksum in chunk] for chunk in checksums]
+        failed = [Failure(int(row), str(reason), str(kind)) for row, reason, kind in failures]
+        return Done(chunks, checksums, Counter(notes), failed, int(stamp), is_new=False)
+    except (TypeError, ValueError):
+        return None
+
+
+class _ChunkBuffer:
+    """Memory of one chunk of a field, used again and again: new memory costs more than writing."""
+
+    def __init__(self, field: FillField, chunk_samples: int) -> None:
+        self._start = field.offset
+        shape = (chunk_samples, *field.shape)
+        self.samples = np.zeros(shape, field.dtype)
+        self.data = self.samples.reshape(-1).view(np.uint8).reshape(chunk_samples, -1)
+
+    def offset(self, chunk: int) -> int:
+        """Return where a chunk lies in the file."""
+        return self._start + chunk * self.data.nbytes
+
+    def pad(self, num_samples: int, checksum: int) -> int:
+        """Fill the buffer up with zeros; return the checksum of the chunk, given that of its samples."""
+        tail = self.data[num_samples:]
+        tail[...] = 0
+        return zlib.crc32(tail.data, checksum) if len(tail) else checksum
+
+
+class TaskRunner:
+    """Runs tasks, one after the other. Context manager.
+
+    Parameters
+    ----------
+    job : FillJob
+    stopped : callable
+        Whether nobody wants the rest any more.
+    """
+
+    def __init__(self, job: FillJob, stopped: Callable[[], bool] = lambda: False) -> None:
+        self._job = job
+        self._stopped = stopped
+        self._buffers = {field.name: _ChunkBuffer(field, job.chunk_samples) for field in job.fields}
+        self._session = job.source.session()
+
+    def __enter__(self) -> TaskRunner:
+        self._descriptor = os.open(self._job.part, os.O_RDWR | os.O_CLOEXEC)
+        self._session.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._session.__exit__(*error)
+        os.close(self._descriptor)
+
+    def run(self, chunks: range, claim: Done | None = None) -> Done:
+        """Write some chunks of all fields, unless a claim that they are written holds.
+
+        Raises
+        ------
+        OutputError
+            They cannot be written.
+        """
+        if claim is not None and self._holds(chunks, claim):
+            return claim
+        stamp = SourceStamp(self._job.source)
+        done = Done(chunks, [], Counter(), [], 0)
+        for chunk in chunks:
+            checksums = self._read_chunk(chunk, stamp, done)
+            if checksums is None:
+                return done
+            done.checksums.append(checksums)
+            self._write_chunk(chunk)
+        return done._replace(stamp=stamp.value)
+
+    def _read_chunk(self, chunk: int, stamp: SourceStamp, done: Done) -> list[int] | None:
+        """Read the samples of a chunk into the buffers; return its checksums, or None if it was stopped."""
+        rows = self._job.rows(range(chunk, chunk + 1))
+        buffers = list(self._buffers.values())
+        checksums = [0] * len(buffers)
+        for place, row in enumerate(rows):
+            if self._stopped():
+                return None
+            index = int(self._job.order[row])
+            stamp.add(index)
+            failure = self._read_sample(index, place, done.notes)
+            if failure is not None:
+                done.failures.append(Failure(row, str(failure), type(failure).__name__))
+            for number, buffer in enumerate(buffers):  # while the sample is in the processor's cache
+                checksums[number] = zlib.crc32(buffer.data[place], checksums[number])
+        return [buffer.pad(len(rows), checksum) for buffer, checksum in zip(buffers, checksums, strict=True)]
+
+    def _read_sample(self, index: int, place: int, notes: Counter[str]) -> SampleError | None:
+        """Read a sample into the buffers; where it fails, they get zeros."""
+        out = {name: buffer.samples[place, ...] for name, buffer in self._buffers.items()}
+        try:
+            notes.update(self._job.source.read_into(index, out))
+        except SampleError as error:
+            for values in out.values():
+                values[...] = np.zeros((), values.dtype)
+            return error
+        return None
+
+    def _write_chunk(self, chunk: int) -> None:
+        try:
+            for buffer in self._buffers.values():
+                write_at(self._descriptor, buffer.data.data, buffer.offset(chunk))
+        except OSError as error:
+            raise OutputError(f"{printable(self._job.part)}: cannot be written: {error.strerror}") from None
+
+    def _holds(self, chunks: range, claim: Done) -> bool:
+        """Whether the source is as it was, failures included, and the chunks have the checksums claimed."""
+        job = self._job
+        if claim.chunks != chunks:
+            return False
+        rows = job.rows(chunks)
+        now = stamp_of_samples(job.source, job.order[rows.start : rows.stop])
+        return now == claim.stamp and self._still_fail(claim.failures) and self._are_written(claim)
+
+    def _still_fail(self, failures: list[Failure]) -> bool:
+        """Whether samples that failed do so again: what kept them from being read need not have changed their file."""
+        for failure in failures:
+            if not 0 <= failure.row < len(self._job.order):
+                return False
+            error = self._read_sample(int(self._job.order[failure.row]), 0, Counter())
+            if error is None or (str(error), type(error).__name__) != failure[1:]:
+                return False
+        return True
+
+    def _are_written(self, claim: Done) -> bool:
+        for chunk, checksums in zip(claim.chunks, claim.checksums, strict=True):
+            if len(checksums) != len(self._buffers):
+                return False
+            for buffer, checksum in zip(self._buffers.values(), checksums, strict=True):
+                if not self._is_written(buffer, chunk, checksum):
+                    return False
+        return True
+
+    def _is_written(self, buffer: _ChunkBuffer, chunk: int, checksum: int) -> bool:
+        data = buffer.data.reshape(-1)
+        try:
+            length = os.preadv(self._descriptor, [data.data], buffer.offset(chunk))
+        except OSError:
+            return False
+        return length == data.nbytes and crc32(data) == checksum
+
+
+class SourceStamp:
+    """One number of 64 bits for many samples, which changes when one of them may have changed.
+
+    It depends neither on the order in which samples are added, nor on which are added together: the stamp of several
+    tasks is that of each, combined by exclusive or.
+
+    Attributes
+    ----------
+    value : int
+    """
+
+    def __init__(self, source: SampleReader) -> None:
+        self._source = source
+        self.value = 0
+
+    def add(self, index: int) -> None:
+        """Add a sample; one without a stamp of its own never changes."""
+        stamp = self._source.stamp(index)
+        if stamp:
+            packed = struct.pack(f"<{len(stamp) + 1}q", index, *stamp)
+            self.value ^= int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
+    """Return the `SourceStamp` of some samples, as they are now."""
+    stamp = SourceStamp(source)
+    for index in indices.tolist():
+        stamp.add(index)
+    return stamp.value

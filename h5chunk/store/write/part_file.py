@@ -1,0 +1,189 @@
+"""The files beside an output until that is complete: their names, their lock, and whether there is room for them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from pathlib import Path
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.plan.layout import human_bytes
+
+ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
+LOCK_WAIT_S = 0.5  # the workers of a writer that was just killed hold its lock until they have noticed
+
+
+def part_path(path: Path) -> Path:
+    """Return the path of a file, or a folder, until it is complete."""
+    return path.with_name(f".{path.name}.h5chunk-part")
+
+
+def journal_path(path: Path) -> Path:
+    """Return the path of the journal of an output."""
+    return path.with_name(f".{path.name}.h5chunk-journal")
+
+
+def open_own(path: Path, shown: str) -> int:
+    """Open a file beside an output, or make it. What is no regular file is neither written nor waited for.
+
+    Parameters
+    ----------
+    path : Path
+    shown : str
+        What is written, for messages.
+
+    Raises
+    ------
+    OutputError
+        It is a link, a pipe or the like, or it cannot be opened.
+    IsADirectoryError
+        It is a folder.
+    """
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o666)
+    except IsADirectoryError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OutputError(f"{printable(path)}: is a link, which is not written through: remove it") from None
+        raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OutputError(f"{printable(path)}: is no regular file: remove it")
+
+
+def remove_own(path: Path) -> None:
+    """Remove a file beside an output, if there is one; a folder of that name is left alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+
+
+def lock(descriptor: int, shown: str) -> None:
+    """Lock an open file; if it cannot be locked, close it and raise OutputError."""
+    end = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(descriptor)
+                raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
+            time.sleep(LOCK_WAIT_S / 10)
+        except OSError as error:
+            os.close(descriptor)
+            raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
+
+
+def is_open(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one at a path: another writer may have moved or removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the directory entries of a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite all of ``data``."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
+    """Parse the path of an output, which must name a file, or a folder of shards.
+
+    Raises
+    ------
+    OutputError
+        It has no name of its own, such as ``.``, ``..`` or an empty one; or it ends with a slash, as a folder does.
+    """
+    text = os.fspath(path)
+    name = os.path.basename(text.rstrip("/") if folder else text)
+    if name in ("", ".", "..") or "\0" in text:
+        what, example = ("folder", "shards") if folder else ("file", "data.h5")
+        raise OutputError(
+            f"{printable(text) or 'an empty name'}: is not the name of a {what} to write: give one, such as "
+            f"{printable(os.path.join(text.replace(chr(0), ''), example))}"
+        )
+    return Path(path)
+
+
+def check_name(path: Path) -> None:
+    """Raise OutputError unless files can be named after ``path``, and it can be looked at."""
+    beside = journal_path(path)
+    for each in (path, beside.with_name(f"{beside.name}-data")):  # the longest of them
+        try:
+            os.stat(each)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
+                raise OutputError(
+                    f"{printable(path)}: cannot be written: {error.strerror}: give another name"
+                ) from None
+
+
+def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> None:
+    """Raise OutputError if an output is one of its own sources."""
+    for source in sources:
+        if source is not None and os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raise OutputError unless a file can be made at ``path``."""
+    shown = printable(path)
+    check_name(path)
+    if path.is_dir():
+        raise OutputError(f"{shown}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
+    if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be gone
+        raise OutputError(f"{shown}: is no regular file, and is not replaced by one: give another name")
+    if os.path.exists(path) and not overwrite:
+        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+    check_parent(path)
+
+
+def check_parent(path: Path) -> None:
+    """Raise OutputError unless files can be made in the folder that ``path`` lies in."""
+    shown, parent = printable(path), printable(path.parent)
+    if not path.parent.is_dir():
+        problem = "is not a folder" if path.parent.exists() else "does not exist: make it first"
+        raise OutputError(f"{shown}: its folder {parent} {problem}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{shown}: its folder {parent} is not writable")
+
+
+def check_room(path: Path, num_bytes: int) -> None:
+    """Raise OutputError unless the disk of ``path`` has ``num_bytes`` free."""
+    free = shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise OutputError(no_room(path, num_bytes, f"{human_bytes(free)} are free"))
+
+
+def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
+    """Return the message of a disk that is too small."""
+    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"
+
+
+def reason_of(error: OSError | RuntimeError) -> str | None:
+    """Return the system's reason, also where HDF5 wraps it in a RuntimeError; None if there is none."""
+    if isinstance(error, OSError):
+        return os.strerror(error.errno) if error.errno else str(error)
+    found = re.search(r"errno = (\d+)", str(error))
+    return os.strerror(int(found[1])) if found else None

@@ -1,0 +1,380 @@
+"""Write the samples of a source into a new file, behind those of an older file where there is one.
+
+The one writer of samples, whichever kind of source gives them, and whichever command asks for it: converting is
+appending to nothing. It knows the contract of sources alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import SampleError, ShapeError, SourceError
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.layout import Layout
+from h5chunk.source import SampleField, SampleReader, SampleSource
+from h5chunk.store.format.header import header_attributes
+from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec, Region
+from h5chunk.store.write.columns import checksum_tables, column_specs, write_columns
+from h5chunk.store.write.fill import Filled, fill
+from h5chunk.store.write.fill_task import Done, Failure, FillField, FillJob
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.old_file import OldDataset
+
+Told = Callable[[int], None]  # told a number of samples, or bytes, since the last call
+
+
+@dataclass(frozen=True)
+class OldSamples:
+    """The samples that come first: those of an older file, or none.
+
+    Attributes
+    ----------
+    num_samples : int
+    shown : str
+        The file's name, for messages.
+    fields : mapping of str to OldDataset
+        The fields that the source of the new samples reads one by one.
+    columns : mapping of str to (num_samples,) array
+        All other fields.
+    source_index, name_ends : (num_samples,) int64
+    names : bytes
+        See `h5chunk.store.format.spec`.
+    attributes : mapping of str to dict
+        Attributes of each object of the file, by path.
+    options : mapping
+        Those that the file records.
+    seed : int
+    cache : CacheSettings or None
+        The one that a tuner settled on.
+    """
+
+    num_samples: int = 0
+    shown: str = ""
+    fields: Mapping[str, OldDataset] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    source_index: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    name_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    names: bytes = b""
+    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    cache: CacheSettings | None = None
+
+    @property
+    def first_index(self) -> int:
+        """The ``source_index`` of sample 0 of the new source."""
+        return int(self.source_index.max()) + 1 if self.num_samples else 0
+
+    def carry(self, num_chunks: int, part: Path, regions: Mapping[str, Region], told: Told) -> None:
+        """Copy the first chunks of all fields into the new file, checking them."""
+        for name, dataset in self.fields.items():
+            dataset.carry(num_chunks, part, regions[name].offset, told)
+
+    def tail(self, chunk_samples: int) -> dict[str, np.ndarray]:
+        """Return the samples of each field behind the last whole chunk."""
+        chunk, rest = divmod(self.num_samples, chunk_samples)
+        if not rest:
+            return {}
+        return {name: each.samples_of(chunk)[:rest] for name, each in self.fields.items()}
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """All that is settled before the first sample is written.
+
+    Attributes
+    ----------
+    path : Path
+        The output.
+    source : SampleSource
+    order : (num_new,) int64
+        The new samples, in the order in which they are written.
+    layout : Layout
+        Of the whole file.
+    options : mapping
+        What the header records (JSON), ``seed`` and ``shuffle`` among them.
+    columns : mapping of str to array
+        Of the source, in its order, in the types that the file has.
+    categories : mapping of str to list of str
+        Of the whole file.
+    num_workers : int
+    skip : bool
+        Whether samples that cannot be read are left out.
+    old : OldSamples
+    """
+
+    path: Path
+    source: SampleSource
+    order: np.ndarray
+    layout: Layout
+    options: Mapping[str, Any]
+    columns: Mapping[str, np.ndarray]
+    categories: Mapping[str, Sequence[str]]
+    num_workers: int
+    skip: bool
+    old: OldSamples = field(default_factory=OldSamples)
+
+    @property
+    def fields(self) -> dict[str, SampleField]:
+        """The fields that are read sample by sample, the largest first."""
+        return dict(sorted(self.source.fields.items(), key=lambda item: -item[1].sample_bytes))
+
+    @property
+    def first_chunk(self) -> int:
+        """The first chunk that has new samples."""
+        return self.old.num_samples // self.layout.chunk_samples
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the chunks before that, which are copied."""
+        size = self.first_chunk * self.layout.chunk_samples
+        return size * sum(each.sample_bytes for each in self.fields.values())
+
+    def name(self, row: int) -> str:
+        """Return the name of new sample ``row``, for people."""
+        return self.source.name(int(self.order[row]))
+
+    def sample_buffers(self) -> dict[str, np.ndarray]:
+        """Return memory of one sample."""
+        return {name: np.empty(each.shape, each.dtype) for name, each in self.fields.items()}
+
+    def with_order(self, order: np.ndarray) -> SampleJob:
+        """Return the job of fewer new samples."""
+        num_samples = self.old.num_samples + len(order)
+        layout = replace(
+            self.layout, num_samples=num_samples, chunk_samples=min(self.layout.chunk_samples, num_samples)
+        )
+        layout = replace(layout, window_chunks=min(layout.window_chunks, layout.num_chunks))
+        return replace(self, order=order, layout=layout)
+
+    def spec(self) -> FileSpec:
+        """Return the file to write."""
+        layout = self.layout
+        fields = [FieldSpec(name, each.shape, each.dtype) for name, each in self.fields.items()]
+        fields += column_specs(self.columns)
+        axes = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
+        header = self.old.attributes.get(GROUP, {})
+        return FileSpec(
+            num_samples=layout.num_samples,
+            chunk_samples=layout.chunk_samples,
+            fields=tuple(fields),
+            tables=self._table_shapes() | checksum_tables((each.name for each in fields), layout.num_chunks),
+            attributes=header | self._header_attributes(),
+            field_attributes={name: each for name, each in self.old.attributes.items() if name != GROUP} or axes,
+        )
+
+    def _header_attributes(self) -> dict[str, Any]:
+        layout, is_appended = self.layout, self.old.num_samples > 0
+        return header_attributes(
+            num_samples=layout.num_samples,
+            chunk_samples=layout.chunk_samples,
+            window_chunks=layout.window_chunks,
+            cache=self.old.cache or layout.cache,
+            seed=self.old.seed if is_appended else self.options["seed"],
+            shuffled=self.options["shuffle"] and not is_appended,
+            options=self._recorded_options(),
+        )
+
+    def _recorded_options(self) -> Mapping[str, Any]:
+        if not self.old.num_samples:
+            return self.options
+        before = self.old.options.get("appended")
+        record = {"samples": len(self.order), "first_index": self.old.first_index, **self.options}
+        return {**self.old.options, "appended": [*(before if isinstance(before, list) else []), record]}
+
+    def _table_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        int64, num_samples = np.dtype(np.int64), self.layout.num_samples
+        shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {"source_index": ((num_samples,), int64)}
+        if self.source.names is not None:
+            num_bytes = len(self.old.names) + int(self._name_lengths().sum())
+            shapes["source_name_ends"] = ((num_samples,), int64)
+            shapes["source_names"] = ((num_bytes,), np.dtype(np.uint8))
+        return shapes | {name: (table.shape, table.dtype) for name, table in self.category_tables().items()}
+
+    def _name_lengths(self) -> np.ndarray:
+        assert self.source.names is not None
+        offsets = self.source.names.offsets
+        return offsets[self.order + 1] - offsets[self.order]
+
+    def category_tables(self) -> dict[str, np.ndarray]:
+        """Return the tables of what codes mean, by path below ``/h5chunk``."""
+        return {
+            "class_names" if name == "labels" else f"categories/{name}": np.array([n.encode() for n in names], "S")
+            for name, names in self.categories.items()
+        }
+
+    def index_tables(self) -> dict[str, np.ndarray]:
+        """Return the tables that say where each sample came from, by path below ``/h5chunk``."""
+        tables = {"source_index": np.concatenate([self.old.source_index, self.order + self.old.first_index])}
+        if self.source.names is not None:
+            ends = np.cumsum(self._name_lengths()) + len(self.old.names)
+            names = bytearray(self.old.names)
+            for index in self.order:
+                names += self.source.names[index]
+            tables["source_name_ends"] = np.concatenate([self.old.name_ends, ends])
+            tables["source_names"] = np.frombuffer(names, np.uint8)
+        return tables
+
+
+def write_samples(
+    new: NewFile,
+    job: SampleJob,
+    *,
+    claims: Mapping[int, Done] | None = None,
+    finished: Callable[[Done], None] = lambda done: None,
+    written: Told = lambda num_samples: None,
+    carried: Told = lambda num_bytes: None,
+) -> tuple[SampleJob, Filled]:
+    """Write a whole file, but for its commit.
+
+    Parameters
+    ----------
+    new : NewFile
+        Entered; nothing is allocated yet.
+    job : SampleJob
+    claims : mapping of int to Done, optional
+        Tasks that a journal claims to be done: checked, and not done again where that holds.
+    finished : callable, optional
+        Told each task that was done.
+    written, carried : callable, optional
+        Told how many new samples were written, and how many bytes of old ones were copied, since the last call.
+
+    Returns
+    -------
+    SampleJob
+        Without the samples that were skipped.
+    Filled
+        What came of the new samples; rows count from the first of them.
+
+    Raises
+    ------
+    SampleError, SourceError
+        Samples cannot be used.
+    FileError
+        The older file is damaged.
+    OutputError
+        The file cannot be written.
+    """
+    regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
+    tail = job.old.tail(job.layout.chunk_samples)
+    with new.flusher():
+        job.old.carry(job.first_chunk, new.part, regions, carried)
+        filled = fill(_fill_job(new, job, regions, tail), job.num_workers, not job.skip, written, claims, finished)
+    num_tail = job.old.num_samples - job.first_chunk * job.layout.chunk_samples
+    filled.failures = [failure._replace(row=failure.row - num_tail) for failure in filled.failures]
+    check_failures(job, filled.failures)
+    for name, old in job.old.fields.items():
+        filled.checksums[name] = np.concatenate([old.checksums[: job.first_chunk], filled.checksums[name]])
+    if filled.failures:
+        job = _close_gaps(new, job, filled)
+    _write_tables(new, job, filled.checksums)
+    return job, filled
+
+
+def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail: Mapping[str, np.ndarray]) -> FillJob:
+    size = job.layout.chunk_samples
+    fields = []
+    for name, each in job.fields.items():
+        start = regions[name].offset + job.first_chunk * size * each.sample_bytes
+        fields.append(FillField(name, start, each.shape, each.dtype))
+    if not tail:
+        return FillJob(new.part, tuple(fields), size, job.source, job.order)
+    num_tail = len(next(iter(tail.values())))
+    order = np.concatenate([-1 - np.arange(num_tail), job.order])
+    return FillJob(new.part, tuple(fields), size, _TailedReader(job.source, tail), order)
+
+
+@dataclass
+class _TailedReader:
+    """A source whose samples -1, -2, ... are those of an older file's last chunk, which new ones fill up.
+
+    Attributes
+    ----------
+    source : SampleReader
+    tail : mapping of str to (n, *sample_shape) array
+    """
+
+    source: SampleReader
+    tail: Mapping[str, np.ndarray]
+
+    def session(self) -> AbstractContextManager[None]:
+        return self.source.session()
+
+    def stamp(self, index: int) -> tuple[int, ...]:
+        return () if index < 0 else self.source.stamp(index)
+
+    def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
+        if index >= 0:
+            return self.source.read_into(index, out)
+        for name, samples in self.tail.items():
+            out[name][...] = samples[-1 - index]
+        return ()
+
+
+def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
+    """Raise SampleError or SourceError if failures are the end of the job."""
+    odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
+    if odd is not None:
+        if job.old.num_samples:
+            raise SourceError(f"{job.name(odd.row)}: {odd.reason} in {job.old.shown}")
+        raise SourceError(job.source.disagreement())
+    if not failures:
+        return
+    first = failures[0]
+    reason = f"{job.name(first.row)}: {first.reason}"
+    if not job.skip:
+        raise SampleError(f"{reason} (to leave such samples out: --on-error skip)")
+    if len(failures) == len(job.order):
+        raise SourceError(f"none of the {len(failures)} samples can be used, such as {reason}")
+
+
+def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
+    """Leave failed samples out: the last good ones take their places, and the file becomes one of fewer samples.
+
+    Returns
+    -------
+    SampleJob
+        With the order and the layout that remain.
+    """
+    failed = [failure.row for failure in filled.failures]
+    num_kept, failed_rows = len(job.order) - len(failed), set(failed)
+    gaps = [row for row in failed if row < num_kept]
+    movers = [row for row in range(num_kept, len(job.order)) if row not in failed_rows]
+    order, first = job.order.copy(), job.old.num_samples
+    order[gaps] = order[movers]
+    for name, each in job.fields.items():
+        size = each.sample_bytes
+        for gap, mover in zip(gaps, movers, strict=True):
+            new.write_bytes(name, (first + gap) * size, new.read(name, (first + mover) * size, size))
+    job = job.with_order(order[:num_kept])
+    new.shrink(job.spec(), job.fields)
+    size, num_chunks = job.layout.chunk_samples, job.layout.num_chunks
+    changed = {*((first + gap) // size for gap in gaps), num_chunks - 1}
+    for name, each in job.fields.items():
+        end = job.layout.num_samples * each.sample_bytes
+        chunk_bytes = size * each.sample_bytes
+        new.write_bytes(name, end, bytes(num_chunks * chunk_bytes - end))
+        checksums = filled.checksums[name] = filled.checksums[name][:num_chunks]
+        for chunk in changed:
+            checksums[chunk] = zlib.crc32(new.read(name, chunk * chunk_bytes, chunk_bytes))
+    return job
+
+
+def _write_tables(new: NewFile, job: SampleJob, checksums: Mapping[str, np.ndarray]) -> None:
+    """Write all but the fields that were filled."""
+    for name, of_field in checksums.items():
+        new.write(f"{GROUP}/checksums/{name}", of_field)
+    columns = {
+        name: np.concatenate([job.old.columns.get(name, values[:0]), values[job.order]])
+        for name, values in job.columns.items()
+    }
+    write_columns(new, columns, job.layout.chunk_samples)
+    for name, table in (job.index_tables() | job.category_tables()).items():
+        new.write(f"{GROUP}/{name}", table)

@@ -1,1 +1,0 @@
-"""`h5chunk append`: more samples behind those of a file."""

@@ -1,0 +1,320 @@
+"""Compare new samples with a file that they are appended to: fields, types, and what labels mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import FileError, SourceError, as_text, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.layout import Layout, plan_layout
+from h5chunk.source import SampleSource, shape_text
+from h5chunk.sources.images import IMAGES
+from h5chunk.store.format.header import Header, checksums_of
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.write.journal import key_of
+from h5chunk.store.write.old_file import OldDataset, OldFile
+from h5chunk.store.write.samples import OldSamples, SampleJob
+from h5chunk.tools.convert.resume import job_key
+
+IMAGE_OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the file records them
+TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
+CATEGORIES = f"{GROUP}/categories/"
+
+
+@dataclass(frozen=True)
+class Addition:
+    """New samples, fitted to the file that they are appended to.
+
+    Attributes
+    ----------
+    file : OldFile
+    job : SampleJob
+        Of the longer file; its order is that of the new samples.
+    new_classes : list of str
+        Names that the file does not have.
+    """
+
+    file: OldFile
+    job: SampleJob
+    new_classes: list[str]
+
+    def key(self) -> str | None:
+        """Return the key of the journal: all that decides the bytes of new chunks but the samples' own bytes."""
+        key, header = job_key(self.job, 1), self.file.header
+        was = {"num_samples": header.num_samples, "chunk_samples": header.chunk_samples}
+        return key and key_of({"append": was, "checksums": checksums_of(self.file.file), "source": key})
+
+    def duplicate_names(self) -> list[str]:
+        """Return a warning of new samples with names that the file has, as if they had been appended before."""
+        old, source = self.job.old, self.job.source
+        if source.names is None:
+            return []
+        new = {source.names[index] for index in range(len(source))}
+        borders = [0, *old.name_ends.tolist()]
+        again = {name for name in (old.names[start:stop] for start, stop in pairwise(borders)) if name in new}
+        if not again:
+            return []
+        return [
+            f"{len(again):,} of {len(source):,} new names, such as {printable(min(again))}, were in the file before: "
+            "if they are the same samples, these come twice"
+        ]
+
+
+def recorded_image_options(old: OldFile) -> dict[str, Any]:
+    """Return how new images are to be decoded: as those of the file, and to their size.
+
+    Raises
+    ------
+    FileError
+        The file does not say.
+    """
+    if IMAGES not in old.datasets or any(name not in old.options for name in IMAGE_OPTIONS):
+        what = "what its images were converted with" if IMAGES in old.datasets else repr(IMAGES)
+        raise FileError(f"{old.shown}: lacks {what}: only what h5chunk convert made can be appended to")
+    shape = old.datasets[IMAGES].shape
+    recorded = {name: old.options[name] for name in IMAGE_OPTIONS}
+    recorded["size"] = tuple(int(size) for size in (shape[2:] if recorded["layout"] == "nchw" else shape[1:3]))
+    return recorded | {"split_folders": str(old.options.get("split_folders", "auto"))}
+
+
+def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> Addition:
+    """Fit the job of the new samples to the file: a job of the longer file.
+
+    Parameters
+    ----------
+    old : OldFile
+    job : SampleJob
+        Of the new samples alone.
+    new_classes : bool
+        Whether classes that the file does not have go behind its own.
+    source : str
+        Names the source, for messages.
+
+    Raises
+    ------
+    FileError
+        The file is not as convert writes it, or is damaged.
+    SourceError
+        The source and the file do not agree.
+    """
+    _check_file(old)
+    _check_fields(old, job.source, source)
+    types = {name: old.datasets[name].dtype for name in old.fields if name not in job.fields}
+    columns = fit_columns(types, job.columns, shown=old.shown, source=source)
+    categories, added = {}, []
+    for name in sorted({*job.categories, *_old_categories(old)}):
+        matched = _match(old, job, name, new_classes=new_classes, source=source)
+        categories[name] = matched.names
+        added += matched.added
+        if name in columns:
+            columns[name] = matched.relabel(columns[name])
+        elif not np.array_equal(matched.numbers, np.arange(len(matched.numbers))):
+            raise SourceError(f"{source}: field {name!r} counts its categories otherwise than {old.shown} does")
+    num_samples, largest = old.header.num_samples + len(job.order), max(f.sample_bytes for f in job.fields.values())
+    layout, cache = _longer_layout(old.header, num_samples, largest)
+    options = {name: value for name, value in job.options.items() if name in ("seed", "shuffle", "fit")}
+    before = _old_samples(old, job.source, cache)
+    job = replace(job, layout=layout, options=options, columns=columns, categories=categories, old=before)
+    return Addition(old, job, added)
+
+
+def _check_file(old: OldFile) -> None:
+    """Raise FileError unless a file is as convert writes it."""
+    known = {*(f"{GROUP}/{name}" for name in TABLES), *old.fields, *(f"{CATEGORIES}{name}" for name in old.fields)}
+    known |= {f"{GROUP}/checksums/{name}" for name in old.fields}
+    old.check_known(lambda name: name in known)
+    if f"{GROUP}/source_index" not in old.datasets:
+        raise FileError(f"{old.shown}: lacks 'source_index': only what h5chunk convert made can be appended to")
+    size = old.header.chunk_samples
+    for name in old.fields:
+        dataset = old.datasets[name]
+        is_plain = not dataset.id.get_create_plist().get_nfilters() and dataset.chunks == (size, *dataset.shape[1:])
+        if dataset.shape[:1] != (old.header.num_samples,) or not is_plain:
+            raise FileError(
+                f"{old.shown}: its fields are not plain chunks of {size} whole samples, as h5chunk convert writes "
+                "them: repack it (--compression none), or convert all sources together"
+            )
+
+
+def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
+    """Raise SourceError unless the fields that a source reads one by one are those of the file."""
+    for name, field in source.fields.items():
+        if name not in old.fields:
+            raise SourceError(f"{shown}: has the field {name!r}, which {old.shown} does not have: fields must be equal")
+        dataset = old.datasets[name]
+        if (dataset.shape[1:], dataset.dtype) != (field.shape, field.dtype):
+            raise SourceError(
+                f"{shown}: its {name} are {shape_text(field.shape)} {field.dtype} but those in {old.shown} "
+                f"{shape_text(dataset.shape[1:])} {dataset.dtype}: they must be alike"
+            )
+    if (source.names is None) == (f"{GROUP}/source_names" in old.datasets):
+        named, other = (shown, old.shown) if source.names is not None else (old.shown, shown)
+        raise SourceError(f"{shown}: samples have names in {named} but not in {other}: give both alike")
+
+
+def _old_categories(old: OldFile) -> dict[str, list[str]]:
+    """Return what the codes of each field mean in the file."""
+    found = {"labels": list(old.header.class_names)} if old.header.class_names else {}
+    for path in old.datasets:
+        if path.startswith(CATEGORIES):
+            found[path.removeprefix(CATEGORIES)] = [as_text(name) for name in old.datasets[path][()].tolist()]
+    return found
+
+
+def _match(old: OldFile, job: SampleJob, name: str, *, new_classes: bool, source: str) -> Matched:
+    before, now = _old_categories(old).get(name, []), job.categories.get(name, [])
+    if bool(before) != bool(now):
+        named, other = (old.shown, source) if before else (source, old.shown)
+        raise SourceError(f"{source}: {name} have names in {named} but are numbers in {other}: give both alike")
+    return match_classes(before, now, new_classes=new_classes, shown=old.shown, source=source)
+
+
+def _longer_layout(header: Header, num_samples: int, sample_bytes: int) -> tuple[Layout, CacheSettings | None]:
+    """Return layout and cache of a longer file: its own chunks; its own window and cache where a tuner settled them."""
+    size = header.chunk_samples
+    was, layout = (plan_layout(count, sample_bytes, size) for count in (header.num_samples, num_samples))
+    if header.window_chunks != was.window_chunks:
+        layout = replace(layout, window_chunks=header.window_chunks)
+    return layout, None if header.cache == was.cache else header.cache
+
+
+def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None) -> OldSamples:
+    """Read the samples of the old file that come first."""
+    index, ends, names = (old.table(name) for name in ("source_index", "source_name_ends", "source_names"))
+    assert index is not None
+    return OldSamples(
+        num_samples=old.header.num_samples,
+        shown=old.shown,
+        fields={name: OldDataset(old, name) for name in source.fields},
+        columns={name: OldDataset(old, name).values() for name in old.fields if name not in source.fields},
+        source_index=index,
+        name_ends=index[:0] if ends is None else ends,
+        names=b"" if names is None else names.tobytes(),
+        attributes={name: old.attributes(name) for name in ("/", GROUP, *old.fields)},
+        options=old.options,
+        seed=old.header.seed,
+        cache=cache,
+    )
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Classes of a source, matched with those of a file.
+
+    Attributes
+    ----------
+    names : list of str
+        Those of the file, then those that are new.
+    numbers : (num_new,) int64
+        Of each name of the source among them.
+    added : list of str
+    """
+
+    names: list[str]
+    numbers: np.ndarray
+    added: list[str]
+
+    def relabel(self, labels: np.ndarray) -> np.ndarray:
+        """Return labels of the source as those of the file; -1, which is no class, stays."""
+        return np.where(labels < 0, labels, self.numbers[np.maximum(labels, 0)]) if len(self.numbers) else labels
+
+
+def match_classes(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> Matched:
+    """Match the classes of a source with those of a file, by their names.
+
+    Parameters
+    ----------
+    old, new : sequence of str
+    new_classes : bool
+        Whether those that the file does not have go behind its own; old labels keep their numbers.
+    shown, source : str
+        The file and the source, for messages.
+
+    Raises
+    ------
+    SourceError
+        The source has others, or the names are not all different.
+    """
+    numbers = {name: number for number, name in enumerate(old)}
+    if len(numbers) < len(old):
+        twice = next(name for name in old if list(old).count(name) > 1)
+        raise SourceError(f"{shown}: two of its class names are {twice!r}: which of them is meant cannot be told")
+    added = [name for name in new if name not in numbers]
+    if added and not new_classes:
+        raise SourceError(
+            f"{source}: has class {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
+            "--new-classes (new_classes=True) puts them behind the others"
+        )
+    numbers |= {name: len(old) + number for number, name in enumerate(added)}
+    return Matched([*old, *added], np.array([numbers[name] for name in new], np.int64), added)
+
+
+def fit_columns(
+    old: Mapping[str, np.dtype], new: Mapping[str, np.ndarray], *, shown: str, source: str
+) -> dict[str, np.ndarray]:
+    """Return the columns of a source in the types and the order that the file has.
+
+    The type of a column follows from its values, and those of a part may all be small: what the file's type holds
+    exactly becomes that.
+
+    Parameters
+    ----------
+    old : dict of str to np.dtype
+    new : dict of str to (num_samples,) array
+    shown, source : str
+
+    Raises
+    ------
+    SourceError
+        Fields are missing, or there are more, or a value does not fit.
+    """
+    lacking = [name for name in old if name not in new]
+    more = [name for name in new if name not in old]
+    if lacking or more:
+        which = f"lacks the field {lacking[0]!r} that" if lacking else f"has the field {more[0]!r}, which"
+        does = "has" if lacking else "does not have"
+        raise SourceError(
+            f"{source}: {which} {shown} {does}: fields must be equal: give a manifest (--manifest) with the columns "
+            f"{', '.join(old) or 'none'}, or a source like the first one"
+        )
+    return {name: _fit(name, new[name], dtype, shown, source) for name, dtype in old.items()}
+
+
+def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str) -> np.ndarray:
+    if values.dtype == dtype:
+        return values
+    strings = values.dtype.kind == "S", dtype.kind == "S"
+    if any(strings):
+        if not all(strings):
+            raise SourceError(f"{source}: field {name!r} is {_text(values.dtype)} but in {shown} {_text(dtype)}")
+        if values.dtype.itemsize > dtype.itemsize:
+            longest = max(map(len, values.tolist()))
+            if longest > dtype.itemsize:
+                raise SourceError(
+                    f"{source}: field {name!r} has a string of {longest} bytes but {shown} has room for "
+                    f"{dtype.itemsize}: shorten it, or convert all sources together"
+                )
+        return values.astype(dtype)
+    with np.errstate(all="ignore"):
+        fitted = values.astype(dtype)
+        same = (fitted.astype(values.dtype) == values) | ((values != values) & (fitted != fitted))
+        if values.dtype.kind in "iu" and dtype.kind in "iu":
+            same &= (fitted < 0) == (values < 0)
+        if values.dtype.kind in "iu" and dtype.kind == "f":
+            same &= np.abs(fitted) < 2.0**63  # beyond, some processors give the largest number back
+    if not same.all():
+        first = int((~same).argmax())
+        raise SourceError(
+            f"{source}: field {name!r} has the value {values[first]} (sample {first}) but in {shown} it is {dtype}, "
+            "which does not hold that: convert all sources together"
+        )
+    return fitted
+
+
+def _text(dtype: np.dtype) -> str:
+    return f"strings of {dtype.itemsize} bytes" if dtype.kind == "S" else str(dtype)

@@ -1,0 +1,129 @@
+"""Options of `h5chunk.convert` that say how files are written, whatever kind of data they are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from h5chunk.errors import OptionError, human_bytes
+from h5chunk.plan.codes import Coding
+from h5chunk.plan.duplicates import TEXTS
+from h5chunk.sources.matrix.block import MATRICES
+from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.open import all_kinds as all_kinds
+from h5chunk.sources.options import Options, option
+
+MIN_MEMORY_BYTES = 1 << 20
+AUTO = "auto"
+UNIQUE = ("csv", "libsvm")  # kinds of sources in which two entries of one place are a mistake, unless it is said
+
+
+@dataclass(frozen=True)
+class WriteOptions(Options):
+    """Options of every file."""
+
+    heading: ClassVar[str] = "Layout"
+
+    chunk_samples: int | None = option(
+        None, "Samples in one HDF5 chunk.", minimum=1, metavar="N|auto", shown_default="auto"
+    )
+    seed: int = option(0, "Seed of the permutation that samples are written in.", minimum=0, maximum=(1 << 64) - 1)
+    shuffle: bool = option(True, "Keep the order of SOURCE.")
+
+
+@dataclass(frozen=True)
+class SampleOptions(WriteOptions):
+    """Options of files of samples: images, arrays, tables."""
+
+    heading: ClassVar[str] = "Samples"
+    noun: ClassVar[str] = "images and other samples"
+
+    workers: int | None = option(
+        None, "Number of processes that read samples; 0: none but this one.", minimum=0, shown_default="one per core"
+    )
+    on_error: str = option(
+        "fail",
+        "Stop at samples that cannot be used, or leave them out and list them in OUTPUT.skipped.csv.",
+        choices=("fail", "skip"),
+    )
+    shards: int | None = option(None, "Make OUTPUT a folder of N files that read as one.", minimum=1)
+    shard_bytes: int | None = option(
+        None, "Split OUTPUT into files of about this size, such as 1GiB.", minimum=1, unit="bytes"
+    )
+
+
+@dataclass(frozen=True)
+class MatrixOptions(WriteOptions):
+    """Options of files of matrices."""
+
+    heading: ClassVar[str] = MATRICES
+    noun: ClassVar[str] = "sparse matrices"
+
+    scale: float | None = option(None, "Store value * S.", metavar="S", shown_default="the smallest S that is exact")
+    clip: bool = option(False, "Make values below 0 zero, and those above 255 (255 / S with --scale) that.")
+    binarize: float | None = option(None, "Make values of at least MIN 1, and drop all others.", metavar="MIN")
+    min_row_count: int = option(0, "Leave out rows of fewer entries.", minimum=0)
+    min_column_count: int = option(0, "Leave out columns of fewer entries, before rows are left out.", minimum=0)
+    duplicates: str = option(
+        AUTO,
+        "What counts where entries share a row and a column. last and first go by the column of times, if there is "
+        "one. auto: error for ratings and libsvm, sum for other sources.",
+        choices=(AUTO, *TEXTS),
+    )
+    transpose: bool = option(False, "Make the columns of SOURCE the samples.")
+    dense: bool = option(False, "Write dense rows.")
+    compression: str | None = option(
+        None, "Compression of --dense rows.", choices=("gzip", "none"), shown_default="gzip"
+    )
+    memory_bytes: int = option(
+        DEFAULT_MEMORY_BYTES,
+        "Upper limit on host memory, such as 512M; the rest waits on disk beside OUTPUT.",
+        minimum=MIN_MEMORY_BYTES,
+        unit="bytes",
+        shown_default="1GiB",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compression is not None and not self.dense:
+            raise OptionError(f"compression is {self.compression!r} but only dense rows have one: give dense as well")
+        self.coding()
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether dense rows are compressed."""
+        return self.compression != "none"
+
+    def coding(self) -> Coding:
+        """Return how values become codes."""
+        return Coding(self.scale, self.clip, self.binarize)
+
+    def for_kind(self, kind: str) -> MatrixOptions:
+        """Return the same options with a policy for duplicates that fits a kind of source."""
+        return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
+
+    def recorded(self) -> dict[str, Any]:
+        """What a file records of the options: all that its bytes depend on."""
+        left_out = ("memory_bytes", *(() if self.dense else ("compression",)))
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes as people write it.
+
+    >>> parse_bytes("1GiB"), parse_bytes("512M"), parse_bytes("1048576")
+    (1073741824, 536870912, 1048576)
+
+    Raises
+    ------
+    OptionError
+        The text is not a number of bytes.
+    """
+    units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
+    number = stripped.rstrip("kmgt")
+    unit = stripped[len(number) :]
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise OptionError(f"{text!r} is no number of bytes: give one, or such as {human_bytes(1 << 30)}") from None

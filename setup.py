@@ -1,0 +1,12 @@
+"""Build the optional native core; everything else is in setup.cfg."""
+
+from setuptools import Extension, setup
+
+core = Extension(
+    "h5chunk.native._core",
+    ["h5chunk/native/core.c", "h5chunk/native/rows.c"],
+    extra_compile_args=["-O3", "-fvisibility=hidden", "-pthread"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
+setup(ext_modules=[core])

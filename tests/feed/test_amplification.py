@@ -1,0 +1,191 @@
+"""What a part of the samples reads beside its own: what is said is what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.foreign import chunk_table, counted, make_file, read_epochs, values
+from support.leftovers import nothing_is_left
+from support.loader_options import make_loader
+from support.matrices import random_matrix, write, write_anndata
+from support.matrix_sets import WHOLE
+from support.matrix_sets import make_set as make_matrices
+
+from h5chunk.feed.batches import Passthrough
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.feed.stream import EpochReport, open_stream
+from h5chunk.plan.amplification import entries_read_with, read_with
+from h5chunk.store.hdf5.ranges import VectorPart
+from h5chunk.store.read.chunks import DecodedChunks
+
+__all__ = ["counted", "nothing_is_left"]
+
+N, CHUNK, SHAPE = 240, 8, (3, 20, 20)
+IMAGES = values((N, *SHAPE), np.uint8)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"chunks": (CHUNK, *SHAPE)},
+    "gzip": {"chunks": (CHUNK, *SHAPE), "compression": "gzip"},
+    "tiles": {"chunks": (CHUNK, 1, 20, 10)},
+    "contiguous": {},
+}
+MATRIX = random_matrix(N, 300, 9)
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch, python_threads: None) -> Iterator[list[int]]:
+    """Decoded bytes of each run and chunk that threads read."""
+    found: list[int] = []
+    run, decode = VectorPart.__call__, DecodedChunks._decode
+
+    def count_runs(part: VectorPart, descriptor: int) -> None:
+        found.extend(num_bytes for *_, num_bytes in part._runs)
+        run(part, descriptor)
+
+    def count_chunk(chunks: DecodedChunks, descriptor: int, chunk: int, out: np.ndarray) -> None:
+        found.append(chunks.chunk_bytes)
+        decode(chunks, descriptor, chunk, out)
+
+    monkeypatch.setattr(VectorPart, "__call__", count_runs)
+    monkeypatch.setattr(DecodedChunks, "_decode", count_chunk)
+    return found
+
+
+def make(path: Path, kind: str) -> Path:
+    return make_file(path, images=(IMAGES, KINDS[kind]), labels=(np.arange(N), {}))
+
+
+WANTED = {
+    "all": np.arange(N),
+    "every third": np.arange(0, N, 3),
+    "whole chunks": np.arange(3 * CHUNK, 9 * CHUNK),
+    "one in a chunk": np.arange(0, N, CHUNK),
+    "one": np.array([77]),
+}
+
+
+def read_alone(loader: ChunkLoader) -> None:
+    """An epoch without what is read ahead of the next one."""
+    plan = loader._plan
+    stream, close = open_stream(loader._source, plan, Passthrough(), lends_slot=True, once=True)
+    try:
+        for _ in stream.batches(plan.order, EpochReport()):
+            pass
+    finally:
+        close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", WANTED)
+def test_what_a_loader_says_is_what_threads_read(tmp_path: Path, bytes_read: list[int], kind: str, wanted: str) -> None:
+    dataset = ChunkDataset(make(tmp_path / "a.h5", kind)).subset(WANTED[wanted])
+    loader = make_loader(dataset, 16, num_threads=1, window_chunks=3)
+    read_alone(loader)
+    assert sum(bytes_read) == loader.read_amplification * len(dataset) * IMAGES[0].nbytes
+    chunks = len(np.unique(WANTED[wanted] // CHUNK)) * CHUNK
+    times = chunks / len(dataset) if kind in ("gzip", "tiles") else 1
+    assert loader.read_amplification == times
+    assert (f"; reads {times:.2f} x the bytes of its samples; " in repr(loader)) == (times > 1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip"])
+def test_weights_count_as_they_are_drawn(tmp_path: Path, bytes_read: list[int], kind: str) -> None:
+    weights = np.where(np.arange(N) % 10 == 0, 10.0, 0.01)
+    loader = make_loader(make(tmp_path / "a.h5", kind), 16, num_threads=1, weights=weights, window_chunks=12)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        loader._plan = replace(loader._plan, order=loader.order)
+        del bytes_read[:]
+        read_alone(loader)
+        times = sum(bytes_read) / (N * IMAGES[0].nbytes)  # some chunks that windows cut are decoded twice
+        assert loader.read_amplification <= times <= 1.15 * loader.read_amplification
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_what_a_dataset_says_is_what_hdf5_reads(tmp_path: Path, counted: Any, wanted: str) -> None:
+    images = IMAGES[:, :, :5, :5]
+    options = {"chunks": (CHUNK, 3, 5, 5), "compression": "gzip"}
+    path = make_file(tmp_path / "a.h5", images=(images, options))
+    dataset = ChunkDataset(path).subset(WANTED[wanted])
+    read_epochs(dataset, ChunkSampler(dataset, 16))
+    table = chunk_table(path)
+    (file,) = counted
+    reads = [offset for offset, _ in file.reads if offset in table]
+    assert len(reads) * CHUNK == dataset.read_amplification * len(dataset)
+    said = f"reads {dataset.read_amplification:.2f} x their bytes; "
+    assert (said in repr(dataset)) == (dataset.read_amplification > 1)
+    dataset.close()
+
+
+def test_plain_samples_are_read_alone(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (CHUNK, *IMAGES.shape[1:])}))
+    dataset = ChunkDataset(path).subset(np.arange(0, N, CHUNK))
+    assert dataset.read_amplification == 1 and "x their bytes" not in repr(dataset)
+
+
+def test_large_samples_are_read_alone(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "a.h5", images=(values((40, 200, 200), np.uint8), {"chunks": (4, 200, 200)}))
+    assert ChunkDataset(path).subset([3, 17]).read_amplification == 1
+
+
+@pytest.mark.parametrize("kind", ["ours", "gzip", "set"])
+def test_rows_of_a_matrix(tmp_path: Path, bytes_read: list[int], kind: str) -> None:
+    matrix, path = MATRIX, tmp_path / "a.h5"
+    if kind == "ours":
+        write(path, MATRIX, chunk_samples=8)
+    elif kind == "gzip":
+        write_anndata(path, MATRIX, chunks=(50,), compression="gzip")
+    else:
+        matrix, path = WHOLE, tmp_path / "set"
+        make_matrices(path, "anndata", chunks=(50,), maxshape=(None,), compression="gzip")
+    rows = np.arange(0, matrix.shape[0], 7)
+    dataset = ChunkDataset(path).subset(rows)
+    loader = make_loader(dataset, 16, num_threads=1, window_chunks=4)
+    read_alone(loader)
+    each = loader._source.reader.matrix.entry_bytes * np.diff(matrix.indptr)[rows].sum()
+    padding = 0 if kind == "ours" else 50 * loader._source.reader.matrix.entry_bytes * len(dataset.files)
+    assert 0 <= sum(bytes_read) - loader.read_amplification * each < padding + 1  # last chunks are stored in full
+    assert (loader.read_amplification == 1) == (kind == "ours") == (dataset.read_amplification == 1)
+
+
+def test_several_files(tmp_path: Path, bytes_read: list[int]) -> None:
+    for number, chunk in enumerate((8, 5, 40)):
+        some = slice(80 * number, 80 * (number + 1))
+        how = {"chunks": (chunk, *SHAPE), "compression": "gzip"}
+        make_file(tmp_path / f"{number}.h5", images=(IMAGES[some], how))
+    rows = np.array([0, 1, 100, 239])
+    dataset = ChunkDataset(tmp_path).subset(rows)
+    loader = ChunkLoader(dataset, 2, num_threads=1)
+    read_alone(loader)
+    assert loader.read_amplification == (8 + 5 + 40) / 4 == dataset.read_amplification
+    assert sum(bytes_read) == 53 * IMAGES[0].nbytes
+
+
+def test_parts_of_whole_chunks_read_nothing_in_vain(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.h5", "gzip")
+    assert ChunkDataset(path).read_amplification == 1
+    *_, part = ChunkDataset(path).split((0.5, 0.5), stratify="labels")
+    assert part.read_amplification > 1.5
+    assert ChunkDataset(path).subset([]).read_amplification == 1
+
+
+@given(st.lists(st.integers(0, 99)), st.integers(1, 120))
+def test_chunks_around_samples(wanted: list[int], size: int) -> None:
+    chunks = {number // size for number in wanted}
+    assert read_with(np.array(wanted, np.int64), size, 100) == sum(number // size in chunks for number in range(100))
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 30))), st.integers(1, 120))
+def test_chunks_around_ranges(ranges: list[tuple[int, int]], size: int) -> None:
+    starts = np.array([start for start, _ in ranges], np.int64)
+    stops = np.array([min(100, start + count) for start, count in ranges], np.int64)
+    chunks = {n // size for start, stop in zip(starts, stops, strict=True) for n in range(start, stop)}
+    assert entries_read_with(starts, stops, size, 100) == sum(number // size in chunks for number in range(100))

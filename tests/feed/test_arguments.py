@@ -1,0 +1,117 @@
+"""Arguments that cannot be: errors of ours that name the argument, never a traceback from below."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.foreign import make_file, values
+from support.loader_options import make_loader
+from torch.utils.data import DataLoader
+
+from h5chunk.errors import FieldError, OptionError
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.sampler import ChunkSampler
+
+N = 20
+RAGGED = [[1], [1, 2]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make_file(
+        tmp_path / "a.h5",
+        images=(values((N, 4), np.uint8), {}),
+        labels=(np.arange(N), {}),
+        waves=(np.zeros((N, 3), np.complex64), {}),
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [5, [5], b"images", {"a": 5}, {5: "images"}, [None], [["images"]], Ellipsis], ids=str
+)
+def test_fields(path: Path, fields: Any) -> None:
+    for make in (ChunkDataset, lambda path, **options: make_loader(path, 4, **options)):
+        with pytest.raises(OptionError, match=r"fields (is|has) .*: give names of datasets"):
+            make(path, fields=fields)
+
+
+def test_fields_that_come_twice(path: Path) -> None:
+    with pytest.raises(OptionError, match=r"fields names 'images' twice: give each a name .*\{'name': 'images'\}"):
+        ChunkDataset(path, fields=["images", "labels", "images"])
+    assert ChunkDataset(path, fields={"a": "images", "b": "images"}).fields == ("a", "b")
+
+
+def test_numbers_that_are_complex(path: Path) -> None:
+    with pytest.raises(FieldError, match="'waves' has the type complex64: a field holds numbers or strings"):
+        ChunkDataset(path, fields=["waves"])
+
+
+@pytest.mark.parametrize("weights", [RAGGED, ["a"] * N, np.ones(N) * 1j, [None] * N, b"labels", {}, Ellipsis], ids=str)
+def test_weights(path: Path, weights: Any) -> None:
+    match = r"weights (are of type .*: give numbers, or the name of a field|cannot be made one array)"
+    with pytest.raises(OptionError, match=match):
+        make_loader(path, 4, weights=weights)
+    with pytest.raises(OptionError, match=match):
+        ChunkSampler(ChunkDataset(path), 4, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("subset", RAGGED),
+        ("transforms", 5),
+        ("sampler", 5),
+        ("trusted", 5),
+        ("trusted", [5]),
+        ("checksums", 5),
+        ("timeout", None),
+    ],
+    ids=str,
+)
+def test_of_a_loader(path: Path, name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=name):
+        make_loader(path, 4, **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("transform", 5), ("trusted", 5), ("checksums", 5)])
+def test_of_a_data_set(path: Path, name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=name):
+        ChunkDataset(path, **{name: value})
+
+
+@pytest.mark.parametrize("wrong", [5, None, [5], b"a.h5", Ellipsis], ids=str)
+def test_paths(wrong: Any) -> None:
+    with pytest.raises(OptionError, match=r"path is .*: give a path, a pattern, or a list"):
+        ChunkDataset(wrong)
+
+
+@pytest.mark.parametrize("fractions", ["x", RAGGED, 0.5, [0.5j]], ids=str)
+def test_fractions(path: Path, fractions: Any) -> None:
+    with pytest.raises(OptionError, match="fractions"):
+        ChunkDataset(path).split(fractions)
+
+
+def test_indices(path: Path) -> None:
+    with pytest.raises(IndexError, match="lists of different lengths"):
+        ChunkDataset(path)[RAGGED]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(("num_workers", "start"), [(0, None), (1, "fork"), (1, "forkserver")])
+def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | None) -> None:
+    match = "stays in its process" if start == "forkserver" else "gives batches, not samples: iterate it"
+    loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
+    with pytest.raises(OptionError, match=match):
+        next(iter(loader))
+
+
+def test_a_loader_is_neither_copied_nor_sent(path: Path) -> None:
+    for take in (pickle.dumps, copy.copy):
+        with pytest.raises(OptionError, match="stays in its process, with its threads: make one where it is used"):
+            take(ChunkLoader(path, 4))

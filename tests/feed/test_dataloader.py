@@ -1,0 +1,281 @@
+"""ChunkDataset and ChunkSampler in torch's DataLoader: any start method, any number of workers, one result."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.foreign import make_file, make_images, values
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Subset, get_worker_info
+
+import h5chunk
+from h5chunk.errors import FileError
+from h5chunk.feed.collate import Sample
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.sampler import ChunkSampler
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # fewer cores than workers
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+N = 203
+
+
+@pytest.fixture
+def through_hdf5(monkeypatch):
+    """Plain bytes, too, are read through HDF5's cache, as where a file needs it."""
+    monkeypatch.setattr("h5chunk.feed.sample_reader.direct_fields", lambda _: ({}, {}))
+
+
+@pytest.fixture
+def path(tmp_path):
+    labels = np.arange(N, dtype=np.int64)
+    images = values((N, 3, 4, 5), np.uint8)
+    return make_file(
+        tmp_path / "a.h5",
+        images=(images, {"chunks": (4, 3, 4, 5)}),
+        labels=(labels, {"chunks": (4,)}),
+        names=(values((N,), "S3"), {}),
+    )
+
+
+def epoch(loader: DataLoader) -> list[list]:
+    """An epoch's batches as lists, so that they can be compared."""
+    return [[field.tolist() if isinstance(field, torch.Tensor) else field for field in batch] for batch in loader]
+
+
+def make_loader(path, num_workers=0, context=None, dataset_options=None, sampler_options=None, **options) -> DataLoader:
+    dataset = ChunkDataset(path, **(dataset_options or {}))
+    sampler = ChunkSampler(dataset, 16, window_chunks=4, interleave=6, seed=1, **(sampler_options or {}))
+    return DataLoader(
+        dataset, batch_sampler=sampler, num_workers=num_workers, multiprocessing_context=context, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "num_workers"),
+    [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 1), ("forkserver", 1), ("forkserver", 3)],
+)
+def test_workers_give_the_same_batches(path, context, num_workers):
+    if context not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {context} here")
+    alone = make_loader(path)
+    expected = [epoch(alone), epoch(alone)]
+    loader = make_loader(path, num_workers, context, persistent_workers=True, timeout=120)
+    assert [epoch(loader), epoch(loader)] == expected
+    assert sorted(label for _, labels in expected[0] for label in labels) == list(range(N))
+
+
+def test_epochs_go_on_without_persistent_workers(path):
+    alone, loader = make_loader(path), make_loader(path, 2, "fork")
+    for _ in range(2):
+        assert epoch(loader) == epoch(alone)
+    loader.batch_sampler.set_epoch(0)
+    alone.batch_sampler.set_epoch(0)
+    assert epoch(loader) == epoch(alone)
+    assert loader.batch_sampler.order.epoch == 1
+
+
+def test_used_before_a_fork(path):
+    loader = make_loader(path, 2, "fork")
+    before = loader.dataset[[5, 9]]
+    expected = epoch(make_loader(path))
+    assert epoch(loader) == expected
+    assert all(a.equal(b) for a, b in zip(loader.dataset[[5, 9]], before, strict=True))
+
+
+def lies_in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes belong to a mapping of shared memory of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.split()[1][3] == "s"
+    raise AssertionError("not mapped")
+
+
+def test_default_collate_copies_nothing(path):
+    images, labels = next(iter(make_loader(path, 1, "fork")))
+    assert lies_in_shared_memory(images) and lies_in_shared_memory(labels)
+    assert images.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr()  # both came in one buffer
+    assert images.shape == (16, 3, 4, 5) and images.dtype == torch.uint8
+    assert not lies_in_shared_memory(next(iter(make_loader(path)))[0])
+
+
+def test_memory_of_workers_is_used_again_but_never_while_it_is_held(path):
+    expected = epoch(make_loader(path))
+    loader = make_loader(path, 1, "fork", persistent_workers=True)
+    held = list(loader)  # all of an epoch at once
+    assert [[field.tolist() for field in batch] for batch in held] == expected
+    views = [images[3:5, 1] for images, _ in held]
+    wanted = [view.clone() for view in views]
+    del held
+    for _ in loader:
+        pass
+    assert all(view.equal(clone) for view, clone in zip(views, wanted, strict=True))
+    del views
+    inodes = {shared_inode(images) for _ in range(4) for images, _ in loader}
+    assert len(inodes) < 20  # of 52 batches
+
+
+def shared_inode(tensor: torch.Tensor) -> str:
+    """The shared memory that a tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.split()[4]
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_way_of_collating(path, num_workers):
+    expected = epoch(make_loader(path))
+    context = "fork" if num_workers else None
+    assert epoch(make_loader(path, num_workers, context, collate_fn=h5chunk.collate)) == expected
+    dataset = ChunkDataset(path)
+    sampler = ChunkSampler(dataset, 16, window_chunks=4, interleave=6, seed=1)
+    loader = DataLoader(
+        dataset, sampler=sampler, batch_size=None, num_workers=num_workers, multiprocessing_context=context
+    )
+    assert epoch(loader) == expected
+
+
+def by_hand(batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """A collate_fn as people write them."""
+    assert len(batch) == 16 or len(batch) == N % 16
+    assert isinstance(batch[0], tuple) and isinstance(batch[0], Sample)
+    images = torch.stack([image for image, _ in batch])
+    return images, torch.tensor([int(label) for _, label in batch])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_collate_fn_gets_samples(path, num_workers):
+    context = "fork" if num_workers else None
+    assert epoch(make_loader(path, num_workers, context, collate_fn=by_hand)) == epoch(make_loader(path))
+
+
+def brighten(image: torch.Tensor) -> torch.Tensor:
+    return image.float() + 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_transform(path, num_workers):
+    context = "fork" if num_workers else None
+    loader = make_loader(path, num_workers, context, dataset_options={"transform": brighten})
+    plain = make_loader(path)
+    for (images, labels), (raw, same) in zip(loader, plain, strict=True):
+        assert images.equal(raw.float() + 1)
+        assert labels.equal(same)
+
+
+def test_strings_travel(path):
+    loader = make_loader(path, 1, "fork", dataset_options={"fields": ["names", "labels"]})
+    names, labels = next(iter(loader))
+    assert all(isinstance(name, str) and len(name) == 3 for name in names)
+    assert len(names) == len(labels) == 16
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_plain_use(path, num_workers):
+    loader = DataLoader(
+        ChunkDataset(path),
+        batch_size=4,
+        shuffle=True,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    seen = [int(label) for _, labels in loader for label in labels]
+    assert sorted(seen) == list(range(N)) != seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_subset(path, num_workers):
+    wanted = [5, 9, 1, 100, 42]
+    subset = Subset(ChunkDataset(path), wanted)
+    context = "fork" if num_workers else None
+    loader = DataLoader(subset, batch_size=2, num_workers=num_workers, multiprocessing_context=context)
+    assert [int(label) for _, labels in loader for label in labels] == wanted
+
+
+def test_without_labels(tmp_path):
+    loader = make_loader(make_images(tmp_path / "b.h5", 40, 4))
+    assert [len(batch) for batch in loader] == [1, 1, 1]
+
+
+class Told(ChunkDataset):
+    """Gives what HDF5 says of the cache in this worker, instead of samples."""
+
+    def __getitems__(self, indices):
+        super().__getitems__(indices)
+        worker = get_worker_info()
+        assert self._reader._opened[0] == os.getpid()  # not the parent's handles
+        return [(worker.id if worker else -1, self.caches_in_force()["images"].nbytes)]
+
+
+def told_caches(path, num_workers, interleave=6, **options) -> dict[int, int]:
+    dataset = Told(path, **options)
+    dataset[0]  # the main process opens it first, with the whole cache
+    sampler = ChunkSampler(dataset, 4, window_chunks=2, interleave=interleave)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+        collate_fn=list,
+    )
+    return dict(told for batch in loader for told in batch)
+
+
+def test_workers_share_the_cache(path, through_hdf5):
+    chunk_bytes = 4 * 60
+    assert told_caches(path, 0) == {-1: (6 * 2 + 1 + 1) * chunk_bytes}  # windows, the short chunk's filler, one more
+    assert told_caches(path, 2) == {0: 8 * chunk_bytes, 1: 8 * chunk_bytes}
+    assert told_caches(path, 3) == dict.fromkeys(range(3), 6 * chunk_bytes)
+
+
+def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch, through_hdf5):
+    dataset = ChunkDataset(path)
+    ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
+    info = types.SimpleNamespace(id=0, num_workers=4)
+    monkeypatch.setattr("h5chunk.feed.sample_reader.get_worker_info", lambda: info)
+    told = r"num_workers is 4 but the sampler's interleave is 6: 2 workers .*interleave=8"
+    with pytest.warns(UserWarning, match=told):
+        dataset.cache  # noqa: B018
+    assert dataset.cache.room_chunks(4 * 60) == 8  # each worker sees three of the six windows
+
+
+def test_workers_that_read_straight_share_nothing(tmp_path, monkeypatch):
+    dataset = ChunkDataset(make_images(tmp_path / "b.h5", 80, 4, (40_000,)))
+    ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
+    monkeypatch.setattr(
+        "h5chunk.feed.sample_reader.get_worker_info", lambda: types.SimpleNamespace(id=0, num_workers=4)
+    )
+    assert dataset.cache.nbytes == 0  # and no warning
+
+
+def test_the_recommendation_is_shared_without_a_sampler(tmp_path, class_folder, through_hdf5):
+    path = tmp_path / "b.h5"
+    h5chunk.convert(class_folder(200, height=6, width=6), path, workers=0, chunk_samples=1)
+    dataset = Told(path)
+    whole = dataset.header.cache.nbytes
+    loader = DataLoader(dataset, batch_size=20, num_workers=2, multiprocessing_context="fork", collate_fn=list)
+    assert dict(told for batch in loader for told in batch) == {0: -(-whole // 2), 1: -(-whole // 2)}
+
+
+def test_errors_of_workers_keep_their_type(path, tmp_path):
+    """As torch sends them: the class is called again with a longer message."""
+    dataset = ChunkDataset(path)
+    make_images(tmp_path / "b.h5", N, 4).replace(path)
+    try:
+        dataset[0]
+    except FileError:
+        sent = pickle.loads(pickle.dumps(ExceptionWrapper(where="in a worker")))
+    with pytest.raises(FileError, match=r"replaced or changed since it was first opened"):
+        sent.reraise()

@@ -1,0 +1,192 @@
+"""Several training processes: real ones, over gloo. Each sample once, equally many batches, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.foreign import make_file
+from support.leftovers import nothing_is_left
+from support.loader_files import IMAGES, LABELS, N, path
+from support.loader_options import make_loader
+from support.matrices import random_matrix, write
+from support.rank_processes import ORDER, TAILS, WAIT_S, in_ranks, read_epoch, read_part, start_ranks, train
+from torch import distributed
+from torch.utils.data import DataLoader
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.epoch import find_ranks
+from h5chunk.feed.sampler import ChunkSampler
+
+__all__ = ["nothing_is_left", "path"]
+
+pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch without gloo")
+
+
+# Ranks, batches, samples
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_sample_once_over_all_ranks(path, tmp_path, world_size):
+    """Of 203, which neither number of ranks divides."""
+    ranks = in_ranks(tmp_path / "run", world_size, read_epoch, path, 16)
+    for rank, each in enumerate(ranks):
+        assert len(each["early"]) == 2
+        assert all(f"says rank {rank} of {world_size} now: make it after init" in text for text in each["early"])
+    for tail, options in TAILS.items():
+        batches = [each[tail]["loader"] for each in ranks]
+        assert batches == [each[tail]["sampler"] for each in ranks]
+        by_hand = [
+            ChunkSampler(ChunkDataset(path), 16, **ORDER, **options, lanes=world_size, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        assert batches == [list(sampler) for sampler in by_hand]
+        full, rest = divmod(N, 16 * world_size)
+        last = {"exact": [rest], "drop_last": [], "pad": [16 * world_size]}[tail]
+        sizes = [16 * world_size] * full + last
+        assert [each[tail]["sizes"] for each in ranks] == [sizes] * world_size
+        seen = list(chain(*chain(*batches)))
+        if tail == "exact":
+            assert sorted(seen) == list(range(N))
+        elif tail == "drop_last":
+            assert len(set(seen)) == len(seen) == 16 * world_size * full
+        else:
+            assert set(seen) == set(range(N))
+
+
+def test_ranks_read_different_chunks(path, tmp_path):
+    """But for those at the end of the line, which are dealt out sample by sample."""
+    ranks = in_ranks(tmp_path / "run", 2, read_epoch, path, 16)
+    chunks = [{sample // 4 for sample in chain(*each["exact"]["loader"])} for each in ranks]
+    assert len(chunks[0] & chunks[1]) <= 2
+    assert len(chunks[0] | chunks[1]) == 51
+
+
+def test_only_one_of_rank_and_world_size():
+    for options in ({"rank": 0}, {"world_size": 2}):
+        with pytest.raises(OptionError, match="give both, or none"):
+            find_ranks(**{"lanes": None, "rank": None, "world_size": None, **options})
+
+
+def test_without_torch_distributed():
+    assert find_ranks(None, None, None) == (1, 0, 1)
+    assert find_ranks(6, None, None) == (6, 0, 1)
+    assert find_ranks(None, 1, 4) == (4, 1, 4)
+
+
+# A last batch without samples
+
+
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py")
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
+@pytest.mark.parametrize("kind", ["plain", "gzip", "dense", "csr"])
+def test_ranks_without_samples_in_their_last_batch(path, tmp_path, kind, reader, resident):
+    """203 samples of which 48 are a step of all 16 ranks: in the last one there are 11."""
+    options: dict[str, Any] = {"reader": reader, "resident": resident, "shuffle": kind != "gzip"}
+    if reader == "mapped" and kind != "plain":
+        pytest.skip("only plain chunks are mapped")
+    if kind == "gzip":
+        how = {"chunks": (4, 3, 5, 6), "compression": "gzip"}
+        path = make_file(tmp_path / "gzip.h5", images=(IMAGES, how), labels=(LABELS, {}))
+    elif kind in ("dense", "csr"):
+        path, options["sparse"] = write(tmp_path / "matrix.h5", random_matrix(N, 30, 4), chunk_samples=4), kind
+    sizes = []
+    for rank in range(16):
+        with make_loader(path, 3, **ORDER, **{**options, "rank": rank, "world_size": 16}) as loader:
+            sizes.append([[len(batch[0]) for batch in loader] for _ in range(2)])
+    assert sizes == [[[3] * 4 + [1]] * 2] * 11 + [[[3] * 4 + [0]] * 2] * 5
+
+
+def test_a_dataloader_without_samples_in_its_last_batch(path):
+    dataset = ChunkDataset(path)
+    sampler = ChunkSampler(dataset, 3, **ORDER, rank=15, world_size=16)
+    batches = list(DataLoader(dataset, batch_sampler=sampler))
+    assert [images.shape[0] for images, _ in batches] == [3, 3, 3, 3, 0]
+    assert batches[-1][0].shape == (0, 3, 5, 6) and batches[-1][1].dtype == torch.int64
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # fewer cores than workers
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_transform_without_samples_in_the_last_batch(path, num_workers):
+    dataset = ChunkDataset(path, transform=as_views)
+    sampler = ChunkSampler(dataset, 3, **ORDER, rank=15, world_size=16)
+    *_, full, last = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
+    assert (full[0]["small"].shape, last[0]["small"].shape) == ((3, 3, 2, 3), (0, 3, 2, 3))
+    assert last[0]["small"].dtype == torch.float32 and last[1].shape == (0,) and last[1].dtype == torch.int64
+    assert type(full) is type(last) and type(dataset[[]]) is tuple and dataset[[]][0]["small"].shape == (0, 3, 2, 3)
+    dataset.close()
+
+
+def as_views(image: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"whole": image, "small": image[:, ::3, ::2] / 255}
+
+
+# Saved and resumed
+
+
+def test_saved_by_two_ranks_and_resumed_by_four_and_by_one(path, tmp_path):
+    before = in_ranks(tmp_path / "two", 2, read_part, path, 24, None, 4)
+    assert before[0]["state"] == before[1]["state"]
+    with make_loader(path, 24, **ORDER, lanes=4) as loader:
+        whole = [sorted(labels.tolist()) for _, labels in loader]
+        loader.load_state_dict(before[0]["state"])
+        by_one = [sorted(labels.tolist()) for _, labels in loader]
+    by_four = in_ranks(tmp_path / "four", 4, read_part, path, 24, before[0]["state"], None)
+    seen = global_batches(before)
+    assert seen + by_one == seen + global_batches(by_four) == whole
+    assert sorted(chain(*whole)) == list(range(N))
+
+
+def global_batches(ranks: list[dict[str, Any]]) -> list[list[int]]:
+    """The samples of each step, of all ranks."""
+    return [sorted(chain(*step)) for step in zip(*(each["batches"] for each in ranks), strict=True)]
+
+
+# Killed
+
+
+def seen_by(folder: Path) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Each step and its samples, of each rank, in the order in which they were trained; a torn last line is none."""
+    logs = [folder / f"log{rank}" for rank in range(2)]
+    lines = [log.read_text().split("\n")[:-1] if log.exists() else [] for log in logs]  # a rank may be behind
+    return [[(step, tuple(samples)) for step, samples in map(json.loads, some)] for some in lines]
+
+
+def test_a_killed_training_sees_what_an_uninterrupted_one_sees(path, tmp_path):
+    """SIGKILL to all ranks, twice, the second time in the second epoch; then to the end."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    weights = in_ranks(tmp_path / "run", 2, train, path, whole, 0.0)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for number, steps in enumerate((5, 13)):
+        ranks = start_ranks(tmp_path / f"kill{number}", 2, train, path, killed, 0.02)
+        until = time.monotonic() + WAIT_S
+        while not all(log and log[-1][0] >= steps for log in seen_by(killed)):
+            assert time.monotonic() < until and all(process.exitcode is None for process in ranks)
+            time.sleep(0.005)
+        for process in ranks:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in ranks:
+            process.join(WAIT_S)
+            assert process.exitcode == -signal.SIGKILL
+        for log in ("log0", "log1"):  # a line that was being written
+            text = (killed / log).read_text()
+            (killed / log).write_text(text[: text.rfind("\n") + 1])
+    assert in_ranks(tmp_path / "end", 2, train, path, killed, 0.0) == weights
+    for expected, found in zip(seen_by(whole), seen_by(killed), strict=True):
+        assert [step for step, _ in expected] == list(range(1, 19))  # 9 batches of 24 an epoch
+        assert set(found) == set(expected)  # some steps were trained again, from the last checkpoint on: saw the same
+        assert sum(two[0] != one[0] + 1 for one, two in pairwise(found)) <= 2
+    samples = [list(chain(*(batch for step, batch in log if step <= 9))) for log in seen_by(whole)]
+    assert sorted(chain(*samples)) == list(range(N))

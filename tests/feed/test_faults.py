@@ -1,0 +1,326 @@
+"""What goes wrong while data is read is an error, soon, and leaves neither threads nor processes behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.foreign import make_file, values
+from support.leftovers import WAIT_S, in_fork, nothing_is_left, reading_threads
+from support.loader_options import make_loader, transforms_of
+from support.matrices import random_matrix, write
+from torch.utils.data import DataLoader
+
+from h5chunk.errors import FileError, OptionError, WorkerError
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.store.hdf5.ranges import VectorPart
+from h5chunk.store.read.reader import H5Reader
+
+__all__ = ["nothing_is_left"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+N, SHAPE = 600, (3, 40, 50)  # 3.6 MB: what is read ahead is a part of it
+CHANGED = r"a\.h5: (replaced or changed|no such file any more|cannot be opened: No such file|field .*cut short)"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "a.h5")
+
+
+def write_images(path: Path, seed: int = 0, *, one_run: bool = False) -> Path:
+    images = values((N, *SHAPE), np.uint8, seed)
+    options: list[dict[str, Any]] = [{}, {}] if one_run else [{"chunks": (8, *SHAPE)}, {"chunks": (8,)}]
+    return make_file(path, images=(images, options[0]), labels=(np.arange(N), options[1]))
+
+
+def replace(path: Path) -> None:
+    """By another file of the same size and shape, as a tool does that writes and renames."""
+    write_images(path.with_name("new.h5"), seed=1).replace(path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(100_000))
+
+
+LOADER = {"window_chunks": 1, "num_threads": 2}
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "direct": lambda path: make_loader(path, 16, reader="direct", **LOADER),
+    "mapped": lambda path: make_loader(path, 16, reader="mapped", **LOADER),
+    "h5py": lambda path: make_loader(path, 16, reader="h5py", **LOADER),
+    "dataset": lambda path: dataset_loader(path),
+    "workers": lambda path: dataset_loader(path, num_workers=1, prefetch_factor=1),
+}
+
+
+def dataset_loader(path: Path, **options: Any) -> DataLoader:
+    dataset = ChunkDataset(path)
+    return DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 16, window_chunks=4), **options)
+
+
+def check_batches(batches: Iterator[Any], path: Path) -> int:
+    """Each batch is of the file as it was; gives their number."""
+    count = 0
+    for images, labels in batches:
+        np.testing.assert_array_equal(images, values((N, *SHAPE), np.uint8)[labels])
+        count += 1
+    return count
+
+
+# ---- files that change
+
+
+@pytest.mark.parametrize("change", [replace, cut, overwrite, Path.unlink])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[[Path], Any]) -> None:
+    """An error within the epoch, and until then what was there."""
+    if way == "mapped" and change is cut:
+        pytest.skip("the system ends the process: see below")
+    if way == "mapped":
+        write_images(path, one_run=True)
+    loader = WAYS[way](path)
+    batches = iter(loader)
+    first = next(batches)
+    np.testing.assert_array_equal(first[0], values((N, *SHAPE), np.uint8)[first[1]])
+    change(path)
+    with pytest.raises(FileError, match=CHANGED):
+        check_batches(batches, path)
+    if way == "workers":
+        batches._shutdown_workers()  # the garbage collector's turn would come later, and take seconds
+    if isinstance(loader, ChunkLoader):
+        with pytest.raises(FileError, match=CHANGED):  # no other epoch either
+            next(iter(loader))
+        loader.close()
+
+
+@linux
+def test_a_mapped_file_that_is_cut_short_ends_the_process(path: Path) -> None:
+    """As the docstring says."""
+    write_images(path, one_run=True)
+
+    def work() -> None:
+        faulthandler.disable()
+        with make_loader(path, 16, reader="mapped", **LOADER) as loader:
+            for _ in loader:
+                cut(path)
+
+    assert in_fork(work) == -signal.SIGBUS
+
+
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+def test_a_matrix_that_changes_in_an_epoch(tmp_path: Path, sparse: str) -> None:
+    matrix = random_matrix(4000, 300, 20)
+    path = write(tmp_path / "a.h5", matrix)
+    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse))
+    loader = make_loader(path, 8, window_chunks=1, sparse=sparse)
+    batches = iter(loader)
+    next(batches), dataset[[0, 1]]
+    write(tmp_path / "b.h5", matrix).replace(path)
+    with pytest.raises(FileError, match=CHANGED):
+        list(batches)
+    with pytest.raises(FileError, match=CHANGED):
+        dataset[[0, 1]]
+
+
+def test_what_is_resident_stays_right(path: Path) -> None:
+    """Nothing is read again; but a loader that has to is told."""
+    loader = ChunkLoader(path, 16, resident=True)
+    batches = iter(loader)
+    next(batches)
+    replace(path)
+    assert check_batches(batches, path) == N // 16
+    assert check_batches(iter(loader), path) == N // 16 + 1
+    loader.close()
+    with pytest.raises(FileError, match=CHANGED):
+        next(iter(loader))
+
+
+# ---- threads that hang
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type, str], None]]:
+    """Makes reading hang, from the third call of a method on, until the test is over."""
+    go_on = threading.Event()
+
+    def hang(owner: type, name: str) -> None:
+        method, calls = getattr(owner, name), []
+
+        def slow(*arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) > 2:
+                go_on.wait(WAIT_S)
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    yield hang
+    go_on.set()
+
+
+@pytest.mark.usefixtures("python_threads")
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
+def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bool) -> None:
+    hanging(*((VectorPart, "__call__") if reader == "direct" else (H5Reader, "read")))
+    loader = make_loader(path, 16, reader=reader, resident=resident, timeout=0.2, window_chunks=1)
+    with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: a reading thread .* raise timeout"):
+        list(loader)
+    loader.close()
+    assert reading_threads()  # it still hangs: nobody can end it, and nobody waits for it
+
+
+@linux
+def test_a_process_ends_though_a_thread_hangs(path: Path) -> None:
+    code = (
+        "import os, sys, threading, h5chunk\n"
+        "os.environ['H5CHUNK_NATIVE'] = '0'\n"
+        "from h5chunk.store.hdf5.ranges import VectorPart\n"
+        "VectorPart.__call__ = lambda *_: threading.Event().wait()\n"
+        "list(h5chunk.ChunkLoader(sys.argv[1], 16, timeout=0.2))\n"
+    )
+    process = run_python(code, path)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1 and b"WorkerError" in errors
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "1", True])
+def test_timeouts_that_cannot_be(path: Path, timeout: Any) -> None:
+    with pytest.raises(OptionError, match=r"timeout is .*: give seconds, or 0 to wait for ever"):
+        ChunkLoader(path, 16, timeout=timeout)
+
+
+def test_without_a_timeout_it_waits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    wait = threading.Event.wait
+    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waited.append(seconds) or wait(self))
+    with make_loader(path, 16, timeout=0, window_chunks=1) as loader:
+        assert check_batches(iter(loader), path) == N // 16 + 1
+    assert set(waited) <= {None}
+
+
+# ---- processes that die
+
+
+def run_python(code: str, *arguments: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    end = time.monotonic() + WAIT_S
+    while any(map(is_alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def worker_of(batches: Any) -> int:
+    return int(batches._workers[0].pid)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("sent", "match"),
+    [
+        (signal.SIGKILL, r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"),
+        (signal.SIGSTOP, "DataLoader timed out after 1 seconds"),
+    ],
+)
+def test_a_worker_of_a_dataloader_that_dies_or_stops(path: Path, sent: signal.Signals, match: str) -> None:
+    """torch says so: of one that was stopped, with its ``timeout``."""
+    batches = iter(dataset_loader(path, num_workers=1, prefetch_factor=1, timeout=1 if sent == signal.SIGSTOP else 0))
+    next(batches)
+    worker = worker_of(batches)
+    os.kill(worker, sent)
+    try:
+        with pytest.raises(RuntimeError, match=match):
+            list(batches)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        with suppress(RuntimeError):  # torch says once more that it was killed
+            batches._shutdown_workers()
+    wait_until_ended([worker])
+
+
+TRAINING = """
+import sys, time, h5chunk, torch
+path, workers = sys.argv[1], int(sys.argv[2])
+dataset = h5chunk.ChunkDataset(path)
+sampler, windows = (h5chunk.ChunkSampler(dataset, 16, window_chunks=size) for size in (None, 1))
+loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=2) if workers else None
+batches = iter(loader or h5chunk.ChunkLoader(dataset, sampler=windows))
+next(batches)
+print(*([worker.pid for worker in batches._workers] if workers else []), flush=True)
+while True:
+    for _ in batches:
+        time.sleep(0.01)
+    batches = iter(loader or h5chunk.ChunkLoader(dataset, sampler=windows))
+"""
+
+
+@linux
+def test_the_end_of_the_main_process(path: Path) -> None:
+    """Ctrl-C in mid-epoch, or a kill: it ends at once, and so do its workers (torch's look every five seconds)."""
+    ends = [(signal.SIGKILL, 2), (signal.SIGINT, 2), (signal.SIGINT, 0)]
+    processes = [run_python(TRAINING, path, workers) for _, workers in ends]
+    pids: list[int] = []
+    try:
+        for process, (sent, workers) in zip(processes, ends, strict=True):
+            assert process.stdout is not None and process.stderr is not None
+            found = [int(pid) for pid in process.stdout.readline().split()]
+            assert len(found) == workers
+            pids += found
+            process.send_signal(sent)
+            assert process.wait(WAIT_S) == -sent
+            if sent == signal.SIGINT:
+                assert process.stderr.read().rstrip().endswith(b"KeyboardInterrupt")
+        wait_until_ended(pids)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_ctrl_c_in_the_loop(path: Path) -> None:
+    loader = make_loader(path, 16, window_chunks=1)
+
+    def loop() -> None:
+        for _ in loader:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert check_batches(iter(loader), path) == len(loader)
+    loader.close()
+    assert not reading_threads()

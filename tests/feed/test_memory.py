@@ -1,0 +1,112 @@
+"""Memory of batches is used again, but never while something still holds it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+
+import pytest
+import torch
+from support.leftovers import in_fork
+
+from h5chunk.feed.memory import SharedMemory, shared_empty
+from h5chunk.feed.slots import KEPT, BatchMemory
+
+
+def test_memory_is_used_again_when_the_tensor_is_gone() -> None:
+    memory = BatchMemory()
+    place = memory.empty((4, 1 << 20), torch.uint8).data_ptr()
+    assert memory.empty((4, 1 << 20), torch.uint8).data_ptr() == place
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[2:3],
+        lambda tensor: tensor.view(torch.int16),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: tensor.detach(),
+        lambda tensor: list(tensor.unbind()),
+        lambda tensor: memoryview(tensor.numpy()),
+        lambda tensor: torch.from_dlpack(tensor),
+    ],
+)
+def test_memory_that_anything_holds_is_not_given_away(hold: object) -> None:
+    memory = BatchMemory()
+    tensor = memory.empty((4, 1 << 20), torch.uint8).fill_(7)
+    place = tensor.data_ptr()
+    held = hold(tensor)
+    del tensor
+    gc.collect()
+    other = memory.empty((4, 1 << 20), torch.uint8)
+    assert other.data_ptr() != place
+    del held
+    gc.collect()
+    assert memory.empty((4, 1 << 20), torch.uint8).data_ptr() == place
+
+
+def test_few_free_buffers_are_kept() -> None:
+    memory = BatchMemory()
+    held = [memory.empty((1 << 20,), torch.float32) for _ in range(5)]
+    del held
+    assert len(memory._free) == KEPT
+
+
+def test_a_much_smaller_tensor_takes_a_buffer_of_its_own() -> None:
+    memory = BatchMemory()
+    del_me = memory.empty((9 << 20,), torch.uint8)
+    del del_me
+    small = memory.empty((1 << 20,), torch.uint8)
+    assert small.untyped_storage().nbytes() == 1 << 20
+    assert len(memory._free) == 1
+
+
+def test_shapes_and_dtypes() -> None:
+    memory = BatchMemory()
+    for shape, dtype in (((3, 2), torch.int64), ((0, 5), torch.uint8), ((), torch.float16), ((2, 1, 1), torch.bool)):
+        tensor = memory.empty(shape, dtype)
+        assert tensor.shape == torch.Size(shape)
+        assert tensor.dtype == dtype
+        assert not pickle.loads(pickle.dumps(memory))._free
+
+
+def test_shared_memory_is_shared() -> None:
+    tensor = shared_empty((3, 4), torch.int32)
+    assert tensor.is_shared()
+    assert tensor.shape == (3, 4)
+    assert shared_empty((0, 4), torch.int32).shape == (0, 4)
+
+
+def test_memory_that_comes_back_while_other_is_taken() -> None:
+    """As from another thread, or from the garbage collector, in the middle of the search."""
+    memory = BatchMemory(keep=3)
+    held = [memory.empty((size << 20,), torch.uint8) for size in (1, 4, 16)]
+    held.pop()
+
+    class Misfit:
+        @property
+        def nbytes(self) -> int:
+            held.clear()
+            return 1
+
+    memory._free.append(Misfit())  # type: ignore[arg-type]
+    tensor = memory.empty((16 << 20,), torch.uint8)
+    assert tensor.numel() == 16 << 20
+    assert not held
+
+
+def test_a_fork_that_lets_go_of_a_batch_does_not_free_it() -> None:
+    memory = SharedMemory()
+    sent = memory.empty([((1000,), torch.uint8)])
+    receive, arguments = sent.__reduce__()
+    received = [receive(*arguments)]  # type: ignore[operator]
+    flag = arguments[0][-1:]  # type: ignore[index]
+    assert flag.item() == 1
+    pid = os.getpid()
+    assert in_fork(received.clear) == 0
+    assert (os.getpid(), flag.item()) == (pid, 1)
+    received.clear()
+    assert flag.item() == 0

@@ -1,0 +1,477 @@
+"""Resident data: read once, in the order of the epoch, and gone when it is not wanted any more."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.foreign import make_file, values
+from support.leftovers import descriptors, in_fork, nothing_is_left, reading_threads
+from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
+from support.loader_options import make_loader
+
+import h5chunk.feed.budget
+import h5chunk.feed.resident
+from h5chunk.errors import FileError, OptionError
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.resident import LOADING_SLOTS
+from h5chunk.store.hdf5.ranges import VectorPart
+
+__all__ = ["large", "nothing_is_left", "path"]
+
+WAIT_S = 30
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Many pieces of 30 samples."""
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 30 * 98)
+
+
+def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
+    return make_loader(path, batch_size, resident=True, **options)
+
+
+def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list[int]]:
+    """The batches of a loader that reads window by window."""
+    order = make_loader(path, batch_size, resident=False, **options).order
+    return [batch.tolist() for batch in replace(order, epoch=epoch).batches()]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many samples were asked of the file."""
+    counts: list[int] = []
+    load = ReadPool.load
+
+    def note(readers, window, slot):
+        counts.append(len(window.samples))
+        return load(readers, window, slot)
+
+    monkeypatch.setattr(ReadPool, "load", note)
+    return counts
+
+
+# The same batches as from the file
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_samples=st.integers(1, N),
+    chunk_samples=st.integers(0, N),
+    batch_size=st.integers(1, 230),
+    loading_samples=st.sampled_from([1, 7, 50, 500]),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    reuse=st.booleans(),
+    seed=st.sampled_from([0, 7, (1 << 64) - 1]),
+    reader=st.sampled_from(["auto", "h5py"]),
+    compression=st.sampled_from([None, "gzip"]),
+)
+def test_the_order_of_the_file(
+    tmp_path, monkeypatch, num_samples, chunk_samples, batch_size, loading_samples, reuse, reader, compression, **order
+):
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", loading_samples * 98)
+    options = {"chunks": (chunk_samples, 3, 5, 6), "maxshape": (None, 3, 5, 6), "compression": compression}
+    path = make_file(
+        tmp_path / "a.h5",
+        images=(IMAGES[:num_samples], options if chunk_samples else {}),
+        labels=(LABELS[:num_samples], {}),
+    )
+    with load_whole(path, batch_size, reuse=reuse, reader=reader, **order) as loader:
+        assert loader.is_resident
+        for epoch in range(3):
+            expected = in_order(path, batch_size, epoch, **order)
+            assert len(loader) == len(expected)
+            assert epoch_of(loader) == expected
+            assert loader.report.fresh_samples == loader.report.samples == sum(map(len, expected))
+            assert loader.report.batches == len(expected)
+
+
+def test_set_epoch(path):
+    with load_whole(path) as loader:
+        for epoch in (5, 0, 0, 7):
+            loader.set_epoch(epoch)
+            assert loader.order.epoch == epoch
+            assert epoch_of(loader) == in_order(path, epoch=epoch)
+        assert epoch_of(loader) == in_order(path, epoch=8)
+
+
+def test_orders_do_not_pile_up(path):
+    with load_whole(path) as loader:
+        for epoch in range(20, 0, -2):
+            loader.set_epoch(epoch)
+            list(loader)
+            assert len(loader._feed._planned) <= 2
+
+
+def test_the_next_order_is_drawn_while_an_epoch_is_trained(path, monkeypatch):
+    drawn: dict[int, str] = {}
+    there = threading.Event()
+    whole = h5chunk.feed.resident._whole
+
+    def note(order):
+        drawn[order.epoch] = threading.current_thread().name
+        if order.epoch == 1:
+            there.set()
+        return whole(order)
+
+    monkeypatch.setattr(h5chunk.feed.resident, "_whole", note)
+    with load_whole(path) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert there.wait(WAIT_S)
+        list(batches)
+        list(loader)
+        assert all(name.startswith("h5chunk-order") for name in drawn.values())
+        assert sorted(drawn)[:2] == [0, 1]
+
+
+def test_a_break_and_on(path, reads):
+    """Nothing is read again, and the epoch after it comes."""
+    with load_whole(path) as loader:
+        for number, _ in enumerate(loader):
+            if number == 4:
+                break
+        assert loader.order.epoch == 1
+        assert epoch_of(loader) == in_order(path, epoch=1)
+        with pytest.raises(ZeroDivisionError):
+            for _ in loader:
+                raise ZeroDivisionError
+        assert epoch_of(loader) == in_order(path, epoch=3)
+    assert sum(reads) == N
+
+
+@pytest.mark.parametrize("loading_bytes", [1, 98 * 30, 8 << 20])
+def test_each_sample_is_read_once(path, reads, monkeypatch, loading_bytes):
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", loading_bytes)
+    with load_whole(path) as loader:
+        assert not reads
+        for _ in range(2):
+            list(loader)
+    assert sum(reads) == N
+
+
+def test_the_file_is_closed_once_it_is_read(path):
+    with load_whole(path) as loader:
+        list(loader)
+        assert not [found for found in descriptors() if "a.h5" in found]
+        assert [thread.name for thread in reading_threads() if "reader" in thread.name] == []
+        expected = in_order(path, epoch=1)
+        path.unlink()
+        assert epoch_of(loader) == expected
+
+
+def test_iterating_twice_at_the_same_time_is_refused(path):
+    with load_whole(path) as loader:
+        older = iter(loader)
+        next(older)
+        with pytest.raises(OptionError, match="iterated already"):
+            list(loader)
+        assert len(list(older)) == 12
+
+
+# Echoes, and what is done to batches
+
+
+@pytest.mark.parametrize("echo", [2, 3, 2.0])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_whole_echoes(path, echo, drop_last):
+    with load_whole(path, echo=echo, drop_last=drop_last, seed=4) as loader:
+        for epoch in range(2):
+            fresh = in_order(path, 16, epoch, drop_last=drop_last, seed=4, echo=echo)
+            batches = epoch_of(loader)
+            assert batches[: len(fresh)] == fresh
+            assert len(batches) == len(loader) == echo * len(fresh)
+            counts = Counter(label for batch in batches for label in batch)
+            assert set(counts.values()) == {int(echo)}
+            assert len({frozenset(batch) for batch in batches}) == len(batches)
+            report = loader.report
+            assert (report.fresh_samples, report.samples) == (len(counts), counts.total())
+
+
+def test_a_part_of_an_echo(path):
+    with load_whole(path, echo=1.5) as loader:
+        batches = epoch_of(loader)
+        assert len(batches) == len(loader) == 13 + 6
+        assert batches[:13] == in_order(path, echo=1.5)
+        echoed = [label for batch in batches[13:] for label in batch]
+        assert len(set(echoed)) == len(echoed) == 6 * 16
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"normalize": (0.5, 0.25)}, {"channels_last": True}])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_conversion(path, options, reuse):
+    seen: dict[int, torch.Tensor] = {}
+    with make_loader(path, 16, **options) as plain:
+        for images, labels in plain:
+            seen.update(zip(labels.tolist(), images.clone(), strict=True))
+    with load_whole(path, reuse=reuse, **options) as loader:
+        for images, labels in loader:
+            assert images.equal(torch.stack([seen[label] for label in labels.tolist()]))
+            assert images.dtype == seen[0].dtype
+            if "channels_last" in options:
+                assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_transform(path):
+    with load_whole(path, transforms={"labels": [lambda labels: labels * 2]}) as loader:
+        found = [labels.tolist() for _, labels in loader]
+    assert found == [[2 * n for n in batch] for batch in in_order(path)]
+
+
+def test_changing_a_batch_changes_no_other(path):
+    with load_whole(path) as loader:
+        for _ in range(2):
+            for images, _ in loader:
+                images.zero_()
+        assert epoch_of(loader) == in_order(path, epoch=2)
+
+
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
+@pytest.mark.parametrize("options", [{"chunks": chunks, "scaleoffset": 8} for chunks in ((8, 2, 5, 3), (4, 3, 5, 6))])
+def test_fields_through_hdf5(tmp_path, options):
+    path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
+    with load_whole(path) as loader:
+        assert "images: h5py" in repr(loader)
+        assert epoch_of(loader) == in_order(path)
+
+
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
+def test_no_samples(tmp_path):
+    path = make_file(tmp_path / "a.h5", images=(values((0, 2), np.uint8), {}))
+    with load_whole(path) as loader:
+        assert not loader.is_resident and len(loader) == 0
+        assert [list(loader), list(loader)] == [[], []]
+
+
+def test_no_batch(path):
+    with load_whole(path, 500, drop_last=True) as loader:
+        assert [list(loader), list(loader)] == [[], []]
+
+
+# Memory
+
+
+def test_repr(path):
+    shown = repr(load_whole(path))
+    for part in ("all 203 samples resident", "KiB", "cpu"):
+        assert part in shown
+
+
+def test_on_the_cpu_only_if_asked(path):
+    for loader in (ChunkLoader(path, 16), ChunkLoader(path, 16, memory_bytes=1 << 30), ChunkLoader(path, 16, echo=2)):
+        assert not loader.is_resident
+
+
+@pytest.mark.parametrize("resident", ["yes", None, 1, 0, "Auto"])
+def test_options_that_cannot_be(path, resident):
+    with pytest.raises(OptionError, match=r"resident is .*: give True, False or 'auto'"):
+        ChunkLoader(path, 16, resident=resident)
+
+
+def test_memory_bytes(path, monkeypatch):
+    """What is held while it is read counts, and the message says what would do."""
+    with pytest.raises(
+        OptionError, match=r"resident=True needs \d+ bytes, \d+ of them .* room for 100: raise"
+    ) as refused:
+        load_whole(path, memory_bytes=100)
+    needed, held = (int(word) for word in str(refused.value).split() if word.isdigit())
+    assert N * 98 <= held < needed < 3 * N * 98
+    with pytest.raises(OptionError, match=f"room for {needed - 1}"):
+        load_whole(path, memory_bytes=needed - 1)
+    sizes: list[int] = []
+    start = h5chunk.feed.slots.CpuSlot.__init__
+
+    def note(slot, spaces, num_samples, *rest):
+        sizes.append(num_samples * 98)
+        start(slot, spaces, num_samples, *rest)
+
+    monkeypatch.setattr(h5chunk.feed.slots.CpuSlot, "__init__", note)
+    with load_whole(path, memory_bytes=needed) as loader:
+        assert epoch_of(loader) == in_order(path)
+    assert len(sizes) == LOADING_SLOTS and held + sum(sizes) <= needed
+
+
+def test_little_data_is_loaded_in_little_memory(path, monkeypatch):
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 8 << 20)
+    with load_whole(path, memory_bytes=3 * N * 98) as loader:
+        assert epoch_of(loader) == in_order(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])
+def test_memory_of_batches_is_used_again(large, monkeypatch, options):
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
+    with load_whole(large, 60, drop_last=True, **options) as loader:
+        places = {images.data_ptr() for _ in range(6) for images, _ in loader}
+    assert len(places) <= 3
+
+
+def test_batches_that_are_held_are_never_overwritten(large, monkeypatch):
+    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
+    seen: dict[int, torch.Tensor] = {}
+    with load_whole(large, 60) as loader:
+        for images, labels in [batch for _ in range(3) for batch in loader]:
+            for image, label in zip(images[::20], labels[::20].tolist(), strict=True):
+                assert seen.setdefault(label, image).equal(image)
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_closing_frees_the_data(path, suspended):
+    loader = load_whole(path)
+    batches = iter(loader)
+    next(batches)
+    data = [weakref.ref(field) for field in loader._feed._fields]
+    if not suspended:
+        list(batches)
+    gc.collect()
+    gc.disable()
+    try:
+        loader.close()
+        assert len(data) == 2 and all(ref() is None for ref in data)
+        assert not reading_threads()
+    finally:
+        gc.enable()
+    if suspended:
+        with pytest.raises(OptionError, match="closed"):
+            list(batches)
+    assert epoch_of(loader) == in_order(path, epoch=1)  # read once more
+    loader.close()
+
+
+@pytest.mark.parametrize("how", ["del", "cycle", "transform"])
+def test_garbage_collection(path, how):
+    known = []
+    loader = load_whole(path, transforms=[lambda batch, known=known: batch])
+    if how == "cycle":
+        loader.itself = loader
+    if how == "transform":
+        known.append(loader)
+    del known
+    list(loader)
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None and not reading_threads()
+
+
+def test_a_loader_without_a_name(path):
+    assert sorted(label for _, labels in load_whole(path) for label in labels.tolist()) == list(range(N))
+    assert not reading_threads()
+
+
+# What goes wrong
+
+
+def fail_at(monkeypatch, number: int, work) -> None:
+    """Do something when so many parts were read."""
+    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
+    read, calls = VectorPart.__call__, []
+
+    def note(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            work()
+        read(*arguments)
+
+    monkeypatch.setattr(VectorPart, "__call__", note)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_file_that_changes_while_it_is_read(path, monkeypatch, number):
+    def change():
+        status = path.stat()
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000_000))
+
+    fail_at(monkeypatch, number, change)
+    loader = load_whole(path)
+    with pytest.raises(FileError, match=r"a\.h5: replaced or changed"):
+        next(iter(loader))
+    assert not reading_threads() and not [found for found in descriptors() if "a.h5" in found]
+
+
+def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch):
+    loader = load_whole(path)
+    with monkeypatch.context() as patch:
+        fail_at(patch, 3, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(iter(loader))
+    assert not reading_threads()
+    assert epoch_of(loader) == in_order(path)  # and all is well again
+    loader.close()
+
+
+def test_interrupted_while_loading(path, monkeypatch):
+    wait, calls = WindowRead.wait, []
+
+    def interrupt(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return wait(*arguments)
+
+    loader = load_whole(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowRead, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+    assert not reading_threads()
+    assert epoch_of(loader) == in_order(path)
+    loader.close()
+
+
+def test_interrupted_in_the_loop(path, reads):
+    def loop():
+        for _ in loader:
+            raise KeyboardInterrupt
+
+    with load_whole(path) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            loop()
+        assert epoch_of(loader) == in_order(path, epoch=1)
+    assert sum(reads) == N
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("when", ["in an epoch", "between epochs"])
+def test_a_fork_goes_on_with_its_copy(path, when):
+    """The thread that draws orders stays behind."""
+    loader = load_whole(path)
+    batches = iter(loader)
+    found = [next(batches)[1].tolist()]
+
+    def iterate():
+        rest = [labels.tolist() for _, labels in batches]
+        if when == "in an epoch":
+            assert found + rest == in_order(path)
+        for epoch in (1, 2):
+            assert epoch_of(loader) == in_order(path, epoch=epoch)
+        loader.close()
+
+    if when == "between epochs":
+        found += [labels.tolist() for _, labels in batches]
+    assert in_fork(iterate) == 0
+    assert in_fork(loader.close) == 0
+    found += [labels.tolist() for _, labels in batches]
+    assert found == in_order(path)
+    assert epoch_of(loader) == in_order(path, epoch=1)
+    loader.close()
+
+
+def test_seconds_and_waiting(path):
+    with load_whole(path) as loader:
+        before = time.perf_counter()
+        list(loader)
+        took = time.perf_counter() - before
+        assert 0 <= loader.report.waited_s <= loader.report.seconds <= took

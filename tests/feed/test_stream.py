@@ -1,0 +1,389 @@
+"""Windows one after the other, whatever is mixed: threads, slots, epochs, echoes; the same on a GPU as on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.foreign import make_file, values
+from support.leftovers import WAIT_S, nothing_is_left, reading_threads
+from support.loader_files import IMAGES, LABELS, N, epoch_of, path
+from support.loader_options import make_loader
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.slots import CudaSlot
+from h5chunk.plan.order import Order
+from h5chunk.transforms import Normalize, ToDtype
+
+__all__ = ["nothing_is_left", "path"]
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Every window that was asked for, in order."""
+    asked: list[tuple[list[int], object]] = []
+    load = ReadPool.load
+
+    def note(readers, window, slot):
+        asked.append((window.samples.tolist(), slot))
+        return load(readers, window, slot)
+
+    monkeypatch.setattr(ReadPool, "load", note)
+    return asked
+
+
+def until(condition) -> bool:
+    """Whether something comes true, for which another thread has to run."""
+    end = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+@pytest.mark.parametrize("echo", [1, 2, 1.5])
+@pytest.mark.parametrize("options", [{"window_chunks": 8}, {"shuffle": False}, {"window_chunks": 30}])
+def test_windows_are_read_once_and_in_order(path, loads, echo, options):
+    """However often they are trained, over the seams between epochs too."""
+    with make_loader(path, 8, echo=echo, **options) as loader:
+        orders = [loader.order]
+        for epoch in range(1, 12):
+            orders.append(Order(**{**orders[0].__dict__, "epoch": epoch}))
+        for _ in range(3):
+            list(loader)
+    wanted = [window.samples.tolist() for order in orders for window in order.windows()]
+    read = [samples for samples, _ in loads]
+    assert read == wanted[: len(read)]
+    assert len(read) >= 3 * len(list(orders[0].windows()))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_slot_is_filled_again_once_its_batches_were_used(path, loads, reuse):
+    """With reuse not before the next batch is asked for; without, as soon as the last one is given."""
+    with ChunkLoader(path, 16, shuffle=False, reuse=reuse, memory_bytes=(2 if reuse else 4) * 2048 + N * 8) as loader:
+        batches = iter(loader)
+        for number in range(5):
+            next(batches)
+            expected = 2 + number + (0 if reuse else 1)
+            assert until(lambda expected=expected: len(loads) >= expected) and len(loads) == expected
+        batches.close()
+    assert len({id(slot) for _, slot in loads}) == 2
+
+
+def test_a_window_is_read_while_others_are_used_and_kept_for_echoes(path, loads):
+    """Even in the least memory."""
+    for echo in (1, 2):
+        options = {"echo": echo, "window_chunks": 8}
+        with pytest.raises(OptionError) as refused:
+            make_loader(path, 16, memory_bytes=0, **options)
+        needed = int(str(refused.value).split("need ")[1].split(":")[0])
+        with make_loader(path, 16, memory_bytes=needed, **options) as loader:
+            del loads[:]
+            batches = iter(loader)
+            for _ in range(3 if echo != 2 else 5):  # the first batch of the second window
+                next(batches)
+            assert until(lambda: len(loads) >= 3)
+            batches.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch_size=st.integers(1, 60),
+    window_chunks=st.integers(1, 20),
+    num_threads=st.sampled_from([1, 2, 5]),
+    reuse=st.booleans(),
+    shuffle=st.booleans(),
+    echo=st.sampled_from([1, 2, 1.3]),
+    more=st.integers(0, 5000),
+    breaks=st.lists(st.integers(0, 300), max_size=4),
+)
+def test_epochs_and_breaks_in_any_memory(path, batch_size, echo, more, breaks, **options):
+    """Right data, never a deadlock, and after a break the next epoch."""
+    with pytest.raises(OptionError) as refused:
+        make_loader(path, batch_size, echo=echo, memory_bytes=0, **options)
+    needed = int(str(refused.value).split("need ")[1].split(":")[0])
+    with make_loader(path, batch_size, echo=echo, memory_bytes=needed + more, **options) as loader:
+        for epoch, stop in enumerate([*breaks, 1 << 30]):
+            assert loader.order.epoch == epoch
+            seen: Counter[int] = Counter()
+            for number, (images, labels) in enumerate(loader):
+                assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
+                seen.update(labels.tolist())
+                if number == stop:
+                    break
+        assert len(seen) == N and loader.report.fresh_samples == N
+        assert loader.report.batches == len(loader)
+
+
+def test_several_loaders_at_a_time(path):
+    """Of one file, in turns, each with threads and memory of its own."""
+    loaders = [ChunkLoader(path, 16, seed=seed, echo=echo) for seed, echo in ((0, 1), (0, 1), (1, 2), (0, 2))]
+    epochs: list[list[list[int]]] = [[] for _ in loaders]
+    for batches in zip(*loaders, strict=False):
+        for epoch, (images, labels) in zip(epochs, batches, strict=True):
+            assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
+            epoch.append(labels.tolist())
+    assert epochs[0] == epochs[1] != epochs[2] != epochs[3]
+    for loader in loaders:
+        loader.close()
+
+
+def test_loaders_in_several_threads(path):
+    found: list[list[list[int]]] = []
+
+    def iterate():
+        with ChunkLoader(path, 16, num_threads=2) as loader:
+            for _ in range(3):
+                found.append(epoch_of(loader))
+
+    threads = [threading.Thread(target=iterate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 12 and all(
+        sorted(label for batch in epoch for label in batch) == list(range(N)) for epoch in found
+    )
+    assert len({str(epoch) for epoch in found}) == 3
+
+
+@pytest.mark.parametrize("echo", [1, 2, 2.5])
+def test_changing_a_batch_changes_no_other(path, echo):
+    with ChunkLoader(path, 16, echo=echo) as loader:
+        for images, labels in loader:
+            assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
+            images.zero_()
+            labels.zero_()
+
+
+@pytest.mark.parametrize("echo", [1, 3])
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
+    with ChunkLoader(path, 16, echo=echo, shuffle=False, num_threads=1) as loader:
+        finish, calls = WindowRead.finish, []
+
+        def fail(load, readers):
+            calls.append(1)
+            if len(calls) == {"first": 1, "last": 13}[when]:
+                load.error = MemoryError("no room")
+            finish(load, readers)
+
+        monkeypatch.setattr(WindowRead, "finish", fail)
+        found: list[list[int]] = []
+        with pytest.raises(MemoryError, match="no room"):
+            for _, labels in loader:
+                found.append(labels.tolist())
+    assert len(found) == (0 if when == "first" else 12 * echo)
+    assert not reading_threads()
+
+
+# Batches that are made together
+
+
+def make_maker(path, transforms: list, keep: bool) -> BatchMaker:
+    dataset = ChunkDataset(path)
+    fields = {"images": transforms, "labels": []}
+    return BatchMaker([FieldPipeline(fields[name], dataset.field(name), reuse=False) for name in fields], keep=keep)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("transforms", [[], [Normalize(MEAN, STD)]])
+def test_batches_made_together_are_those_made_alone(path, keep, transforms):
+    images, labels = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
+    maker = make_maker(path, transforms, keep)
+    window = maker.open((images, labels), 16)
+    for number in range(13):
+        some, batch = slice(16 * number, 16 * number + 16), window.take(number)
+        [alone] = maker.make((images[some], labels[some]), 16)
+        assert all(one.equal(other) for one, other in zip(batch, alone, strict=True))
+        assert (batch[1].data_ptr() == labels[some].data_ptr()) == keep
+    assert [len(field) for field in window.take(13)] == [0, 0]  # as another rank may have one
+
+
+def test_how_many_batches_are_made_together(path):
+    """Views of what is there: all; copies: as many as are small together."""
+    field = ChunkDataset(path).field("images")
+    plain, changed = (FieldPipeline(each, field, reuse=False) for each in ([], [ToDtype(torch.float32)]))
+    assert plain.num_together(16, keep=True) > 1 << 20
+    assert changed.num_together(16, keep=True) == 1
+    few = plain.num_together(16, keep=False)
+    assert few * 16 * 90 <= GROUP_BYTES < (few + 1) * 16 * 90
+    assert changed.num_together(16, keep=False) == GROUP_BYTES // (16 * 360)
+    assert changed.num_together(1 << 20, keep=False) == 1
+
+
+class TestCuda:
+    """On a GPU: what the CPU gives, whatever the streams do."""
+
+    pytestmark = gpu
+
+    @pytest.fixture
+    def images(self, tmp_path):
+        """Windows of megabytes, so that copies take time."""
+        images = values((1003, 3, 64, 64), np.uint8)
+        options = {"chunks": (8, 3, 64, 64)}
+        return make_file(tmp_path / "b.h5", images=(images, options), labels=(np.arange(1003), {}))
+
+    @pytest.fixture
+    def poisoned(self, monkeypatch):
+        """What is free to be overwritten is: device memory once it was consumed, pinned memory once it was copied."""
+        begin, release = CudaSlot.begin, CudaSlot.release
+
+        def begin_poisoned(slot, num_samples):
+            room = begin(slot, num_samples)
+            slot._buffers[1].fill_(0xD5)
+            return room
+
+        def release_poisoned(slot):
+            release(slot)
+            with torch.cuda.stream(slot._stream):
+                slot._stream.wait_event(slot._consumed)
+                slot._buffers[0].fill_(0xE5)
+
+        monkeypatch.setattr(CudaSlot, "begin", begin_poisoned)
+        monkeypatch.setattr(CudaSlot, "release", release_poisoned)
+
+    def sums(self, loader, num_epochs: int, delay: int = 0) -> list[tuple[float, int]]:
+        """Of each batch; the consumer's stream is late."""
+        found = []
+        for _ in range(num_epochs):
+            for number, (images, labels) in enumerate(loader):
+                if delay and number % 3 == 0:
+                    torch.cuda._sleep(delay)
+                places = torch.arange(1, images[0].numel() + 1, device=images.device, dtype=torch.float64)
+                numbers = torch.arange(1, len(labels) + 1, device=images.device)
+                pixels = (images.double().flatten(1) * 255).round() @ places.remainder(251)
+                found.append(((pixels * numbers).sum(), (labels * numbers).sum()))
+        return [(float(pixels), int(labels)) for pixels, labels in found]
+
+    @pytest.mark.parametrize("resident", [False, True])
+    @pytest.mark.parametrize("echo", [1, 2, 1.5])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"dtype": torch.float32},
+            {"dtype": torch.float32, "channels_last": True},
+            {"batch_size": 7, "dtype": torch.float32},
+            {"batch_size": 300, "drop_last": True, "dtype": torch.float32, "memory_bytes": 80 << 20},
+            {"shuffle": False, "dtype": torch.float32},
+        ],
+    )
+    def test_the_same_as_on_the_cpu(self, images, poisoned, resident, echo, options):
+        if resident:
+            options = {name: value for name, value in options.items() if name != "memory_bytes"}
+        options = {"batch_size": 64, "echo": echo, "resident": resident, "seed": 2, **options}
+        with make_loader(images, **options) as loader:
+            expected = self.sums(loader, 2)
+        with make_loader(images, device="cuda", **options) as loader:
+            assert loader.is_resident == resident
+            assert self.sums(loader, 2, delay=10_000_000) == expected
+
+    @pytest.mark.parametrize("kind", [{"compression": "gzip"}, {"chunks": (8, 3, 32, 64)}])
+    @pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
+    def test_compressed_and_through_hdf5(self, tmp_path, poisoned, kind):
+        data = values((203, 3, 64, 64), np.uint8)
+        path = make_file(tmp_path / "c.h5", images=(data, {"chunks": (8, 3, 64, 64), **kind}), labels=(LABELS, {}))
+        for resident in (False, True):
+            found = []
+            for device, delay in (("cpu", 0), ("cuda", 10_000_000)):
+                options = {"dtype": torch.float32, "device": device, "resident": resident}
+                with make_loader(path, 32, **options) as loader:
+                    found.append(self.sums(loader, 2, delay))
+            assert found[0] == found[1]
+
+    def test_another_stream_of_the_consumer(self, images, poisoned):
+        with make_loader(images, 64, dtype=torch.float32, resident=False) as loader:
+            expected = self.sums(loader, 2)
+        stream = torch.cuda.Stream()
+        options = {"dtype": torch.float32, "resident": False, "device": "cuda"}
+        with make_loader(images, 64, **options) as loader, torch.cuda.stream(stream):
+            assert self.sums(loader, 2, delay=10_000_000) == expected
+
+    def test_auto(self, images):
+        """Resident where it fits; the reason is in the repr."""
+        loader = ChunkLoader(images, 64, device="cuda")
+        assert loader.is_resident and "resident" in repr(loader)
+        with ChunkLoader(images, 64, resident=True) as cpu, loader:
+            assert [labels.tolist() for _, labels in loader] == [labels.tolist() for _, labels in cpu]
+        for memory_bytes in (1003 * 3 * 64 * 64, 8 << 20):
+            assert not ChunkLoader(images, 64, device="cuda", memory_bytes=memory_bytes).is_resident
+        assert ChunkLoader(images, 64, device="cuda", memory_bytes=1 << 30).is_resident
+        with pytest.raises(OptionError, match="there is room for 100"):
+            ChunkLoader(images, 64, device="cuda", memory_bytes=100, resident=True)
+
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+    @pytest.mark.parametrize("resident", [False, True])
+    @pytest.mark.parametrize("echo", [1, 2])
+    def test_the_loop_never_waits_for_the_device(self, images, resident, echo):
+        """Nothing in it synchronises: the loop runs ahead of the GPU."""
+        options = {"echo": echo, "resident": resident, "normalize": (MEAN, STD)}
+        with make_loader(images, 64, device="cuda", **options) as loader:
+            list(loader)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(2):
+                    for _ in loader:
+                        torch.cuda._sleep(1_000_000)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.parametrize("resident", [False, True])
+    @pytest.mark.parametrize("echo", [1, 2])
+    @pytest.mark.parametrize("how", ["close", "break", "del"])
+    def test_memory_comes_back(self, images, resident, echo, how):
+        """Without the garbage collector."""
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        gc.disable()
+        try:
+            loader = ChunkLoader(images, 64, device="cuda", echo=echo, resident=resident)
+            for number, _ in enumerate(loader):
+                assert torch.cuda.memory_allocated() > before
+                if number == 5 and how == "break":
+                    break
+            del _
+            if how in ("close", "break"):  # after a break the loader keeps what the next epoch needs
+                loader.close()
+            if how == "del":
+                del loader
+            assert torch.cuda.memory_allocated() == before
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("options", [{}, {"normalize": (MEAN, STD)}])
+    def test_resident_data_is_there_once(self, images, options):
+        """Batches are gathered a few at a time."""
+        gc.collect()
+        data, before = 1003 * 3 * 64 * 64, torch.cuda.memory_allocated()
+        with make_loader(images, 16, device="cuda", resident=True, **options) as loader:
+            batches = iter(loader)
+            next(batches)  # all is loaded
+            torch.cuda.reset_peak_memory_stats()
+            for _ in batches:
+                pass
+            assert data <= torch.cuda.max_memory_allocated() <= data + before + 5 * GROUP_BYTES
+
+    def test_memory_bytes_bounds_it(self, images):
+        """Pinned and device memory together."""
+        for memory_bytes in (20 << 20, 60 << 20, 200 << 20):
+            before = torch.cuda.memory_allocated()
+            with ChunkLoader(images, 64, device="cuda", memory_bytes=memory_bytes, resident=False) as loader:
+                for _ in loader:
+                    pass
+                held = torch.cuda.memory_allocated() - before
+                assert 0 < 2 * held <= memory_bytes + (80 << 10) + 2 * GROUP_BYTES

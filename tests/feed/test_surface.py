@@ -1,0 +1,61 @@
+"""The public surface: names, and arguments with their defaults."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import h5chunk
+import h5chunk.errors
+import h5chunk.transforms
+
+MISSING = inspect.Parameter.empty
+
+
+def arguments(function: Any) -> dict[str, Any]:
+    """Arguments with their defaults, those by keyword alone marked by a star."""
+    parameters = list(inspect.signature(function).parameters.values())
+    return {("*" if each.kind is each.KEYWORD_ONLY else "") + each.name: each.default for each in parameters}
+
+
+def test_a_data_set_owns_the_data():
+    assert arguments(h5chunk.ChunkDataset) == {
+        "path": MISSING, "*fields": None, "*trusted": False, "*checksums": "off", "*transform": None,
+    }  # fmt: skip
+
+
+def test_a_sampler_owns_the_order():
+    assert arguments(h5chunk.ChunkSampler) == {
+        "dataset": MISSING, "batch_size": MISSING, "*shuffle": True, "*seed": 0, "*window_chunks": None,
+        "*drop_last": False, "*pad": False, "*lanes": None, "*rank": None, "*world_size": None, "*weights": None,
+        "*interleave": None,
+    }  # fmt: skip
+
+
+def test_a_loader_owns_where_and_how():
+    assert arguments(h5chunk.ChunkLoader) == {
+        "data": MISSING, "batch_size": None, "*sampler": None, "*shuffle": True, "*seed": 0, "*drop_last": False,
+        "*transforms": None, "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": "auto",
+        "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["append", "bench", "convert", "info", "repack", "tune", "verify"])
+def test_commands_are_functions(name):
+    assert callable(getattr(h5chunk, name))
+
+
+def test_errors_are_in_the_package():
+    errors = {
+        name
+        for name, value in vars(h5chunk.errors).items()
+        if isinstance(value, type) and issubclass(value, h5chunk.errors.H5ChunkError)
+    }
+    assert "FileError" in errors
+    assert {name for name in errors if getattr(h5chunk, name) is not getattr(h5chunk.errors, name)} == set()
+
+
+def test_transforms():
+    assert set(h5chunk.transforms.__all__) == {"L2", "Binarize", "Csr", "Dense", "Log1p", "Normalize", "ToDtype"}

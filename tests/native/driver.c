@@ -1,0 +1,124 @@
+/* Drives core.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
+ *
+ *     cc -fsanitize=address,undefined -Dpread=faulty_pread -Dpreadv=faulty_preadv -c driver.c
+ *     cc -fsanitize=address,undefined driver.o faults.c -pthread
+ */
+#include "../../h5chunk/native/core.c"
+
+#include <stdio.h>
+
+void set_fault(int kind, int from);
+
+enum { NONE, SHORT, INTERRUPTED, REFUSED, HANGING, EMPTY }; /* faults.c */
+enum { ROWS = 2101, ROW_BYTES = 201, ROWS_PER_JOB = 1500, TICKETS = 6 };
+
+#define EXPECT(condition)                                                          \
+    do {                                                                           \
+        if (!(condition)) {                                                        \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition);                \
+            exit(1);                                                               \
+        }                                                                          \
+    } while (0)
+
+static uint8_t data[ROWS * ROW_BYTES];
+
+typedef struct {
+    uint8_t *out;
+    int64_t *places;
+    struct iovec *vectors;
+    Job jobs[ROWS / ROWS_PER_JOB + 3];
+    int num_jobs;
+} Window;
+
+/* A window of all rows, shuffled: read, verified, and gathered back into order. */
+static Window make_window(int descriptor, uint8_t *back) {
+    Window window = {malloc(sizeof data), malloc(ROWS * sizeof(int64_t)), malloc(ROWS * sizeof(struct iovec))};
+    for (int row = 0; row < ROWS; row++) {
+        window.places[row] = (row * 7LL + 3) % ROWS;
+        window.vectors[row] = (struct iovec){window.out + window.places[row] * ROW_BYTES, ROW_BYTES};
+    }
+    for (int first = 0; first < ROWS; first += ROWS_PER_JOB) {
+        int count = ROWS - first < ROWS_PER_JOB ? ROWS - first : ROWS_PER_JOB;
+        int64_t start = (int64_t)first * ROW_BYTES, size = (int64_t)count * ROW_BYTES;
+        window.jobs[window.num_jobs++] = (Job){READ, descriptor, start, count, size, window.vectors + first, NULL, NULL,
+                                               h5chunk_crc32(data + start, size, 0), 1};
+    }
+    window.jobs[window.num_jobs++] =
+        (Job){VERIFY, descriptor, 0, 0, sizeof data, NULL, NULL, NULL, h5chunk_crc32(data, sizeof data, 0), 1};
+    if (back)
+        window.jobs[window.num_jobs++] =
+            (Job){GATHER, -1, 0, ROWS, sizeof data, data, window.places, back, 0, 0};
+    return window;
+}
+
+static void free_window(Window *window) {
+    free(window->out);
+    free(window->places);
+    free(window->vectors);
+}
+
+static int run_pool(int descriptor, int threads, int fault, int from, int is_closed_early) {
+    uint8_t *back = malloc(sizeof data);
+    Window windows[TICKETS];
+    Pool *pool = h5chunk_open(threads, 50000);
+    EXPECT(pool);
+    set_fault(fault, from);
+    for (int i = 0; i < TICKETS; i++) {
+        windows[i] = make_window(descriptor, i ? NULL : back);
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs));
+    }
+    if (is_closed_early) {
+        h5chunk_close(pool, 0.02);
+        set_fault(NONE, 0);
+        EXPECT(h5chunk_submit(pool, 99, windows[0].jobs, 1) == -1);
+    }
+    int seen = 0, status = DONE;
+    Result result;
+    for (int state; seen < TICKETS; seen += state) {
+        EXPECT((state = h5chunk_wait(pool, 20, &result)) == 1);
+        if (result.status) status = result.status;
+        else if (!is_closed_early)
+            for (int row = 0; row < ROWS; row++)
+                EXPECT(!memcmp(windows[result.ticket].out + windows[result.ticket].places[row] * ROW_BYTES,
+                               data + row * ROW_BYTES, ROW_BYTES));
+    }
+    EXPECT(h5chunk_wait(pool, 0.001, &result) == (is_closed_early ? -1 : 0));
+    EXPECT(h5chunk_close(pool, 20) && h5chunk_close(pool, 20));
+    h5chunk_free(pool);
+    for (int i = 0; i < TICKETS; i++) free_window(windows + i);
+    free(back);
+    set_fault(NONE, 0);
+    return status;
+}
+
+int main(void) {
+    char path[] = "/tmp/h5chunk-driver-XXXXXX";
+    int descriptor = mkstemp(path);
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (uint8_t)(i * i >> 7);
+    EXPECT(descriptor >= 0 && write(descriptor, data, sizeof data) == sizeof data && !unlink(path));
+    EXPECT(h5chunk_crc32((const uint8_t *)"123456789", 9, 0) == 0xCBF43926u);
+    for (int threads = 1; threads < 6; threads += 2) {
+        EXPECT(run_pool(descriptor, threads, NONE, 0, 0) == DONE);
+        EXPECT(run_pool(descriptor, threads, SHORT, 0, 0) == DONE);
+        EXPECT(run_pool(descriptor, threads, INTERRUPTED, 0, 0) == DONE);
+        EXPECT(run_pool(descriptor, threads, REFUSED, 5, 0) == SYSTEM);
+        EXPECT(run_pool(descriptor, threads, EMPTY, 0, 0) == CUT_SHORT);
+        run_pool(descriptor, threads, NONE, 0, 1);
+        run_pool(descriptor, threads, HANGING, 0, 1);
+    }
+    data[1000] ^= 1; /* the checksums are of other bytes than the file has */
+    EXPECT(run_pool(descriptor, 2, NONE, 0, 0) == CHECKSUM);
+    /* A pool that is given back while threads hang in reads frees itself. */
+    data[1000] ^= 1;
+    static Window window; /* never freed: the threads may write to it until the end */
+    window = make_window(descriptor, NULL);
+    Pool *pool = h5chunk_open(2, 1);
+    set_fault(HANGING, 0);
+    EXPECT(!h5chunk_submit(pool, 1, window.jobs, window.num_jobs));
+    usleep(20000);
+    EXPECT(!h5chunk_close(pool, 0.01));
+    h5chunk_free(pool);
+    set_fault(NONE, 0);
+    usleep(200000);
+    return 0;
+}

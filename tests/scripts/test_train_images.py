@@ -1,0 +1,385 @@
+"""The training example and its ablation: that they train, that each switch is heard, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import h5chunk
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU in this process
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+COUNT, SIZE, CLASSES = 150, 24, 3
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def load(name: str) -> ModuleType:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+train_images, ablation, make_images = load("train_images"), load("ablation"), load("make_images")
+Settings = train_images.Settings
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny batches are slower with more, and sums then depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images") / "photos"
+    options = {"folder": root, "count": COUNT, "size": (SIZE, SIZE), "classes": CLASSES}
+    quality = {"quality": 95, "grain": 1, "format": "jpg", "seed": 0}
+    make_images.make_share(argparse.Namespace(**options, **quality), 0, 1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path) -> Path:
+    path = folder.with_suffix(".h5")
+    h5chunk.convert(folder, path, workers=0, chunk_samples=8)
+    return path
+
+
+@pytest.fixture
+def settings(packed: Path):
+    return Settings(packed, device="cpu", batch_size=16, lr=3e-3)
+
+
+def run(settings, **changes):
+    return train_images.train(replace(settings, **changes), say=lambda _: None)
+
+
+def losses(settings, **changes) -> list[float]:
+    return [epoch.loss for epoch in run(settings, **changes).epochs]
+
+
+@pytest.mark.parametrize("loader", ["chunk", "dataset", "folder"])
+def test_learns(settings, folder, loader):
+    data = folder if loader == "folder" else settings.data
+    first, *_, last = run(settings, data=data, loader=loader, epochs=4).epochs
+    assert last.loss < 0.7 * first.loss
+    assert last.accuracy > first.accuracy
+    assert 0 < last.waiting < 1 and last.images_per_s > 0
+
+
+def test_loaders_give_the_same_batches(settings):
+    assert losses(settings, loader="chunk") == pytest.approx(losses(settings, loader="dataset"), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_change_nothing(settings):
+    alone = losses(settings, loader="dataset")
+    workers = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True}
+    assert losses(settings, loader="dataset", **workers) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("loader", ["dataset", "folder"])
+def test_transport_changes_nothing_but_the_bytes(settings, folder, loader):
+    settings = replace(settings, loader=loader, data=folder if loader == "folder" else settings.data)
+    assert losses(settings, transport="float32") == pytest.approx(losses(settings, transport="uint8"), rel=1e-3)
+    dataset = train_images.open_dataset(replace(settings, transport="float32"), settings.data)
+    assert dataset[0][0].dtype == torch.float32
+
+
+def test_deterministic(settings, monkeypatch):
+    seen = []
+    step = train_images.Trainer.step
+    monkeypatch.setattr(
+        train_images.Trainer,
+        "step",
+        lambda *args: (seen.append(torch.are_deterministic_algorithms_enabled()), step(*args))[1],
+    )
+    first, second = (losses(settings, deterministic=True) for _ in range(2))
+    assert first == second
+    assert losses(settings, deterministic=True, seed=1) != first
+    assert all(seen) and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"amp": "bf16"}, {"channels_last": True}, {"set_to_none": True}, {"model": "resnet9", "steps": 2}]
+)
+def test_ways_to_compute(settings, changes):
+    assert all(np.isfinite(losses(settings, **changes)))
+
+
+def test_cpu_threads(settings, monkeypatch):
+    seen = set()
+    count = train_images.Trainer.count
+    monkeypatch.setattr(
+        train_images.Trainer, "count", lambda *args: (seen.add(torch.get_num_threads()), count(*args))[1]
+    )
+    run(settings, cpu_threads=2, epochs=1)
+    assert seen == {2} and torch.get_num_threads() == 1
+
+
+def test_set_to_none_drops_the_gradients(settings):
+    for wanted in (True, False):
+        trainer = train_images.Trainer(replace(settings, set_to_none=wanted), (SIZE, SIZE), CLASSES)
+        trainer.step(torch.zeros(2, 3, SIZE, SIZE), torch.tensor([0, 1]))
+        assert (next(trainer.network.parameters()).grad is None) is wanted
+
+
+def test_image_size_of_a_folder(settings, folder):
+    dataset = train_images.open_dataset(replace(settings, loader="folder", image_size=(10, 14)), folder)
+    assert dataset[0][0].shape == (3, 10, 14)
+
+
+def test_steps_make_an_epoch(settings):
+    epochs = run(settings, steps=4, epochs=3).epochs
+    assert [epoch.num_images for epoch in epochs] == [4 * 16] * 3
+
+
+def test_prefetch_stream_is_one_batch_ahead(monkeypatch):
+    done: list[tuple] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record_stream(self, stream: str) -> None:
+            done.append(("keep", self.name))
+
+    def place(images: str, labels: str) -> tuple[Part, Part]:
+        done.append(("send", images))
+        return Part(images), Part(labels)
+
+    training = SimpleNamespace(wait_stream=lambda stream: done.append(("wait",)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    place.device = "cuda"
+    for images, _labels in train_images.PrefetchStream(place).over([("a", "1"), ("b", "2")]):
+        done.append(("train", images.name))
+    assert done == [
+        ("send", "a"),
+        *[("wait",), ("keep", "a"), ("keep", "1"), ("send", "b"), ("train", "a")],
+        *[("wait",), ("keep", "b"), ("keep", "2"), ("train", "b")],
+    ]
+
+
+def test_echo(settings):
+    epoch = run(settings, echo=2.0, epochs=1).epochs[0]
+    assert epoch.num_images == 2 * (COUNT // 16) * 16
+    assert epoch.fresh_images_per_s == pytest.approx(epoch.images_per_s / 2)
+    assert "fresh" in str(epoch)
+
+
+def test_resident(settings):
+    given = run(settings, resident="yes")
+    assert "resident" in given.loader
+    assert "resident" not in run(settings, resident="no").loader
+
+
+@pytest.mark.parametrize("loader", ["chunk", "dataset", "folder"])
+def test_validation_takes_each_sample_once(settings, folder, loader):
+    data = folder if loader == "folder" else settings.data
+    settings = replace(settings, loader=loader, data=data, echo=2.0 if loader == "chunk" else 1)
+    dataset = train_images.open_dataset(settings, data)
+    batches = train_images.make_loader(settings, dataset, data, training=False)
+    given = torch.cat([labels for _, labels in batches])
+    train_images.close(batches)
+    assert given.tolist() == [int(dataset[i][1]) for i in range(COUNT)]
+
+
+def test_validation_changes_nothing(settings):
+    with_it = run(settings, val=settings.data)
+    assert [epoch.loss for epoch in with_it.epochs] == losses(settings)
+    assert 0 <= with_it.epochs[-1].val_accuracy <= 1
+    assert with_it.epochs[-1].val_loss < with_it.epochs[0].loss
+
+
+def test_utilisation_leaves_no_trace(settings):
+    measured = run(settings, measure_utilisation=0.01)
+    assert [epoch.loss for epoch in measured.epochs] == losses(settings)
+    assert all(epoch.utilisation > 0 for epoch in measured.epochs)
+    assert run(settings).epochs[0].utilisation is None
+
+
+CHUNK = [
+    ({"num_workers": 2}, "reads with threads"),
+    ({"pin_memory": True}, "pinned memory by itself"),
+    ({"non_blocking": True}, "beside the computation by itself"),
+    ({"prefetch_stream": True}, "stream of its own"),
+    ({"transport": "float32"}, "sends what the file holds"),
+    ({"image_size": (8, 8)}, "--image-size is for --loader folder"),
+    ({"amp": "fp16"}, "needs a GPU"),
+    ({"model": "vit_b_16", "channels_last": True}, "convolutions"),
+    ({"prefetch_factor": 2}, "--prefetch-factor is per worker"),
+    ({"persistent_workers": True}, "give --num-workers"),
+    ({"steps": 0}, "--steps is 0"),
+    ({"cpu_threads": 0}, "--cpu-threads is 0"),
+    ({"cpu_threads": 1, "device": "cuda"}, "--cpu-threads is for training on a CPU"),
+]
+DATASET = [
+    ({"echo": 2.0}, "--echo is ChunkLoader's"),
+    ({"resident": "no"}, "--resident is ChunkLoader's"),
+    ({"pin_memory": True}, "copies to a GPU"),
+    ({"non_blocking": True, "device": "cuda"}, "add --pin-memory"),
+    ({"prefetch_stream": True}, "copies to a GPU"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), CHUNK + [(changes | {"loader": "dataset"}, message) for changes, message in DATASET]
+)
+def test_what_would_do_nothing_is_refused(settings, changes, message):
+    with pytest.raises(train_images.SettingsError, match=message):
+        run(settings, **changes)
+
+
+def test_what_does_not_fit_the_data_is_refused(settings, folder, class_folder, tmp_path):
+    with pytest.raises(train_images.SettingsError, match="there are 150 images"):
+        run(settings, batch_size=1000)
+    with pytest.raises(train_images.SettingsError, match="needs a folder of images"):
+        run(settings, loader="folder")
+    flat = tmp_path / "flat.h5"
+    h5chunk.convert(folder / "class00", flat, workers=0)
+    with pytest.raises(train_images.SettingsError, match="no labels"):
+        run(settings, data=flat)
+    others = tmp_path / "others.h5"
+    h5chunk.convert(class_folder(), others, workers=0)
+    with pytest.raises(train_images.SettingsError, match="has classes"):
+        run(settings, val=others)
+
+
+def test_torchvision_is_missing(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(train_images.ModelError, match="pip install torchvision"):
+        run(settings, model="resnet18")
+
+
+def test_vit_takes_squares_of_patches():
+    pytest.importorskip("torchvision")
+    with pytest.raises(train_images.ModelError, match="multiple of 16"):
+        train_images.make_model("vit_b_16", CLASSES, (SIZE, SIZE))
+
+
+def test_every_setting_has_a_switch():
+    switches = {action.dest for action in train_images.make_parser()._actions} - {"help", "json"}
+    assert switches == {field.name for field in fields(Settings)}
+
+
+def test_command_line(packed, tmp_path, capsys):
+    figures = tmp_path / "figures.json"
+    train_images.main([str(packed), "--device", "cpu", "--epochs", "1", "--json", str(figures)])
+    printed = capsys.readouterr().out
+    assert "ChunkLoader(" in printed and "images/s" in printed
+    assert json.loads(figures.read_text())["epochs"][0]["num_images"] == 128
+    with pytest.raises(SystemExit):
+        train_images.main([str(packed), "--loader", "dataset", "--echo", "2"])
+    assert "--echo is ChunkLoader's" in capsys.readouterr().err
+
+
+def rows_of(device: str, model: str = "cnn") -> list[tuple[str, Settings]]:
+    base = Settings(Path("photos.h5"), device=device, model=model)
+    return ablation.rows_for(base, ablation.all_rows(Path("photos"), Path("photos.h5"), (64, 64), 2))
+
+
+def test_rows_of_a_quick_ablation():
+    assert [name for name, _ in rows_of("cpu")] == [
+        "folder of JPEGs, plain DataLoader",
+        "+ num_workers=2",
+        "+ prefetch_factor=4",
+        "+ persistent_workers",
+        "+ uint8, normalised on the device",
+        "+ zero_grad(set_to_none)",
+        "+ channels_last",
+        "packed file, ChunkDataset in DataLoader",
+        "ChunkLoader in place of DataLoader",
+    ]
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet50", "vit_b_16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_can_be_and_differ(device, model):
+    rows = rows_of(device, model)
+    assert [train_images.refusals(settings) for _, settings in rows] == [[]] * len(rows)
+    assert len({repr(settings) for _, settings in rows}) == len(rows)
+    assert ("+ channels_last" in dict(rows)) is (model != "vit_b_16")
+
+
+def test_last_row_has_everything():
+    echoed, last = (settings for _, settings in rows_of("cuda")[-2:])
+    assert (last.loader, last.resident, last.amp) == ("chunk", "yes", "bf16")
+    assert last.compile and last.channels_last and last.set_to_none
+    assert (echoed.echo, last.echo) == (2.0, 1)
+
+
+def test_ablation(tmp_path, monkeypatch, capsys):
+    every = ablation.rows_for
+    monkeypatch.setattr(ablation, "rows_for", lambda *args: every(*args)[:: len(every(*args)) - 1])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    figures, folder = tmp_path / "figures.json", tmp_path / "photos"
+    size = ["--count", "40", "--size", "16", "16", "--batch-size", "8", "--epochs", "1", "--utilisation-s", "0.01"]
+    where = ["--folder", str(folder), "--json", str(figures), "--device", "cpu"]
+    ablation.main(["--quick", *size, *where])
+    printed = capsys.readouterr().out
+    assert "ChunkLoader in place of DataLoader" in printed and "pip install 'h5chunk[plot]'" in printed
+    result = json.loads(figures.read_text())
+    assert [row["images_per_s"] > 0 for row in result["rows"]] == [True, True]
+    assert len(h5chunk.ChunkDataset(tmp_path / "photos.h5")) == 40
+    monkeypatch.undo()
+    with pytest.raises(SystemExit):
+        ablation.main(["--quick", *size, *where, "--num-workers", "0"])
+    assert "--prefetch-factor is per worker" in capsys.readouterr().err
+    next((folder / "class00").iterdir()).unlink()
+    with pytest.raises(SystemExit):
+        ablation.main(["--quick", *size, *where])
+    assert "holds 39 images" in capsys.readouterr().err
+
+
+def test_seconds_of_a_cut_epoch_are_worked_out(settings):
+    given = run(settings, steps=2, epochs=3)
+    rate = np.median([epoch.images_per_s for epoch in given.epochs[1:]])
+    assert ablation.epoch_seconds(given) == pytest.approx(COUNT / rate)
+    assert "s/epoch*" in ablation.header(2) and "worked out" in ablation.header(2)
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"name": "a", "images_per_s": 50.0, "cached_images_per_s": 100.0, "utilisation": 0.5}
+    figures = tmp_path / "figures.json"
+    figures.write_text(json.dumps({"model": "cnn", "batch_size": 8, "machine": "none", "rows": [row, row]}))
+    ablation.main(["--plot-json", str(figures)])
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestOnAGpu:
+    pytestmark = needs_gpu
+
+    def test_moving_changes_nothing(self, settings):
+        settings = replace(settings, device="cuda", deterministic=True)
+        plain = losses(settings, loader="dataset")
+        pinned = {"loader": "dataset", "pin_memory": True, "non_blocking": True}
+        assert losses(settings, **pinned) == plain
+        assert losses(settings, **pinned, prefetch_stream=True) == plain
+        assert losses(settings, loader="chunk", resident="no") == pytest.approx(plain, rel=1e-3)
+
+    @pytest.mark.parametrize("amp", ["bf16", "fp16"])
+    def test_amp(self, settings, amp):
+        epochs = run(settings, device="cuda", amp=amp, epochs=4, measure_utilisation=0.05).epochs
+        assert epochs[-1].loss < 0.7 * epochs[0].loss
+        assert epochs[-1].peak_bytes > 0

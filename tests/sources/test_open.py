@@ -1,0 +1,99 @@
+"""How a sparse file is recognised and opened."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import scipy.sparse
+from PIL import Image
+
+from h5chunk.errors import OptionError, SourceError
+from h5chunk.sources.open import find_kind, open_source
+
+BANNER = b"%%MatrixMarket matrix coordinate real general\n1 1 0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("ratings.csv", b"1,2,3\n", "csv"),
+        ("RATINGS.CSV", b"1,2,3\n", "csv"),
+        ("ratings.csv", bytes(9), "csv"),
+        ("u.data", b"196\t242\t3\t881250949\n", "csv"),
+        ("u1.base", b"1 2\n", "csv"),
+        ("edges", b"# a graph\n1 2\n", "csv"),
+        ("matrix.mtx", b"", "mtx"),
+        ("matrix", BANNER, "mtx"),
+        ("a9a", b"-1 3:1 11:1\n+1 5:1\n", "libsvm"),
+        ("train.txt", b"2 qid:1 1:0.5\n", "libsvm"),
+        ("notes.txt", b"some words, and more\n", "images"),
+        ("README", b"1. read this\n", "images"),
+        ("numbers.txt", b"1\n2\n", "images"),
+        ("rubbish", bytes(99), "images"),
+        ("empty", b"", "images"),
+        ("images.npz", b"PK\x03\x04 and no more", "npz"),
+        ("images.zip", b"PK\x03\x04 and no more", "images"),
+        ("photos.tar", b"photo.jpg" + bytes(2000), "images"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_looks(tmp_path, name, data, kind, packed):
+    import gzip
+
+    if packed and (not data or name.endswith(("npz", "zip"))):
+        return
+    path = tmp_path / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert find_kind(path).kind == find_kind(str(path)).kind == kind
+
+
+def test_whatever_else_there_is_would_have_to_be_images(tmp_path):
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    for path in (tmp_path, tmp_path / "a.png", tmp_path / "missing.csv"):
+        assert find_kind(path).kind == "images"
+
+
+def test_a_format_may_be_told(tmp_path):
+    (tmp_path / "ratings").write_bytes(b"user one,item one\n")
+    assert find_kind(tmp_path / "ratings").kind == "images"
+    assert open_source(tmp_path / "ratings", kind="csv").kind == "csv"
+    with pytest.raises(OptionError, match=r"format is 'parquet': give 10x, .*csv, .*images"):
+        open_source(tmp_path / "ratings", kind="parquet")
+
+
+def test_options_that_a_format_does_not_have(tmp_path):
+    scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye(3, format="csr"))
+    for options in ({"layer": "X"}, {"columns": ("0", "1")}):
+        (name,) = options
+        with pytest.raises(OptionError, match=rf"--{name} applies only to .*m.npz contains sparse matrices \(npz\)"):
+            open_source(tmp_path / "m.npz", **options)
+    with pytest.raises(OptionError, match="there is no option 'laier'"):
+        open_source(tmp_path / "m.npz", laier="X")
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    path = bytes(tmp_path) + b"/caf\xe9.csv"
+    with open(path, "wb") as file:  # noqa: PTH123
+        file.write(b"1,x\n1,2,3\n")
+    import os
+
+    with pytest.raises(SourceError, match=r"caf\\xe9.csv, line 2: 3 columns"):
+        list(open_source(os.fsdecode(path)).blocks(1 << 20))
+
+
+def test_only_text_needs_pyarrow(tmp_path):
+    scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye(3, format="csr"))
+    (tmp_path / "r.csv").write_bytes(b"1,2,3\n")
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from h5chunk.errors import SourceError\n"
+        "from h5chunk.sources.open import open_source\n"
+        "assert len(list(open_source('m.npz').blocks(1 << 20))) == 1\n"
+        "assert 'scipy' not in sys.modules\n"
+        "try: open_source('r.csv')\n"
+        "except SourceError as error: print(error)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert out.stdout.strip() == 'r.csv: csv is read with pyarrow: pip install "h5chunk[sparse]"'

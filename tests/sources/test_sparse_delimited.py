@@ -1,0 +1,194 @@
+"""Delimited files: what is told from their first lines, ids, lines of errors, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.matrix_files import entries, opened
+
+from h5chunk.errors import OptionError, SourceError
+from h5chunk.sources.open import find_kind, open_source
+
+LINES = [(1, 31, 2.5), (1, 1029, 3.0), (671, 6565, 3.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "form", "end"),
+    [
+        ("ratings.csv", "userId,movieId,rating,timestamp\n", "{},{},{},1260759144\n", ""),
+        ("ratings.csv", '"userId","movieId","rating"\r\n', '"{}","{}","{}"\r\n', ""),
+        ("ratings.csv", "\ufeffuserId,movieId,rating\n", "{},{},{}\n", "\n\n"),
+        ("ratings.csv", "timestamp,rating,movieId,userId\n", "99,{2},{1},{0}\n", ""),
+        ("ratings.csv", ",user_id,item_id,rating\n", "7,{},{},{}\n", ""),
+        ("ratings.csv", "one,two,three\n", "{},{},{}\n", ""),
+        ("ratings.csv", "one,two,time,three\n", "{},{},999,{}\n", ""),
+        ("ratings.csv", "", "{},{},{}\n", ""),
+        ("ratings.csv", "", "{}, {}, {} \n", ""),
+        ("ratings.csv.gz", "userId,movieId,rating\n", "{},{},{}\n", ""),
+        ("ratings.dat", "", "{}::{}::{}::978300760\n", ""),
+        ("ratings.dat", "UserID::MovieID::Rating\n", "{}::{}::{}\n", ""),
+        ("u.data", "", "{}\t{}\t{}\t881250949\n", ""),
+        ("ratings.tsv", "user\titem\trating\n", "{}\t{}\t{}\n", ""),
+        ("books.csv", '"User-ID";"ISBN";"Book-Rating"\n', '"{}";"{}";"{}"\n', ""),
+        ("edges.txt", "# FromNodeId ToNodeId\n# more\n\n", "{} {} {}\n", ""),
+        ("edges.txt", "% a graph\n", "  {}   {}\t{}  \r\n", ""),
+    ],
+)
+@pytest.mark.parametrize("max_bytes", [1, 1 << 24])
+def test_dialects_of_ratings(tmp_path, name, head, form, end, max_bytes):
+    lines = LINES * 3000
+    text = head + "".join(form.format(*line) for line in lines) + end
+    source = opened(tmp_path / name, text.encode())
+    assert find_kind(source.path).kind == source.kind == "csv"
+    assert source.has_ids and source.shape == (None, None)
+    rows, columns, values = entries(source, max_bytes)
+    assert list(zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True)) == lines
+
+
+@pytest.mark.parametrize(
+    "text", ["1,2\n3,4\n", "user,item\n1,2\n3,4\n", "user,item,timestamp\n1,2,77\n3,4,78\n", "1,2\n\n\r\n3,4"]
+)
+def test_pairs_are_a_pattern(tmp_path, text):
+    rows, columns, values = entries(opened(tmp_path / "pairs.csv", text.encode()))
+    assert (rows.tolist(), columns.tolist(), values) == ([1, 3], [2, 4], None)
+
+
+def test_ids_that_are_words(tmp_path):
+    source = opened(tmp_path / "plays.csv", 'user,artist,plays\n"a,b",007,3\nbb,Sigur Rós,4\n'.encode())
+    rows, columns, values = entries(source)
+    assert rows.tolist() == [b"a,b", b"bb"]
+    assert columns.tolist() == [b"007", "Sigur Rós".encode()]
+    assert values.tolist() == [3, 4]
+
+
+def test_words_far_from_the_start_are_seen(tmp_path):
+    text = b"user,isbn,rating\n" + b"1,200,3\n" * 200_000 + b"1,20X,3\n" * 200_000
+    columns = entries(opened(tmp_path / "books.csv", text), 1 << 22)[1]
+    assert set(columns.tolist()) == {b"200", b"20X"}
+
+
+def test_leading_zeros_make_an_id_a_word(tmp_path):
+    assert entries(opened(tmp_path / "r.csv", b"1,007,3\n1,7,4\n"))[1].tolist() == [b"007", b"7"]
+
+
+def test_words_may_not_be_empty(tmp_path):
+    source = opened(tmp_path / "r.csv", b"user,item,rating\na,b,1\na,,1\n")
+    with pytest.raises(SourceError, match="line 3: column 'item' is empty: 'a,,1'"):
+        entries(source)
+
+
+def test_long_words_do_not_take_memory_out_of_proportion(tmp_path):
+    text = b"a,b,1\n" * 20_000 + b"a," + b"x" * 256 + b",1\n"
+    source = opened(tmp_path / "r.csv", text)
+    assert max(len(block) * block.columns.itemsize for block, _ in source.blocks(1 << 16)) <= 1 << 16
+    assert entries(source, 1 << 16)[1][-1] == b"x" * 256
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (("c", "a"), ([3], [1], None)),
+        (("c", "a", "b"), ([3], [1], [2.0])),
+        (("2", "1", "0"), ([3], [2], [1.0])),
+        (("a:str", "b"), ([b"1"], [2], None)),
+    ],
+)
+def test_columns_may_be_told(tmp_path, columns, expected):
+    source = opened(tmp_path / "r.csv", b"a,b,c,d,e\n1,2,3,4,5\n", columns=columns)
+    assert tuple(None if part is None else part.tolist() for part in entries(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (("a",), "names 1 columns"),
+        (("a", "a"), "names one column twice"),
+        (("a", "z"), "column 'z' is not in .*it has a, b"),
+        (("a", "9"), "column 9 is not there"),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path, columns, message):
+    with pytest.raises(OptionError, match=message):
+        opened(tmp_path / "r.csv", b"a,b,c\n1,2,3\n", columns=columns)
+
+
+BROKEN = {
+    "1,x,3": "column 'movieId' is 'x', no whole number of 64 bits.*'movieId:str'",
+    "1,2,x": "value 'rating' is 'x', no number",
+    "1,,3": "column 'movieId' is empty",
+    "1,2,": "value 'rating' is empty",
+    "1,2": "2 columns where the lines above have 3: '1,2'",
+    "1,2,3,4": "4 columns where",
+    "1,2,nan": "value 'rating' at row '1', column '2' is 'nan': values must be finite",
+    "1,2,-inf": "at row '1', column '2' is '-inf'",
+    "1,2,1e999": "is '1e999': values must be finite",
+    "1,99999999999999999999,3": "no whole number of 64 bits",
+    "1.5,2,3": "row 'userId' is '1.5', no whole number",
+    '1,"2,3': "a quote is not closed",
+    "1,2\r,3": "holds a carriage return",
+    "1,2,3\r4,5,6": "holds a carriage return",
+    "   ": "1 columns where",
+}
+
+
+@pytest.mark.parametrize("bad", BROKEN)
+@pytest.mark.parametrize("name", ["r.csv", "r.csv.gz"])
+def test_malformed_lines_are_named(tmp_path, bad, name):
+    head = "userId,movieId,rating\n" + "1,2,3\n" * 4000 + "\n"
+    text = head + "5,6,7\n" + bad + "\n" + "1,2,3\n" * 4000 + "7,y,x\n"
+    source = opened(tmp_path / name, text.encode())
+    with pytest.raises(SourceError, match=rf"{name}, line 4004: .*({BROKEN[bad]})"):
+        entries(source, 1)
+    with pytest.raises(SourceError, match="line 4004:"):
+        entries(source, 1 << 24)
+
+
+def test_reading_twice_gives_the_same(tmp_path):
+    source = opened(tmp_path / "r.csv", b"1,2,3\n4,5,6\n")
+    assert [part.tolist() for part in entries(source)] == [part.tolist() for part in entries(source)]
+
+
+def test_a_file_that_changed_is_noticed(tmp_path):
+    source = opened(tmp_path / "r.csv", b"1,2,3\n4,5,6\n")
+    (tmp_path / "r.csv").write_bytes(b"1,2,3\n4,5,6\n7,8,9\n")
+    with pytest.raises(SourceError, match="changed while it was read"):
+        entries(source)
+
+
+def test_memory_is_bounded(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = b"".join(
+        b"%d,%d,3.5,1234567890\n" % tuple(pair) for pair in rng.integers(0, 1 << 17, (100_000, 2)).tolist()
+    )
+    (tmp_path / "r.csv").write_bytes(lines * 60)  # 140 MB
+    code = (
+        "import resource, sys; from h5chunk.sources.open import open_source\n"
+        "source = open_source(sys.argv[1]); blocks = source.blocks(16 << 20); next(blocks)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "count = sum(len(block) for block, _ in blocks)\n"
+        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    out = subprocess.run([sys.executable, "-c", code, tmp_path / "r.csv"], check=True, capture_output=True, text=True)
+    count, grown = (int(word) for word in out.stdout.split())
+    assert 5_800_000 < count < 6_000_000
+    unit = 1024 if sys.platform == "darwin" else 1
+    assert grown // unit < 64 << 10
+
+
+def test_what_names_do_not_tell_is_an_error(tmp_path):
+    with pytest.raises(SourceError, match="cannot be told which of the columns 'a', 'b', 'c', 'd', 'e'"):
+        opened(tmp_path / "r.csv", b"a,b,c,d,e\n1,2,3,4,5\n")
+    with pytest.raises(SourceError, match="5 columns and no header"):
+        opened(tmp_path / "r.csv", b"1,2,3,4,5\n1,2,3,4,5\n")
+    assert open_source(tmp_path / "r.csv", columns=("0", "4")).kind == "csv"
+
+
+def test_a_comment_below_the_first_line_is_an_error(tmp_path):
+    source = opened(tmp_path / "r.csv", b"# ratings\n" + b"a,b,1\n" * 9 + b"#c,d,2\n")
+    with pytest.raises(SourceError, match=r"line 11: a comment below the first line of data: remove it: '#c,d,2'"):
+        entries(source)
+    rows, _, _ = entries(opened(tmp_path / "tags.csv", b"tag,user,count\n#love,b,1\n#cats,d,2\n"))
+    assert rows.tolist() == [b"#love", b"#cats"]

@@ -1,0 +1,243 @@
+"""Folders of splits are no classes: train/cat/1.png is a cat of the training set, in every kind of source."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+from support.conversions import check_file
+from support.pictures import pixels
+from support.stopped import Stop, packed, stop_at
+
+import h5chunk
+from h5chunk.cli import main
+from h5chunk.errors import OptionError, SourceError
+from h5chunk.sources.listing import list_images
+from h5chunk.tools.convert.append import append
+from h5chunk.tools.convert.convert import convert, plan_convert
+
+SPLITS = ("Train", "val")
+CLASSES = ("cat", "dog", "emu")
+
+
+def name_of(i: int) -> str:
+    """The path of image i, of which every third is of the last split."""
+    return f"{SPLITS[i % 3 == 0]}/{CLASSES[i % 2 + (i % 5 == 0)]}/{i:04d}.png"
+
+
+def make_tree(root: Path, count: int = 24, first: int = 0) -> Path:
+    """Image i has the pixels ``pixels(i)``."""
+    for i in range(first, first + count):
+        path = root / name_of(i)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(i)).save(path)
+    return root
+
+
+def expected(count: int = 24) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    names = {name_of(i): i for i in range(count)}
+    return {name: pixels(i) for name, i in names.items()}, {name: CLASSES.index(name.split("/")[1]) for name in names}
+
+
+def make(root: Path, *names: str) -> Path:
+    """Empty files."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def check_splits(path: Path, count: int) -> None:
+    """The split of each sample is the first folder of its name; classes are the same for all splits."""
+    dataset = h5chunk.ChunkDataset(path)
+    assert dataset.classes == CLASSES and dataset.fields == ("images", "labels")  # as ever
+    splits = dataset.values("split")
+    assert sorted(splits.tolist()) == sorted(name_of(i).split("/")[0] for i in range(count))
+    val = dataset.subset(splits == "val")
+    first_pixels = sorted(int(pixels(i)[0, 0, 0]) for i in range(0, count, 3))
+    assert sorted(int(val[i][0][0, 0, 0]) for i in range(len(val))) == first_pixels
+    val.close()
+    dataset.close()
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
+def test_splits_become_a_field(tmp_path: Path, kind: str, shards: int | None) -> None:
+    source, path = packed(kind, make_tree(tmp_path / "data"))["source"], tmp_path / "x.h5"
+    plan = plan_convert(source, path, shards=shards, chunk_samples=3)
+    report = convert(source, path, shards=shards, chunk_samples=3, workers=0)
+    assert plan.fields == {"images": "uint8", "labels": "int64", "split": "|S5"}
+    assert plan.class_names == report.class_names == [*CLASSES]
+    note = (
+        "the top folders are splits: Train (16), val (8): the field 'split' says which each sample is of "
+        "(--split-folders no makes classes of them)"
+    )
+    assert plan.notes == report.notes == [note]
+    assert f"note       {note}" in str(plan) and f"note: {note}" in str(report)
+    assert "classes    3: cat, dog, emu" in str(plan) and "classes 3: cat, dog, emu" in str(report)
+    assert "  classes 3: cat, dog, emu" in str(h5chunk.info(path)).splitlines()
+    check_splits(path, 24)
+    if not shards:
+        check_file(path, *expected())
+
+
+def test_order_is_split_by_split(tmp_path: Path) -> None:
+    make(tmp_path, "val/b/1.png", "val/a.b/1.png", "val/a/z/1.png", "test/b/2.png", "test/a/1.png")
+    listing = list_images(tmp_path)
+    assert list(listing.names) == [b"test/a/1.png", b"test/b/2.png", b"val/a/z/1.png", b"val/a.b/1.png", b"val/b/1.png"]
+    assert listing.class_names == ["a", "a.b", "b"]
+    assert listing.columns["labels"].tolist() == [0, 2, 0, 1, 2]
+    assert listing.columns["split"].tolist() == [b"test", b"test", b"val", b"val", b"val"]
+    assert listing.notes[1:] == ["1 of 3 classes have no images in split 'test', such as a.b"]
+
+
+@pytest.mark.parametrize(
+    "names", [("train", "val"), ("TRAIN", "Test"), ("training", "validation", "testing"), ("dev", "valid", "eval")]
+)
+def test_names_of_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    listing = list_images(make(tmp_path, *(f"{name}/{label}/1.png" for name in names for label in "ab")))
+    assert listing.class_names == ["a", "b"] and set(listing.columns["split"].tolist()) == {n.encode() for n in names}
+
+
+def test_flat_splits_have_no_labels(tmp_path: Path) -> None:
+    listing = list_images(make(tmp_path, "train/2.png", "train/1.png", "test/1.png", "loose.png", "docs/readme.txt"))
+    assert list(listing.names) == [b"test/1.png", b"train/1.png", b"train/2.png"]
+    assert list(listing.columns) == ["split"] and listing.class_names == []
+    assert listing.ignored[1:] == [
+        "folders without images, which are taken for no splits: docs",
+        "1 images beside the split folders, which have no split, such as loose.png",
+    ]
+
+
+def test_loose_images_and_empty_classes_in_splits(tmp_path: Path) -> None:
+    make(tmp_path, "train/a/1.png", "train/b/1.png", "val/a/1.png", "val/2.png", "val/3.png", "notes/a/x.txt")
+    (tmp_path / "val" / "b").mkdir()
+    listing = list_images(tmp_path)
+    assert listing.columns["labels"].tolist() == [0, 1, 0]
+    assert "2 images beside the class folders, which have no class, such as val/2.png" in listing.ignored
+    (tmp_path / "val" / "c").mkdir()
+    with pytest.raises(SourceError, match=r"class folder 'c' has no images \(1 such of 3\)"):
+        list_images(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("train/a/1.png", "extra/a/1.png"), r"the folders 'extra', 'train', of which 'train' is called like a split"),
+        (("train/1.png", "val/1.png", "cat/1.png"), r"'cat', 'train', 'val', of which 'train' is called like a split"),
+        (("train/a/1.png", "train/b/1.png"), r"the folders 'train', of which 'train' is called like a split"),
+        (("val/1.png",), r"the folders 'val', of which 'val' is called like a split"),
+    ],
+)
+def test_doubt_is_an_error_that_names_the_ways_out(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
+    make(tmp_path, *names)
+    ways = r".*--split-folders yes if they are splits, .*; no if they are classes; or convert one of them alone"
+    with pytest.raises(SourceError, match=message + ways):
+        list_images(tmp_path)
+    tops = sorted({name.split("/")[0] for name in names})
+    assert list_images(tmp_path, split_folders="no").class_names == tops
+    listing = list_images(tmp_path, split_folders="yes")
+    assert set(listing.columns["split"].tolist()) == {top.encode() for top in tops}
+
+
+def test_some_splits_with_classes_and_some_without(tmp_path: Path) -> None:
+    make(tmp_path, "train/a/1.png", "train/b/1.png", "test/1.png")
+    for choice in ("auto", "yes"):
+        with pytest.raises(SourceError, match="'train' has class folders and 'test' has none: convert each alone; or"):
+            list_images(tmp_path, split_folders=choice)
+    assert list_images(tmp_path, split_folders="no").class_names == ["test", "train"]
+
+
+def test_a_class_that_is_called_like_a_split(tmp_path: Path) -> None:
+    listing = list_images(make(tmp_path, "bus/1.png", "car/1.png", "train/1.png"))
+    assert listing.class_names == ["bus", "car", "train"] and list(listing.columns) == ["labels"]
+
+
+def test_a_folder_that_wraps_all_others_is_one_class_and_said_to_be(tmp_path: Path) -> None:
+    listing = list_images(make(tmp_path, "images/train/1.png", "images/val/1.png"))
+    assert listing.class_names == ["images"]
+    assert listing.notes == ["all images are of one class, 'images': are its folders the classes?"]
+
+
+def test_folders_of_any_names_are_splits_if_asked_for(tmp_path: Path) -> None:
+    make(tmp_path, "fold1/a/1.png", "fold2/a/1.png")
+    assert list_images(tmp_path).class_names == ["fold1", "fold2"]
+    listing = list_images(tmp_path, split_folders="yes")
+    assert listing.class_names == ["a"] and listing.columns["split"].tolist() == [b"fold1", b"fold2"]
+    assert [note.split(":")[0] for note in listing.notes] == [
+        "all images are of one class, 'a'",
+        "the top folders are splits",
+    ]
+
+
+def test_choices_that_cannot_be(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "data", 3)
+    with pytest.raises(OptionError, match="split_folders is 'maybe': give auto, yes or no"):
+        convert(root, tmp_path / "x.h5", split_folders="maybe")
+    (tmp_path / "m.csv").write_text("path\n" + name_of(0) + "\n")
+    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest has columns for that"):
+        convert(root, tmp_path / "x.h5", manifest=tmp_path / "m.csv", split_folders="yes")
+    with pytest.raises(SourceError, match="there are no folders in it that could be splits"):
+        convert(root / name_of(1).rpartition("/")[0], tmp_path / "x.h5", split_folders="yes")
+
+
+def test_continued_with_splits(tmp_path: Path) -> None:
+    root, path = make_tree(tmp_path / "data", 200), tmp_path / "x.h5"
+    with pytest.raises(Stop):
+        convert(root, path, workers=0, chunk_samples=4, progress=stop_at("convert", 70))
+    told: list[str] = []
+    convert(root, path, workers=0, chunk_samples=4, notify=told.append)
+    convert(root, tmp_path / "whole.h5", workers=0, chunk_samples=4, split_folders="yes")
+    assert told[0].startswith("continuing:") and path.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    check_splits(path, 200)
+
+
+def test_splits_are_appended(tmp_path: Path) -> None:
+    """As the file has them: also where the new ones are of one split alone, which would be in doubt otherwise."""
+    path, more = tmp_path / "x.h5", make_tree(tmp_path / "more", 12, first=24)
+    convert(make_tree(tmp_path / "data"), path, workers=0)
+    (tmp_path / "alone").mkdir()
+    shutil.move(more / "val", tmp_path / "alone" / "val")
+    reports = [append(path, source, workers=0) for source in (more, tmp_path / "alone")]
+    assert [report.num_added for report in reports] == [8, 4] and reports[0].class_names == [*CLASSES]
+    check_splits(path, 36)
+    check_file(path, *expected(36))
+    classes = make_tree(tmp_path / "classes") / "val"
+    with pytest.raises(SourceError, match="lacks the field 'split' that"):
+        append(path, classes, split_folders="no")
+    convert(classes, tmp_path / "y.h5", workers=0)
+    with pytest.raises(SourceError, match=r"has the field 'split', which .* does not have"):
+        append(tmp_path / "y.h5", tmp_path / "data")
+
+
+def test_splits_are_repaired(tmp_path: Path) -> None:
+    root, path = make_tree(tmp_path / "data"), tmp_path / "x.h5"
+    convert(root, path, workers=0, chunk_samples=4)
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[data.index(b"TrainTrain")] ^= 1
+    path.write_bytes(data)
+    assert not h5chunk.verify(path).ok
+    h5chunk.verify(path, repair=root)
+    assert path.read_bytes() == whole
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    root, path = make_tree(tmp_path / "data"), tmp_path / "x.h5"
+    (root / "Train" / "cat").rename(root / "cat")
+
+    def run(*arguments: Any) -> Any:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    result = run("convert", root, path)
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--split-folders yes" in result.stderr
+    assert run("tune", root, "--batch-size", 8, "--budget", "1s", "--json").exit_code == 0
+    result = run("convert", root, path, "--split-folders", "no", "--json")
+    assert json.loads(result.stdout)["class_names"] == ["Train", "cat", "val"]

@@ -1,0 +1,140 @@
+"""Tables in .parquet files: every column in the file, and what is refused with row and column."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.samples import check_same, read_back
+
+import h5chunk
+from h5chunk.errors import OptionError, OutputError, SampleError, SourceError
+from h5chunk.sources.open import find_kind
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+COUNT = 40
+
+
+def png(index: int, height: int = 8) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((height, 6, 3), index, np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+ARRAYS = {
+    "image": np.ones((COUNT, 3, 8, 6), np.uint8) * np.arange(COUNT, dtype=np.uint8)[:, None, None, None],
+    "label": np.arange(COUNT) % 3,
+    "text": np.array([f"w{i}\xe9".encode() for i in range(COUNT)], "S5"),
+    "vector": np.stack([np.arange(COUNT), np.arange(COUNT) + 0.5], axis=1).astype("f4"),
+    "flag": np.arange(COUNT) % 2 == 0,
+    "category": np.arange(COUNT) % 2,
+}
+FEATURES = {"info": {"features": {"label": {"_type": "ClassLabel", "names": ["a", "b", "c"]}, "image": {}}}}
+
+
+def table(images: str = "struct", **changes: Any) -> Any:
+    encoded = [png(i) for i in range(COUNT)]
+    columns = {
+        "image": encoded if images == "bytes" else [{"bytes": data, "path": None} for data in encoded],
+        "label": ARRAYS["label"],
+        "text": [text.decode() for text in ARRAYS["text"].tolist()],
+        "vector": pa.array(ARRAYS["vector"].tolist(), pa.list_(pa.float32(), 2 if images == "bytes" else -1)),
+        "flag": ARRAYS["flag"],
+        "category": pa.array([("even", "odd")[i] for i in ARRAYS["category"]]).dictionary_encode(),
+        **changes,
+    }
+    metadata = {b"huggingface": json.dumps(FEATURES).encode()}
+    return pa.table(columns).replace_schema_metadata({**(pa.table(columns).schema.metadata or {}), **metadata})
+
+
+@pytest.mark.parametrize("images", ["struct", "bytes"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_column_is_in_the_file(tmp_path: Path, images: str, workers: int) -> None:
+    pq.write_table(table(images), tmp_path / "t.parquet", row_group_size=7)
+    assert find_kind(tmp_path / "t.parquet").kind == "table"
+    plan = h5chunk.plan_convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", workers=workers, chunk_samples=4)
+    assert list(plan.fields) == ["image", "vector", "label", "text", "flag", "category"]
+    check_same(tmp_path / "x.h5", ARRAYS)
+    assert h5chunk.verify(tmp_path / "x.h5").ok
+    assert h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", chunk_samples=4).already_complete
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert [list(dataset.categories(name)) for name in ("label", "category")] == [["a", "b", "c"], ["even", "odd"]]
+    pq.write_table(table(label=ARRAYS["label"] * 2), tmp_path / "t.parquet")
+    with pytest.raises(OutputError, match="exists"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", chunk_samples=4)
+
+
+def test_a_folder_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    pq.write_table(table().slice(0, 11), tmp_path / "data" / "a.parquet")
+    pq.write_table(table().slice(11), tmp_path / "data" / "b.parquet")
+    h5chunk.convert(tmp_path / "data", tmp_path / "x.h5")
+    check_same(tmp_path / "x.h5", ARRAYS)
+    pq.write_table(table().drop_columns(["flag"]), tmp_path / "data" / "c.parquet")
+    with pytest.raises(SourceError, match=r"c\.parquet: has the columns .* but .*a\.parquet has"):
+        h5chunk.convert(tmp_path / "data", tmp_path / "y.h5")
+
+
+def test_options_of_images_and_columns(tmp_path: Path) -> None:
+    pq.write_table(table(image=[png(i, 8 + i % 2) for i in range(COUNT)]), tmp_path / "t.parquet")
+    options: dict[str, Any] = {"columns": ("image", "label")}
+    with pytest.raises(SourceError, match=r"others are 3 x 8 x 6, t\.parquet, row 1 is 3 x 9 x 6: give a size"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", **options)
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", **options, size=(4, 4), fit="crop", color="gray")
+    assert read_back(tmp_path / "x.h5", ["image"])["image"].shape == (COUNT, 1, 4, 4)
+    with pytest.raises(OptionError, match=r"has no column 'none': it has image, label, text"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "y.h5", columns=("none",))
+
+
+def test_a_table_of_numbers_alone(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(9, dtype="i2"), "b": np.arange(9) / 7}
+    pq.write_table(pa.table(arrays), tmp_path / "t.parquet")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+    check_same(tmp_path / "x.h5", arrays)
+
+
+def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
+    pq.write_table(table(image=[png(i) if i % 4 else b"rubbish" for i in range(COUNT)]), tmp_path / "t.parquet")
+    with pytest.raises(SampleError, match=r"t\.parquet, row 0: is no image"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+    report = h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", on_error="skip")
+    assert report.num_samples == 30 and len(report.skipped) == 10
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ([1, 2, None], "column 'a' has no value in row 2: fill it, or leave the column out"),
+        (["x", None], "column 'a' has no value in row 1"),
+        ([[1], [1, 2]], "column 'a' holds lists of 1 and of 2 numbers: make them of one length"),
+        ([[1, None]], "column 'a' holds a list with a missing number"),
+        (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
+        ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: leave it out"),
+        ([{"bytes": None, "path": "a.png"}], "an image without bytes, of which only the path is known: embed"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, column: list[Any], reason: str) -> None:
+    pq.write_table(pa.table({"a": column}), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match=rf"t\.parquet: {reason}|{reason}"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+
+
+@pytest.mark.parametrize("data", [b"PAR1", b"PAR1" + bytes(99) + b"PAR1", b"PAR1" + bytes(99)])
+def test_damaged_files(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "t.parquet").write_bytes(data)
+    with pytest.raises(SourceError, match=r"t\.parquet: cannot be read as \.parquet"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+
+
+def test_an_empty_table(tmp_path: Path) -> None:
+    pq.write_table(table().slice(0, 0), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match="holds no rows"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")

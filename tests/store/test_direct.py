@@ -1,0 +1,563 @@
+"""Rows read by their byte ranges are what HDF5 reads."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.damaged_chunks import FILTERS, damage, half_smooth, no_imagecodecs
+from support.foreign import make_file, values
+from support.new_datasets import create
+
+from h5chunk.errors import FileError
+from h5chunk.plan.order import Order
+from h5chunk.store.hdf5 import ranges
+from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.codecs import ChunkDecoder
+from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES
+from h5chunk.store.read import plain
+from h5chunk.store.read.chunks import ChunkedField
+from h5chunk.store.read.plain import PlainField
+from h5chunk.store.read.reader import H5Reader
+
+__all__ = ["no_imagecodecs"]
+
+N = 37
+SHAPE = (N, 3, 5)
+LATEST = {"libver": "latest"}
+V110 = {"libver": ("v110", "v110")}
+
+LAYOUTS = {
+    "contiguous": ({}, {}),
+    "contiguous, user block": ({"userblock_size": 1024}, {}),
+    "btree": ({}, {"chunks": (4, 3, 5)}),
+    "one sample a chunk": ({}, {"chunks": (1, 3, 5)}),
+    "one chunk": ({}, {"chunks": SHAPE}),
+    "larger than the data": ({}, {"chunks": (64, 3, 5), "maxshape": (None, 3, 5)}),
+    "user block": ({"userblock_size": 512}, {"chunks": (4, 3, 5)}),
+    "fixed array": (LATEST, {"chunks": (4, 3, 5)}),
+    "extensible array": (LATEST, {"chunks": (4, 3, 5), "maxshape": (None, 3, 5)}),
+    "btree of version 2": (LATEST, {"chunks": (4, 3, 5), "maxshape": (None, 9, None)}),
+}
+DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "?"]
+ROWS = [[0], [N - 1], [3, 1, 2], list(range(N)), list(range(N))[::-1], [36, 0], [4, 5, 7, 3, 8], list(range(0, N, 2))]
+
+
+def direct_field(path: Path, dataset: str = "x") -> PlainField | ChunkedField:
+    reader = H5Reader(path, {"x": dataset}, trusted=True)
+    with h5py.File(path) as file:
+        return plain.direct_field(path, file, reader.fields["x"])
+
+
+def offset_of(path: Path, chunk: int) -> int:
+    with h5py.File(path) as file:
+        return int(list_chunks(file["x"]).offsets[chunk])
+
+
+def read(field: PlainField | ChunkedField, path: Path, rows: np.ndarray, out: np.ndarray) -> None:
+    """Read rows part by part, each where it is wanted."""
+    places = np.argsort(rows, kind="stable")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for part in field.parts(rows[places], places, out.reshape(len(rows), -1).view(np.uint8)):
+            part(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_direct(path: Path, data: np.ndarray, rows: list[int], field: PlainField | None = None) -> None:
+    """The direct reader gives what the reader through HDF5 does, which is the data."""
+    numbers = np.array(rows, np.int64)
+    found, reference = np.zeros((2, len(rows), *data.shape[1:]), data.dtype)
+    read(field or direct_field(path), path, numbers, found)
+    H5Reader(path, {"x": "x"}).read("x", numbers, reference)
+    assert found.tobytes() == reference.tobytes() == data[rows].tobytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, layout):
+    file_options, options = LAYOUTS[layout]
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", file=file_options, x=(data, options))
+    for rows in ROWS:
+        check_direct(path, data, rows)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_implicit_index(tmp_path, early):
+    data = values(SHAPE, np.uint8)
+    create(tmp_path / "a.h5", early, SHAPE, (4, 3, 5), data, **V110)
+    for rows in ROWS:
+        check_direct(tmp_path / "a.h5", data, rows)
+    assert direct_field(tmp_path / "a.h5").is_one_run or not early
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": True}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types_and_scalar_fields(tmp_path, dtype, options):
+    data = values((N,), dtype)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    for rows in ROWS:
+        check_direct(path, data, rows)
+
+
+def test_enum(tmp_path):
+    data = np.arange(N, dtype=np.uint8) % 2
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=data, dtype=h5py.enum_dtype({"cat": 0, "dog": 1}, basetype="u1"))
+    check_direct(tmp_path / "a.h5", data, ROWS[2])
+
+
+def test_scattered_chunks(tmp_path):
+    """Chunks that were written out of order, with other things between them."""
+    data = values(SHAPE, np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", SHAPE, "u1", chunks=(4, 3, 5))
+        for chunk in (9, 2, 3, 4, 0, 8, 1, 6, 7, 5):
+            made[4 * chunk : 4 * chunk + 4] = data[4 * chunk : 4 * chunk + 4]
+            file.create_dataset(f"between{chunk}", data=np.zeros(100 * chunk))
+    assert not direct_field(tmp_path / "a.h5").is_one_run
+    for rows in ROWS:
+        check_direct(tmp_path / "a.h5", data, rows)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 3, 5)}, {"chunks": (4, 2, 5)}, {"compression": "gzip"}])
+def test_places_may_leave_others_out(tmp_path, monkeypatch, options, mapped):
+    monkeypatch.setattr("h5chunk.store.read.plain.PART_BYTES", 40)  # parts of two rows
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    field = direct_field(path)
+    rows, places = np.array([5, 6, 9]), np.array([4, 0, 2])
+    out = np.full((6, 15), 77, np.uint8)
+    with path.open("rb") as file:
+        if mapped and field.is_one_run:
+            field.map(file.fileno())
+        for part in field.parts(rows, places, out):
+            part(file.fileno())
+    assert out[places].tobytes() == data[rows].tobytes() and (out[[1, 3, 5]] == 77).all()
+
+
+def test_more_rows_than_one_call_takes(tmp_path):
+    num_rows = 2 * MAX_VECTORS + 7
+    data = values((num_rows, 3), np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, {}))
+    field = direct_field(path)
+    assert np.diff(field._borders(np.arange(num_rows))).max() == MAX_VECTORS
+    check_direct(path, data, list(range(num_rows)))
+    check_direct(path, data, list(range(5, num_rows)))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (7, 300_000)}])
+def test_long_runs_are_cut(tmp_path, options):
+    data = values((20, 300_000), np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    borders = direct_field(path)._borders(np.arange(20))
+    assert np.diff(borders).max() * 300_000 <= RUN_BYTES
+    check_direct(path, data, list(range(20))[::-1])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 199), min_size=1, max_size=200, unique=True),
+    chunk_samples=st.integers(0, 201),
+    run_rows=st.sampled_from([1, 3, 1000]),
+)
+def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
+    """Every place once, each run neighbours in one chunk, no longer than it may be, no shorter than it must be."""
+    monkeypatch.setattr("h5chunk.store.read.plain.RUN_BYTES", 4 * run_rows)
+    options = {"chunks": (chunk_samples, 2), "maxshape": (None, 2)} if chunk_samples else {}
+    data = values((200, 2), np.int16)
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    field = direct_field(path)
+    numbers = np.array(rows, np.int64)
+    places = np.argsort(numbers, kind="stable")
+    borders = field._borders(np.asarray(numbers)[places])
+    assert sorted(places.tolist()) == list(range(len(rows)))
+    assert borders[0] == 0 and borders[-1] == len(rows) and (np.diff(borders) > 0).all()
+    assert numbers[places].tolist() == sorted(rows)
+    chunk = chunk_samples or 200
+    runs = np.split(numbers[places], borders[1:-1])
+    for run in runs:
+        assert run.tolist() == list(range(run[0], run[0] + len(run)))
+        assert run[0] // chunk == run[-1] // chunk
+        assert len(run) <= run_rows
+    if run_rows == 1000:
+        for one, two in itertools.pairwise(runs):
+            assert one[-1] + 1 != two[0] or one[-1] // chunk != two[0] // chunk
+    check_direct(path, data, rows, field)
+
+
+# Compressed chunks
+
+
+def encoded(path: Path, shape: tuple[int, ...] = SHAPE, chunk: int = 4, dtype: object = "u1", **options) -> np.ndarray:
+    data = half_smooth(shape, dtype)
+    make_file(path, x=(data, {"chunks": (chunk, *shape[1:]), "maxshape": (None, *shape[1:]), **options}))
+    return data
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 37, 64])
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters(tmp_path, name, chunk):
+    data = encoded(tmp_path / "a.h5", chunk=chunk, **FILTERS[name])
+    field = direct_field(tmp_path / "a.h5")
+    assert isinstance(field, ChunkedField)
+    for rows in ROWS:
+        check_direct(tmp_path / "a.h5", data, rows)
+        check_direct(tmp_path / "a.h5", data, rows, field)  # chunks that are kept do not change
+    with (tmp_path / "a.h5").open("rb") as file:
+        np.testing.assert_array_equal(field.read_all(file.fileno()), data)
+
+
+def test_filters_that_were_left_out(tmp_path):
+    """These files have what the tests need: chunks that were compressed, and others as they were."""
+    encoded(tmp_path / "a.h5", (200, 100), **FILTERS["lzf"])
+    with h5py.File(tmp_path / "a.h5") as file:
+        masks: list[tuple[int, int]] = []
+        file["x"].id.chunk_iter(lambda chunk: masks.append((chunk.filter_mask, chunk.size)))
+    assert (1, 400) in masks and min(masks) < (0, 400)
+
+
+@pytest.mark.parametrize("name", ["gzip, shuffle, fletcher32", "zstd, shuffle, fletcher32", "blosc lz4", "bitshuffle"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filters_with_all_types(tmp_path, dtype, name):
+    for number, shape in enumerate([(N,), (N, 13), (N, 3, 50)]):
+        path = tmp_path / f"{number}.h5"
+        data = encoded(path, shape, dtype=dtype, **FILTERS[name])
+        for rows in ROWS[2:]:
+            check_direct(path, data, rows)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 199), min_size=1, max_size=200, unique=True),
+    chunk=st.integers(1, 220),
+    part_bytes=st.sampled_from([1, 1000, 1 << 22]),
+    kept=st.sampled_from([1, 8]),
+    name=st.sampled_from(["gzip", "lzf, shuffle, fletcher32", "zstd"]),
+)
+def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_bytes, kept, name):
+    monkeypatch.setattr("h5chunk.store.read.chunks.PART_BYTES", part_bytes)
+    monkeypatch.setattr("h5chunk.store.read.chunks.KEPT_CHUNKS", kept)
+    data = encoded(tmp_path / "a.h5", (200, 30), chunk, "i2", **FILTERS[name])
+    field = direct_field(tmp_path / "a.h5")
+    check_direct(tmp_path / "a.h5", data, rows, field)
+    check_direct(tmp_path / "a.h5", data, rows[::-1], field)
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """A list that grows with each chunk that is decoded."""
+    counts: list[int] = []
+    decode = ChunkDecoder.decode
+
+    def note(*arguments):
+        counts.append(1)
+        decode(*arguments)
+
+    monkeypatch.setattr(ChunkDecoder, "decode", note)
+    return counts
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(("chunk", "batch"), [(8, 16), (8, 5), (50, 7), (13, 20), (4, 100), (200, 10)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_windows_that_cut_chunks(tmp_path, decoded, chunk, batch, shuffle, num_threads):
+    """Each chunk is decoded once, but for the one that fills the gap of a short one at the end of the file."""
+    data = encoded(tmp_path / "a.h5", (203, 40), chunk, **FILTERS["gzip"])
+    field = direct_field(tmp_path / "a.h5")
+    order = Order(203, chunk, batch, window_chunks=1, interleave=4, shuffle=shuffle)
+    with (tmp_path / "a.h5").open("rb") as file, ThreadPoolExecutor(num_threads) as threads:
+        found, done = [], []
+        for window in order.windows():
+            found.append((window.samples, np.zeros((len(window.samples), 40), np.uint8)))
+            parts = field.parts(window.rows, window.destinations, found[-1][1])
+            done += [threads.submit(part, file.fileno()) for part in parts]
+        for each in done:
+            each.result()
+    for samples, out in found:
+        np.testing.assert_array_equal(out, data[samples])
+    if num_threads == 1:
+        assert len(decoded) <= order.num_chunks + (1 if shuffle and 203 % chunk else 0)
+
+
+def test_chunks_that_are_kept_are_forgotten(tmp_path, decoded):
+    data = encoded(tmp_path / "a.h5", **FILTERS["gzip"])
+    field = direct_field(tmp_path / "a.h5")
+    for _ in range(2):
+        check_direct(tmp_path / "a.h5", data, [1, 2], field)
+    assert len(decoded) == 1
+    field.chunks[0]._kept_lock.acquire()  # as if a thread held it that a fork has left behind
+    field.forget()
+    check_direct(tmp_path / "a.h5", data, [1, 2], field)
+    assert len(decoded) == 2
+    for _ in range(2):  # what no other window needs is not kept
+        check_direct(tmp_path / "a.h5", data, [8, 9, 10, 11], field)
+    assert len(decoded) == 4
+
+
+DAMAGED = ["gzip", "fletcher32", "gzip, shuffle, fletcher32", "zstd", "lz4", "blosc lz4", "bitshuffle", "lzf"]
+
+
+@pytest.mark.parametrize("rows", [range(8, 12), [9]])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_chunks(tmp_path, name, rows):
+    path = tmp_path / "a.h5"
+    data = encoded(path, (N, 300), **FILTERS[name])
+    damage(path, 2)
+    field = direct_field(path)
+    for _ in range(2):  # what is kept is no damaged chunk
+        with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: .*it is damaged"):
+            check_direct(path, data, list(rows), field)
+    with path.open("rb") as file, pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: "):
+        field.read_all(file.fileno())
+    check_direct(path, data, [3, 2, 14, 36], field)
+
+
+@pytest.mark.parametrize("rows", [range(8, 12), [9]])
+def test_a_compressed_file_cut_short_while_it_is_open(tmp_path, rows):
+    path = tmp_path / "a.h5"
+    data = encoded(path, (N, 300), **FILTERS["shuffle"])
+    field = direct_field(path)
+    with path.open("r+b") as file:
+        file.truncate(offset_of(path, 2) + 700)
+    with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: the file ends .*cut short"):
+        read(field, path, np.array(rows), np.zeros((len(rows), 300), np.uint8))
+    read(field, path, np.arange(8), np.zeros((8, 300), np.uint8))
+    assert data.shape == (N, 300)
+
+
+def test_a_stored_chunk_of_more_than_it_can_be(tmp_path):
+    encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["x"].id.write_direct_chunk((8, 0), bytes(1 << 20))
+    with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: 1048576 stored bytes for 1200 of data"):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_memory_that_decoding_takes(tmp_path):
+    encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
+    field = direct_field(tmp_path / "a.h5")
+    assert field.scratch_bytes(1) < field.scratch_bytes(4) and field.scratch_bytes(1) % 1200 == 0
+    assert direct_field(make_file(tmp_path / "b.h5", x=(values(SHAPE, "u1"), {}))).scratch_bytes(4) == 0
+
+
+def test_huge_compressed_chunks_are_not_direct(tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.store.read.chunks.MAX_DECODED_BYTES", 1199)
+    encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
+    with pytest.raises(NotDirect, match=r"its chunks are of 1\.2 KiB, and threads decode at most 1\.2 KiB each"):
+        direct_field(tmp_path / "a.h5")
+    make_file(tmp_path / "b.h5", x=(values((N, 300), "u1"), {"chunks": (4, 300)}))
+    direct_field(tmp_path / "b.h5")  # plain ones may be of any size
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_without_imagecodecs(tmp_path, no_imagecodecs, name):
+    encoded(tmp_path / "a.h5", **FILTERS[name])
+    with pytest.raises(NotDirect, match=r"needs imagecodecs.*pip install \"h5chunk\[codecs\]\""):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_compressed_parts_never_written_are_not_direct(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", SHAPE, "u1", chunks=(4, 3, 5), compression="gzip")[4:] = 1
+    with pytest.raises(NotDirect, match="never written"):
+        direct_field(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 3)}, {"chunks": (5, 3), "maxshape": (None, 3)}])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_whole_field(tmp_path, options, scattered):
+    data = values((N, 3), "i4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", data.shape, "i4", **options)
+        chunk = options["chunks"][0] if scattered and options else N
+        for start in reversed(range(0, N, chunk)):
+            made[start : start + chunk] = data[start : start + chunk]
+            file[f"between{start}"] = np.zeros(start)
+    field = direct_field(tmp_path / "a.h5")
+    assert field.is_one_run == (not scattered or not options)
+    with (tmp_path / "a.h5").open("rb") as file:
+        np.testing.assert_array_equal(field.read_all(file.fileno()), data)
+
+
+# What goes wrong while reading
+
+
+def vectors_at(table: int, count: int) -> np.ndarray:
+    """Addresses and lengths of the buffers of a call of preadv, (count, 2)."""
+    return np.frombuffer((ctypes.c_size_t * (2 * count)).from_address(table), np.uintp).reshape(count, 2)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 7, 15, 16, 100])
+def test_short_reads(tmp_path, monkeypatch, most_bytes):
+    data = values(SHAPE, np.uint8)
+    path = make_file(tmp_path / "a.h5", x=(data, {"chunks": (4, 3, 5)}))
+    calls = []
+
+    def short(descriptor, table, count, offset):
+        calls.append(offset)
+        if len(calls) % 3 == 0:
+            ctypes.set_errno(4)  # a signal came
+            return -1
+        given = os.pread(descriptor, min(most_bytes, int(vectors_at(table, count)[:, 1].sum())), offset)
+        left = given
+        for address, length in vectors_at(table, count).tolist():
+            ctypes.memmove(address, left[:length], min(length, len(left)))
+            left = left[length:]
+        return len(given)
+
+    monkeypatch.setattr(ranges, "_preadv", short)
+    for rows in ROWS:
+        check_direct(path, data, rows)
+    assert len(calls) > len(ROWS)
+
+
+def test_short_reads_of_a_whole_field(tmp_path, monkeypatch):
+    data = values((1000,), np.int32)
+    path = make_file(tmp_path / "a.h5", x=(data, {}))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:111]], offset))
+    with path.open("rb") as file:
+        np.testing.assert_array_equal(direct_field(path).read_all(file.fileno()), data)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "btree"])
+@pytest.mark.parametrize("cut", ["a row", "between rows"])
+def test_a_file_cut_short_while_it_is_open(tmp_path, layout, cut):
+    data = values((N, 3000), np.uint8)
+    options = {} if layout == "contiguous" else {"chunks": (4, 3000)}
+    path = make_file(tmp_path / "a.h5", x=(data, options))
+    field = direct_field(path)
+    length = offset_of(path, 0) + 18 * 3000 + (1000 if cut == "a row" else 0)
+    with path.open("r+b") as file:
+        file.truncate(length)
+    chunk = 0 if layout == "contiguous" else 4
+    out = np.zeros_like(data)
+    with pytest.raises(FileError, match=rf"a\.h5: field 'x', chunk {chunk}: the file ends .*cut short"):
+        read(field, path, np.arange(N), out)
+    np.testing.assert_array_equal(out[:18], data[:18])
+    with path.open("rb") as file, pytest.raises(FileError, match=rf"a\.h5: field 'x', chunk {chunk}: .*cut short"):
+        field.read_all(file.fileno())
+
+
+def test_the_chunk_that_is_named_is_the_one_that_is_lacking(tmp_path, monkeypatch):
+    """Also in a run longer than one call takes, and where only the rest of a call is lacking."""
+    num_rows = 2 * MAX_VECTORS
+    path = make_file(tmp_path / "a.h5", x=(values((4 * num_rows, 3), np.uint8), {"chunks": (num_rows, 3)}))
+    field = direct_field(path)
+    with path.open("r+b") as file:
+        file.truncate(offset_of(path, 3) + 3 * (num_rows - 1))
+    with pytest.raises(FileError, match="chunk 3: the file ends"):
+        read(field, path, np.arange(3 * num_rows, 4 * num_rows), np.zeros((num_rows, 3), np.uint8))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_error_of_the_system_names_file_field_and_chunk(tmp_path, monkeypatch, whole):
+    path = make_file(tmp_path / "a.h5", x=(values((N, 3), np.uint8), {"chunks": (4, 3)}))
+    field = direct_field(path)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    def fail_in_c(*_):
+        ctypes.set_errno(5)
+        return -1
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(ranges, "_preadv", fail_in_c)
+    match = rf"a\.h5: field 'x', chunk {0 if whole else 5}: cannot be read: Input/output error"
+    with path.open("rb") as file, pytest.raises(FileError, match=match):
+        if whole:
+            field.read_all(file.fileno())
+        else:
+            read(field, path, np.array([21]), np.zeros((1, 3), np.uint8))
+
+
+# What is left to HDF5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "reason"),
+    [
+        ("i2", {"chunks": (4, 3, 5), "scaleoffset": 9}, "scale"),
+        ("i2", {"chunks": (4, 2, 5), "scaleoffset": 9}, "scale"),
+        (">u2", {}, "type >u2"),
+        (">f4", {"chunks": (4, 3, 5)}, "type >f4"),
+        ("S3", {}, "type"),
+    ],
+)
+def test_what_is_not_direct(tmp_path, dtype, options, reason):
+    path = make_file(tmp_path / "a.h5", x=(values(SHAPE, dtype), options))
+    with pytest.raises(NotDirect, match=reason):
+        direct_field(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 3), "maxshape": (None, 3)}])
+def test_an_empty_dataset_is_not_direct(tmp_path, options):
+    with pytest.raises(NotDirect, match="empty"):
+        direct_field(make_file(tmp_path / "a.h5", x=(values((0, 3), "u1"), options)))
+
+
+@pytest.mark.parametrize("chunks", [None, (4, 3, 5)])
+def test_parts_never_written_are_not_direct(tmp_path, chunks):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", SHAPE, "u1", chunks=chunks)
+        if chunks:
+            made[4:] = 1
+    with pytest.raises(NotDirect, match="never written"):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_integers_of_less_than_their_bytes_are_not_direct(tmp_path):
+    """12 bits, shifted by 4: h5py says uint16, and HDF5 shifts them back."""
+    kind = h5py.h5t.STD_U16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(4)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple((N,)))
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(N, dtype=np.uint16))
+    assert H5Reader(tmp_path / "a.h5", {"x": "x"}).fields["x"].dtype == np.uint16
+    with pytest.raises(NotDirect, match="type"):
+        direct_field(tmp_path / "a.h5")
+
+
+def test_compact_external_and_virtual_are_not_direct(tmp_path):
+    data = values(SHAPE, np.uint8)
+    other = make_file(tmp_path / "other.h5", x=(data, {}))
+    layout = h5py.VirtualLayout(SHAPE, "u1")
+    layout[:] = h5py.VirtualSource(other, "x", SHAPE)
+    compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    compact.set_layout(h5py.h5d.COMPACT)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", data=data, external=[(str(tmp_path / "raw"), 0, data.nbytes)])
+        kind, space = h5py.h5t.py_create(data.dtype), h5py.h5s.create_simple(SHAPE)
+        h5py.h5d.create(file.id, b"compact", kind, space, compact).write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+    reasons = {"virtual": "view of other files", "compact": "compactly", "external": "other files"}
+    for name, reason in reasons.items():
+        with pytest.raises(NotDirect, match=reason):
+            direct_field(tmp_path / "a.h5", name)
+
+
+def test_a_link_into_another_file_is_not_direct(tmp_path):
+    """Its offsets are those of the other file."""
+    data = values(SHAPE, np.uint8)
+    make_file(tmp_path / "other.h5", x=(data, {"chunks": (4, 3, 5)}))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("other.h5", "x")
+        file["inner"] = data
+        file["soft"] = h5py.SoftLink("/inner")
+        file["padding"] = np.zeros(10_000)
+    with pytest.raises(NotDirect, match="link"):
+        direct_field(tmp_path / "a.h5")
+    direct_field(tmp_path / "a.h5", "soft")

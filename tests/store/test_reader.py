@@ -1,0 +1,358 @@
+"""Rows of anybody's HDF5 file, and files that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.foreign import chunk_table, counted, make_file, make_images, values
+
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.read.reader import H5Reader, _Handle, model_cache
+
+__all__ = ["counted"]
+
+N = 37  # with chunks of 4, 8 or 10 the last chunk is short
+
+LAYOUTS = {
+    "contiguous": {},
+    "auto-chunked": {"chunks": True},
+    "whole samples": {"chunks": (4, 3, 6, 5)},
+    "one sample a chunk": {"chunks": (1, 3, 6, 5)},
+    "pieces of samples": {"chunks": (10, 2, 4, 3)},
+    "larger than the data": {"chunks": (64, 3, 8, 5), "maxshape": (None, 3, None, 5)},
+    "gzip": {"chunks": (8, 3, 6, 5), "compression": "gzip"},
+    "lzf": {"chunks": (8, 3, 6, 5), "compression": "lzf"},
+    "shuffle and fletcher32": {"chunks": (8, 3, 6, 5), "shuffle": True, "fletcher32": True},
+    "gzip auto-chunked": {"chunks": True, "compression": "gzip"},
+    "resizable": {"maxshape": (None, 3, 6, 5)},
+    "early": {"chunks": (8, 3, 6, 5)},
+}
+CACHES = {
+    "fitting": None,
+    "none": CacheSettings(1, 0),
+    "one chunk": CacheSettings(1, 800),
+    "large": CacheSettings(521, 1 << 24, 0.5),
+}
+DTYPES = [
+    *("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "?", "S5"),
+    *(">u2", ">i4", ">i8", ">f2", ">f4", ">f8"),
+]
+ROWS = [[0], [N - 1], [3, 1, 2], list(range(N)), list(range(N))[::-1], [5, 5, 0, 36, 5, 35], [], [36, 0] * 9]
+
+
+def check_reader(reader: H5Reader, expected: dict[str, np.ndarray]) -> None:
+    """The reader gives what NumPy would."""
+    assert list(reader.fields) == list(expected)
+    for name, data in expected.items():
+        field = reader.fields[name]
+        assert field.dtype == data.dtype.newbyteorder("=")
+        assert field.sample_shape == data.shape[1:]
+        for rows in ROWS:
+            rows = [row for row in rows if row < len(data)]
+            out = np.empty((len(rows), *data.shape[1:]), field.dtype)
+            reader.read(name, np.array(rows, np.int64), out)
+            np.testing.assert_array_equal(out, data[rows])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, layout, cache):
+    data = values((N, 3, 6, 5), np.uint8)
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, LAYOUTS[layout])))
+    reader.set_caches(CACHES[cache] or model_cache(reader, 3))
+    check_reader(reader, {"images": data})
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": True}, {"chunks": (8,), "compression": "gzip"}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types_and_scalar_fields(tmp_path, dtype, options):
+    data = values((N,), dtype)
+    reader = H5Reader(make_file(tmp_path / "a.h5", x=(data, options)), {"x": "x"})
+    reader.set_caches(model_cache(reader, 2))
+    check_reader(reader, {"x": data})
+
+
+def test_enum(tmp_path):
+    kind = h5py.enum_dtype({"cat": 0, "dog": 1}, basetype="u1")
+    data = np.arange(N, dtype=np.uint8) % 2
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=data, dtype=kind)
+    check_reader(H5Reader(tmp_path / "a.h5", {"x": "x"}), {"x": data})
+
+
+@pytest.mark.parametrize("num_samples", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 2), "maxshape": (None, 2)}])
+def test_few_samples(tmp_path, num_samples, options):
+    data = values((num_samples, 2), np.float32)
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, options)))
+    assert (reader.num_samples, reader.chunk_samples >= 1) == (num_samples, True)
+    reader.set_caches(model_cache(reader, 2))
+    check_reader(reader, {"images": data})
+
+
+def test_several_fields_in_groups(tmp_path):
+    data = {"x": values((N, 40), "f4"), "y": values((N,), ">i8"), "name": values((N, 2), "S7")}
+    path = make_file(
+        tmp_path / "a.h5",
+        file={"userblock_size": 1024},
+        train__x=(data["x"], {"chunks": (8, 40)}),
+        train__deep__y=(data["y"], {"chunks": (5,), "compression": "gzip"}),
+        name=(data["name"], {}),
+    )
+    reader = H5Reader(path, {"x": "train/x", "y": "/train/deep/y", "name": "name"})
+    assert (reader.main.name, reader.chunk_samples) == ("x", 8)
+    reader.set_caches(model_cache(reader, 2))
+    check_reader(reader, data)
+
+
+def test_newest_file_format(tmp_path):
+    data = values((N, 9), np.uint8)
+    path = make_file(tmp_path / "a.h5", file={"libver": "latest"}, images=(data, {"chunks": (4, 9)}))
+    check_reader(H5Reader(path), {"images": data})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 299), max_size=60),
+    chunk_samples=st.integers(1, 310),
+    width=st.sampled_from([1, 100, 30_000]),
+    cache=st.sampled_from([0, 1 << 10, 1 << 20]),
+    gzip=st.booleans(),
+)
+def test_any_rows_of_any_chunks(tmp_path, rows, chunk_samples, width, cache, gzip):
+    data = values((300, width), np.uint8)
+    options = {"chunks": (chunk_samples, width), "maxshape": (None, width)}
+    path = make_file(tmp_path / "a.h5", images=(data, {**options, **({"compression": "lzf"} if gzip else {})}))
+    reader = H5Reader(path)
+    reader.set_caches(CacheSettings(300, cache))
+    out = np.empty((len(rows), width), np.uint8)
+    reader.read("images", np.array(rows, np.int64), out)
+    reader.close()
+    np.testing.assert_array_equal(out, data[rows])
+
+
+# What is read
+
+
+@pytest.mark.parametrize("num_rows", [120, 400])  # two or three of a chunk of eight, and all
+@pytest.mark.parametrize(("gzip", "room"), [(True, 0), (True, 1), (False, 1), (False, 50)])
+def test_a_request_reads_each_chunk_once(tmp_path, counted, gzip, room, num_rows):
+    path = make_images(tmp_path / "a.h5", 400, 8, (20_000,), **({"compression": "lzf"} if gzip else {}))
+    reader = H5Reader(path)
+    reader.set_caches(CacheSettings(50, room * 160_000))
+    rows = np.random.default_rng(0).permutation(400)[:num_rows]
+    reader.read("images", rows[:0], np.empty((0, 20_000), np.uint8))
+    reader.read("images", rows, np.empty((num_rows, 20_000), np.uint8))
+    times = [sum(offset == start for offset, _ in counted[-1].reads) for start in chunk_table(path)]
+    assert max(times) == 1
+    assert sum(times) == len(np.unique(rows // 8))
+
+
+@pytest.mark.parametrize(("width", "calls"), [(100, 1), (200_000, 3)])
+def test_small_neighbours_are_read_in_one_call(tmp_path, monkeypatch, width, calls):
+    reader = H5Reader(make_images(tmp_path / "a.h5", 32, 32, (width,)))
+    made = []
+    read_run = _Handle._read_run
+    monkeypatch.setattr(_Handle, "_read_run", lambda *args: (made.append(args), read_run(*args)))
+    reader.read("images", np.array([30, 1, 20]), np.empty((3, width), np.uint8))
+    assert len(made) == calls
+
+
+def test_rows_without_a_cache_cost_their_bytes(tmp_path, counted):
+    reader = H5Reader(make_images(tmp_path / "a.h5", 400, 20, (100_000,)))
+    reader.set_caches(CacheSettings(1, 0))
+    out = np.empty((5, 100_000), np.uint8)
+    reader.read("images", np.array([0]), out[:1])
+    counted[-1].reads.clear()
+    reader.read("images", np.array([1, 19, 150, 159, 399]), out)
+    assert sum(size for _, size in counted[-1].reads) < 500_000 + 5000
+
+
+# Caches
+
+
+def test_caches_are_in_force(tmp_path):
+    data = values((4000, 50), np.uint8)
+    path = make_file(
+        tmp_path / "a.h5",
+        images=(data, {"chunks": (8, 50)}),
+        labels=(values((4000,), "i8"), {"chunks": (8,)}),
+        masks=(values((4000, 5000), "u1"), {"chunks": (8, 5000)}),
+    )
+    reader = H5Reader(path, {"x": "masks", "images": "images", "labels": "labels"})
+    given = CacheSettings(77, 20 * 40_000, 0.25)
+    reader.set_caches(given)
+    found = reader.caches_in_force()
+    assert found["x"] == given
+    for name, sample_bytes in (("images", 50), ("labels", 8)):  # small: cached whole
+        assert found[name] == CacheSettings(500, 4000 * sample_bytes, 0.0)
+    other = CacheSettings(78, 10 * 40_000, 0.0)
+    reader.set_caches(other)
+    assert reader.caches_in_force()["x"] == other
+
+
+def test_other_fields_get_room_for_the_same_samples(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", (8000, 3000), "u1", chunks=(16, 3000))
+        file.create_dataset("masks", (8000, 2000), "u1", chunks=(10, 500))
+    reader = H5Reader(path, {"images": "images", "masks": "masks"})
+    reader.set_caches(model_cache(reader, 19))
+    found = reader.caches_in_force()
+    assert found["images"] == CacheSettings(500, 20 * 48_000, 0.0)
+    assert found["masks"].nbytes >= 320 / 10 * 20_000
+    assert found["masks"].nbytes < 1.2 * 320 * 2000
+    assert found["masks"].nslots == 800 * 4
+
+
+def test_contiguous_needs_no_cache(tmp_path):
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((N, 5), "u1"), {})))
+    assert model_cache(reader, 100) == CacheSettings(1, 0)
+    assert 1 <= reader.chunk_samples <= N
+
+
+# Processes and files
+
+
+def test_a_reader_travels(tmp_path):
+    data = values((N, 5), "u1")
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, {"chunks": (4, 5)})))
+    reader.set_caches(CacheSettings(9, 100, 0.5))
+    check_reader(reader, {"images": data})
+    again = pickle.loads(pickle.dumps(reader))
+    check_reader(again, {"images": data})
+    assert again.caches_in_force() == {"images": CacheSettings(9, 100, 0.5)}
+
+
+def test_two_readers_of_one_file(tmp_path):
+    data = values((N, 5), "u1")
+    path = make_file(tmp_path / "a.h5", images=(data, {"chunks": (4, 5)}))
+    one, two = H5Reader(path), H5Reader(path)
+    check_reader(one, {"images": data})
+    check_reader(two, {"images": data})
+    one.close()
+    check_reader(two, {"images": data})
+    check_reader(one, {"images": data})
+
+
+def test_closing_lets_go_of_the_file(tmp_path):
+    path = make_images(tmp_path / "a.h5", 20, 4)
+    reader = H5Reader(path)
+    reader.read("images", np.array([3]), np.empty((1, 50), "u1"))
+    assert str(path) in open_paths()
+    reader.close()
+    assert str(path) not in open_paths()
+
+
+def open_paths() -> set[str]:
+    folder = "/proc/self/fd"
+    if not os.path.isdir(folder):
+        pytest.skip("no /proc")
+    return {os.path.realpath(f"{folder}/{fd}") for fd in os.listdir(folder)}
+
+
+@pytest.mark.parametrize("change", ["replaced", "appended", "same size"])
+def test_a_file_that_changed_is_an_error(tmp_path, change):
+    path = make_images(tmp_path / "a.h5", 20, 4)
+    reader = H5Reader(path)
+    if change == "replaced":
+        shutil.copy2(path, tmp_path / "b.h5")
+        (tmp_path / "b.h5").replace(path)
+    elif change == "appended":
+        with h5py.File(path, "a") as file:
+            file["more"] = np.arange(1000)
+    else:
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(FileError, match=r"a\.h5: replaced or changed since it was first opened: start again"):
+        reader.read("images", np.array([0]), np.empty((1, 50), "u1"))
+
+
+def test_a_file_that_is_gone(tmp_path):
+    path = make_images(tmp_path / "a.h5", 20, 4)
+    reader = H5Reader(path)
+    path.unlink()
+    with pytest.raises(FileError, match=r"a\.h5: no such file"):
+        reader.read("images", np.array([0]), np.empty((1, 50), "u1"))
+
+
+# Bad input
+
+
+def check_refused(kind: type[H5ChunkError], match: str, *args: object) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        H5Reader(*args)
+    assert "\n" not in str(caught.value)
+    assert str(args[0]) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"not HDF5", b"\0" * 10_000, b"PK\x03\x04" + b"x" * 4000])
+def test_not_hdf5(tmp_path, content):
+    path = tmp_path / "a.h5"
+    path.write_bytes(content)
+    check_refused(FileError, "not an HDF5 file", path)
+
+
+def test_missing_file_and_folder(tmp_path):
+    check_refused(FileError, "no such file", tmp_path / "a.h5")
+    check_refused(FileError, "not a regular file", tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0.999, 0.5])
+def test_truncated(tmp_path, keep):
+    path = make_images(tmp_path / "a.h5", 2000, 8)
+    with open(path, "r+b") as file:  # noqa: PTH123
+        file.truncate(int(path.stat().st_size * keep))
+    check_refused(FileError, "cut short", path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        (None, FieldError, "has no dataset 'images'; it has .*numbers.*: name those to read with fields="),
+        ({"x": "nothing"}, FieldError, "has no dataset 'nothing'; it has .*group/inner"),
+        ({"x": "group/nothing"}, FieldError, "has no dataset 'group/nothing'"),
+        ({"x": "numbers/inner"}, FieldError, "numbers/inner"),
+        ({"x": "group"}, FieldError, "'group' is a group: name a dataset in it"),
+        ({"x": "single"}, FieldError, "'single' is a single value"),
+        ({"x": "null"}, FieldError, "'null' is a single value|'null' is empty"),
+        ({"x": "text"}, FieldError, "'text' has the type .*: a field holds numbers or strings of fixed length"),
+        ({"x": "ragged"}, FieldError, "'ragged' has the type"),
+        ({"x": "compound"}, FieldError, "'compound' has the type"),
+        ({"x": "complex"}, FieldError, "'complex' has the type complex64"),
+        ({"x": "numbers", "y": "longer"}, FieldError, "fields differ in length: 'x' has 10, 'y' has 11"),
+        ({"x": "dangling"}, FieldError, "dangling"),
+        ({"x": "outside"}, FieldError, "outside"),
+    ],
+)
+def test_what_cannot_be_a_field(tmp_path, fields, kind, message):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["numbers"], file["longer"] = np.arange(10), np.arange(11)
+        file["group/inner"] = np.arange(10)
+        file["single"] = 3
+        file["null"] = h5py.Empty("f4")
+        file["text"] = ["a", "b"]
+        file.create_dataset("ragged", (3,), h5py.vlen_dtype("i4"))
+        file["compound"] = np.zeros(10, [("a", "i4"), ("b", "f4")])
+        file["complex"] = np.zeros(10, "c8")
+        file["dangling"] = h5py.SoftLink("/nowhere")
+        file["outside"] = h5py.ExternalLink("nowhere.h5", "/x")
+    check_refused(kind, message, path, fields)
+
+
+def test_no_fields(tmp_path):
+    with pytest.raises(OptionError, match="fields is empty: name at least one dataset"):
+        H5Reader(make_images(tmp_path / "a.h5", 3, 1), {})
+
+
+def test_a_file_without_datasets(tmp_path):
+    h5py.File(tmp_path / "a.h5", "w").close()
+    check_refused(FieldError, "it has no datasets at all", tmp_path / "a.h5")

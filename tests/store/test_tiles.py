@@ -1,0 +1,120 @@
+"""Rows of chunks that hold parts of samples, read by byte ranges: exactly what HDF5 gives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support.foreign import make_file, values
+from support.loader_options import make_loader
+
+import h5chunk
+from h5chunk.errors import FileError
+from h5chunk.store.hdf5.chunk_table import NotDirect
+from h5chunk.store.hdf5.codecs import ChunkDecoder
+from h5chunk.store.read.chunks import ChunkedField
+from h5chunk.store.read.plain import direct_field
+from h5chunk.store.read.reader import H5Reader
+
+
+def open_tiles(path: Path) -> ChunkedField:
+    field = H5Reader(path, {"x": "x"}).fields["x"]
+    with h5py.File(path) as file:
+        found = direct_field(path, file, field)
+    assert isinstance(found, ChunkedField)
+    return found
+
+
+def read(field: ChunkedField, path: Path, rows: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """Rows in ascending order, each to a place of its own."""
+    out = np.zeros((len(rows), *data.shape[1:]), data.dtype)
+    places = np.random.default_rng(0).permutation(len(rows))
+    with path.open("rb") as file:
+        for part in field.parts(np.sort(rows), places, out.reshape(len(rows), -1).view(np.uint8)):
+            part(file.fileno())
+    return out[places]
+
+
+FILTERS = [{}, {"compression": "gzip"}, {"compression": "gzip", "shuffle": True, "fletcher32": True}]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_layout(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=4)))
+    chunks = [data.draw(st.integers(1, length)) for length in shape]
+    axis = data.draw(st.integers(1, len(shape) - 1))
+    spare = {} if chunks[axis] < shape[axis] else {"maxshape": (None,) * len(shape)}
+    chunks[axis] += 3 if spare else 0  # larger than the samples: only its front is data
+    options = data.draw(st.sampled_from(FILTERS))
+    dtype = data.draw(st.sampled_from(["u1", "i2", "f4", "f8"]))
+    x = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+    path = make_file(tmp_path_factory.mktemp("tiles") / "a.h5", x=(x, {"chunks": tuple(chunks), **spare, **options}))
+    rows = np.array(data.draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=20)))  # the same ones again
+    field = open_tiles(path)
+    assert read(field, path, rows, x).tobytes() == x[np.sort(rows)].tobytes()
+    assert read(field, path, np.arange(shape[0]), x).tobytes() == x.tobytes()
+    with path.open("rb") as file:
+        assert field.read_all(file.fileno()).tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("chunks", [(7, 2, 3, 6), (16, 3, 5, 2), (50, 1, 1, 1), (1, 3, 2, 2)], ids=str)
+def test_the_loader_gives_what_hdf5_gives(tmp_path: Path, chunks: tuple[int, ...], options: dict) -> None:
+    images, labels = values((50, 3, 5, 6), "u1"), np.arange(50)
+    path = make_file(tmp_path / "a.h5", images=(images, {"chunks": chunks, **options}), labels=(labels, {}))
+    for window in (1, 3):
+        found = []
+        for reader in ("direct", "h5py"):
+            with make_loader(path, 16, reader=reader, window_chunks=window) as loader:
+                found.append([[each.tolist() for each in batch] for _ in range(2) for batch in loader])
+        assert found[0] == found[1]
+        for pixels, numbers in h5chunk.ChunkLoader(path, 16):
+            assert (pixels.numpy() == images[numbers.numpy()]).all()
+
+
+def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = values((32, 4, 4), "u1")
+    path = make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2), "compression": "gzip"}))
+    field = open_tiles(path)
+    decoded: list[np.ndarray] = []
+    decode = ChunkDecoder.decode
+
+    def note(decoder: ChunkDecoder, stored: np.ndarray, mask: int, out: np.ndarray) -> None:
+        decode(decoder, stored, mask, out)
+        decoded.append(out.copy())
+
+    monkeypatch.setattr(ChunkDecoder, "decode", note)
+    for rows in (range(5), range(5, 19), range(19, 32)):  # windows that cut bands
+        read(field, path, np.array(rows), x)
+    assert len(decoded) == 16 and sum(map(np.sum, decoded)) == x.sum()
+
+
+def test_large_chunks_are_left_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5chunk.store.read.chunks.MAX_DECODED_BYTES", 31)
+    path = make_file(tmp_path / "a.h5", x=(values((32, 4, 4), "u1"), {"chunks": (8, 2, 2)}))
+    with pytest.raises(NotDirect, match="its chunks are of 32 bytes"):
+        open_tiles(path)
+
+
+def test_a_chunk_never_written_is_left_to_hdf5(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (32, 4, 4), "u1", chunks=(8, 2, 2))[:8] = 1
+    with pytest.raises(NotDirect, match="never written"):
+        open_tiles(path)
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    x = values((32, 4, 4), "u1")
+    path = make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2)}))
+    field = open_tiles(path)
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(FileError, match=r"field 'x', chunk .*cut short"):
+        for _ in range(2):
+            read(field, path, np.arange(32), x)

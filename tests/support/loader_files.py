@@ -1,0 +1,32 @@
+"""Files that the tests of `ChunkLoader` read: 203 small images, and 203 whose batches are of a megabyte and more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.foreign import make_file, values
+
+N = 203  # images of 90 bytes: larger than what is kept in memory whole
+IMAGES = values((N, 3, 5, 6), np.uint8)
+LABELS = np.arange(N, dtype=np.int64)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6)}), labels=(LABELS, {"chunks": (32,)}))
+
+
+@pytest.fixture
+def large(tmp_path):
+    """Batches of a megabyte and more, whose memory is used again."""
+    images = values((N, 3, 100, 60), np.uint8)
+    return make_file(tmp_path / "large.h5", images=(images, {"chunks": (8, 3, 100, 60)}), labels=(LABELS, {}))
+
+
+def epoch_of(loader) -> list[list[int]]:
+    """The labels of each batch of an epoch; the images are those of the labels."""
+    batches = []
+    for images, labels in loader:
+        assert images.shape[1:] == (3, 5, 6) and images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
+        batches.append(labels.tolist())
+    return batches

@@ -1,0 +1,714 @@
+"""tune: what is recommended, advised, verified and stored; and that it keeps to its budget."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import check_error, run
+from support.foreign import make_file, values
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk.errors import FieldError, FileError, OptionError, OutputError, SourceError
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.order import Order
+from h5chunk.store.format.recommendation import read_recommendation, sidecar_of, write_recommendation
+from h5chunk.store.read.reader import H5Reader, model_cache
+from h5chunk.tools.measure.counted import count_reads
+from h5chunk.tools.model.row_reads import find_reads, replay_batches
+from h5chunk.tools.model.settings import (
+    STAY,
+    Candidate,
+    DataFacts,
+    Limits,
+    Setting,
+    choose,
+    cut_order,
+    enumerate_settings,
+    frontier,
+    memory_of,
+    order_of,
+    runner_up,
+)
+from h5chunk.tools.progress import TimeBudget
+from h5chunk.tools.repack.options import read_tuned
+from h5chunk.tools.tune.report import CHOSEN, PLAIN, TODAY, WIDTH
+from h5chunk.tools.tune.search import FINAL_SHARE, TURNS, Search
+from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, most_samples
+
+QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
+CODES = {"labels_clustered", "sample_spans_chunks", "giant_chunk", "cache_below_chunk", "slow_filter"}
+N = 600
+
+
+COUNT = 100
+
+
+@pytest.fixture
+def converted(class_folder, tmp_path) -> Path:
+    h5chunk.convert(class_folder(count=COUNT), tmp_path / "photos.h5", workers=0, chunk_samples=4)
+    return tmp_path / "photos.h5"
+
+
+def images_file(path: Path, labels: np.ndarray | None = None, shape=(3, 12, 12), **options: Any) -> Path:
+    """Images of others, with labels."""
+    labels = np.random.default_rng(0).integers(0, 5, N) if labels is None else labels
+    return make_file(path, images=(values((len(labels), *shape), "u1"), options), labels=(labels, {}))
+
+
+def codes(found: h5chunk.Recommendation) -> set[str]:
+    return {each.code for each in found.advice}
+
+
+def test_report(converted):
+    calls: list[tuple[str, int, int | None]] = []
+    found = h5chunk.tune(converted, progress=lambda *call: calls.append(call), verify=True, **QUICK)
+    assert [row.name for row in found.rows[:3]] == [TODAY, PLAIN, CHOSEN]
+    assert (found.num_samples, found.batch_size, found.device, found.converted) == (COUNT, 32, "cpu", True)
+    for row in found.rows:
+        assert row.rate > 0 and row.memory_bytes > 0 and row.amplification >= 0 and row.reason and row.slowest
+    assert found.row(TODAY).measured_rate and found.row(TODAY).setting.chunk_samples < 10
+    assert found.row(PLAIN).measured_rate
+    assert f"slowest stage: {found.row(CHOSEN).slowest}" in str(found)
+    assert {(stage, total) for stage, _, total in calls} == {("tune", 100)}
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+    for word in (TODAY, PLAIN, CHOSEN, "verify", "read/used"):
+        assert word in str(found)
+
+
+def test_json_is_what_repack_and_convert_take(converted, tmp_path):
+    found = h5chunk.tune(converted, **QUICK)
+    (tmp_path / "tuned.json").write_text(found.to_json())
+    tuned = read_tuned(tmp_path / "tuned.json")
+    assert (tuned.chunk_samples, tuned.window_chunks) == (found.setting.chunk_samples, found.setting.window_chunks)
+    assert tuned.cache == CacheSettings.of(found.cache) and tuned.shuffle == found.setting.shuffle
+    parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
+    assert {"advice", "rows", "candidates", "machine", "verify"} <= set(parsed)
+
+
+GOOD = {
+    "whole": {"chunks": (8, 3, 12, 12)},
+    "contiguous": {},
+    "one a chunk": {"chunks": (1, 3, 12, 12)},
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_no_advice_on_good_files(tmp_path, name):
+    assert codes(h5chunk.tune(images_file(tmp_path / "a.h5", **GOOD[name]), **QUICK)) == set()
+
+
+def test_no_advice_on_a_converted_file(converted):
+    assert codes(h5chunk.tune(converted, **QUICK)) == set()
+
+
+def check_advice(found: h5chunk.Recommendation, code: str) -> None:
+    """It is there, with a figure and a remedy, once; in JSON too."""
+    (advice,) = [each for each in found.advice if each.code == code]
+    assert advice.figures and advice.message and advice.remedy
+    assert code in [each["code"] for each in json.loads(found.to_json())["advice"]] and code in str(found)
+    assert codes(found) <= CODES
+
+
+def test_sample_spans_chunks(tmp_path):
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", chunks=(50, 1, 6, 6)), **QUICK)
+    check_advice(found, "sample_spans_chunks")
+    (advice,) = found.advice
+    assert advice.figures["chunks_per_sample"] == 12 and "h5chunk repack" in advice.remedy
+    assert found.row(TODAY).rate <= found.row(CHOSEN).rate
+
+
+def test_giant_chunk(tmp_path):
+    path = images_file(tmp_path / "a.h5", shape=(3, 32, 32), chunks=(N, 3, 32, 32))
+    found = h5chunk.tune(path, **QUICK)
+    check_advice(found, "giant_chunk")
+    assert codes(found) == {"giant_chunk"}
+
+
+def test_cache_below_chunk(tmp_path):
+    options = {"shape": (3, 200, 200), "chunks": (80, 3, 200, 200), "compression": "gzip"}  # 9.6 MB, HDF5 caches 8 MiB
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", np.arange(160) % 2, **options), **QUICK)
+    check_advice(found, "cache_below_chunk")
+    assert "rdcc_nbytes=" in found.advice[[a.code for a in found.advice].index("cache_below_chunk")].remedy
+
+
+def test_slow_filter(tmp_path):
+    images = np.random.default_rng(0).integers(0, 16, (N, 64, 64), dtype=np.uint8)
+    path = make_file(tmp_path / "a.h5", images=(images, {"chunks": (8, 64, 64), "compression": "gzip"}))
+    found = h5chunk.tune(path, **QUICK)
+    check_advice(found, "slow_filter")
+    assert codes(found) == {"slow_filter"}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_classes"), [({"chunks": (8, 3, 12, 12)}, 2), ({}, 5), ({"chunks": (N, 3, 12, 12)}, 60)], ids=str
+)
+def test_sorted_labels_are_flagged(tmp_path, options, num_classes):
+    labels = np.arange(N) * num_classes // N
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", labels, **options), **QUICK)
+    check_advice(found, "labels_clustered")
+    assert "--shuffle" in next(each for each in found.advice if each.code == "labels_clustered").remedy
+
+
+def test_a_large_sorted_file_is_shuffled_on_disk(tmp_path):
+    labels = np.arange(20_000) // 2000
+    path = make_file(tmp_path / "a.h5", images=(values((20_000, 50), "u1"), {"chunks": (64, 50)}), labels=(labels, {}))
+    found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
+    assert found.setting.shuffle and found.setting.repack and "--shuffle" in found.commands[0]
+    assert found.row(CHOSEN).effective_batch == 32
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shuffled_labels_are_not(tmp_path, seed):
+    labels = np.random.default_rng(seed).permutation(np.arange(N) // 60)
+    found = h5chunk.tune(images_file(tmp_path / "a.h5", labels, chunks=(50, 3, 12, 12)), **QUICK)
+    assert "labels_clustered" not in codes(found)
+    assert found.row(TODAY).effective_batch == 32
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a b'c\"d\ne$(x)\\.h5"])
+def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, name):
+    """And each remedy is the command that is recommended, if one is."""
+    monkeypatch.chdir(tmp_path)
+    images = values((20_000, 50), "u1"), {"chunks": (64, 50)}
+    path = make_file(Path(name), images=images, labels=(np.arange(20_000) // 2000, {}))
+    found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
+    assert found.setting.repack and found.setting.shuffle
+    assert {each.remedy for each in found.advice} == {found.commands[0]}
+    assert f"\n        {found.commands[0]}\n" in str(found)
+    split = ["bash", "-c", rf"printf '%s\0' {found.commands[0]}"]
+    words = subprocess.run(split, capture_output=True, check=True).stdout
+    result = run(*words.decode().split("\0")[1:-1])
+    assert result.exit_code == 0, result.output
+    scope: dict[str, Any] = {"h5chunk": h5chunk, "DataLoader": DataLoader}
+    *before, last = found.commands[1].split("; ")
+    exec("; ".join(before), scope)
+    assert sum(len(batch[0]) for batch in eval(last, scope)) == 20_000
+
+
+@pytest.mark.parametrize("fields", [["x", "y"], {"a": "x", "b": "y"}])
+def test_the_line_of_python_has_the_fields_that_were_named(tmp_path, monkeypatch, fields):
+    monkeypatch.chdir(tmp_path)
+    path = make_file(Path("a.h5"), x=(values((600, 50), "u1"), {}), y=(np.arange(600), {}))
+    found = h5chunk.tune(path, fields=fields, **QUICK)
+    for command in found.commands[:-1]:
+        assert run(*shlex.split(command)[1:]).exit_code == 0
+    scope: dict[str, Any] = {"h5chunk": h5chunk, "DataLoader": DataLoader}
+    *before, last = found.commands[-1].split("; ")
+    exec("; ".join(before), scope)
+    assert sum(len(x) for x, y in eval(last, scope)) == 600
+
+
+def test_a_report_fits_its_width(tmp_path):
+    """But for commands."""
+    options = {"chunks": (N // 2, 2, 5, 5), "compression": "gzip"}
+    path = images_file(tmp_path / "a.h5", np.arange(N) // 60, **options)
+    text = str(h5chunk.tune(path, group_by="labels", **QUICK))
+    long = [line for line in text.splitlines()[1:] if len(line) > WIDTH]
+    assert [line for line in long if not line.strip().startswith(("h5chunk", "h5py.File", "data = "))] == []
+    assert "advice: sample_spans_chunks" in text and "e+0" not in text
+
+
+def test_cells_of_anndata(tmp_path):
+    """Their categories are groups; what is advised is what can be done: they are converted, not shuffled in place."""
+    anndata, pd = pytest.importorskip("anndata"), pytest.importorskip("pandas")
+    kinds = pd.Categorical(np.repeat(["a", "b", "c"], 100))
+    obs = pd.DataFrame({"kind": kinds}, index=[f"cell{i}" for i in range(300)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cells = anndata.AnnData(np.random.default_rng(0).poisson(1, (300, 40)).astype(np.float32), obs)
+        cells.write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
+    found = h5chunk.tune(tmp_path / "cells.h5ad", fields=["X"], group_by="obs/kind", **QUICK)
+    assert not found.setting.shuffle and not any(each.setting.shuffle for each in found.candidates)
+    (advice,) = [each for each in found.advice if each.code == "labels_clustered"]
+    assert run(*shlex.split(advice.remedy)[1:]).exit_code == 0
+    with h5py.File(tmp_path / "cells-tuned.h5") as file:
+        assert file["h5chunk"].attrs["shuffled"] == 1
+    if found.setting.repack:
+        assert run(*shlex.split(found.commands[0])[1:], "--overwrite").exit_code == 0
+    with pytest.raises(OptionError, match="group_by"):
+        h5chunk.tune(tmp_path / "cells.h5ad", fields=["X"], group_by="obs", **QUICK)
+
+
+def test_group_by(tmp_path):
+    data = values((N, 20), "u1"), {"chunks": (8, 20)}
+    path = make_file(tmp_path / "a.h5", images=data, patient=(np.arange(N) // 100, {}), age=(np.zeros((N, 2)), {}))
+    assert h5chunk.tune(path, **QUICK).row(TODAY).effective_batch is None
+    check_advice(h5chunk.tune(path, group_by="patient", **QUICK), "labels_clustered")
+    for wrong in ("age", "nothing", ""):
+        with pytest.raises(OptionError, match="group_by"):
+            h5chunk.tune(path, group_by=wrong, **QUICK)
+
+
+LAYOUTS = {
+    "whole": ((200, 30), {"chunks": (8, 30)}),
+    "short last": ((203, 30), {"chunks": (8, 30)}),
+    "gzip": ((203, 30), {"chunks": (8, 30), "compression": "gzip"}),
+    "spans": ((100, 9, 9), {"chunks": (7, 4, 5)}),
+    "spans, gzip": ((100, 9, 9), {"chunks": (7, 4, 5), "compression": "gzip", "shuffle": True}),
+    "large rows": ((60, 40_000), {"chunks": (4, 40_000)}),
+    "large rows, gzip": ((60, 40_000), {"chunks": (6, 40_000), "compression": "gzip"}),
+    "one chunk": ((100, 7), {"chunks": (100, 7)}),
+    "larger than data": ((30, 7), {"chunks": (100, 7), "maxshape": (None, 7)}),
+    "one a chunk": ((50, 7), {"chunks": (1, 7)}),
+    "scalars": ((500,), {"chunks": (16,)}),
+}
+CACHES = [None, (1, 0, 0.0), (7, 600, 0.75), (50, 5_000, 0.0), (521, 1 << 20, 0.75), (3, 2_000, 0.99)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
+    shape, options = LAYOUTS[name]
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(values(shape, "u1"), options)))
+    for window, interleave, batch in ((1, 1, 16), (3, 4, 10), (50, 24, 32)):
+        order = Order(shape[0], reader.chunk_samples, batch, window, interleave=interleave)
+        for cache in CACHES:
+            given_cache = model_cache(reader, order.open_chunks, order.cache_w0) if cache is None else cache
+            found = count_reads(reader, order, CacheSettings.of(given_cache), 10)
+            assert found.agrees and found.predicted_reads > 0 and found.samples == shape[0], (cache, found)
+
+
+def test_verify_notices_a_wrong_model(tmp_path, monkeypatch):
+    reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((200, 30), "u1"), {"chunks": (8, 30)})))
+    monkeypatch.setattr("h5chunk.tools.model.row_reads.CALL_BYTES", 0)
+    order = Order(200, 8, 16, 2)
+    assert not count_reads(reader, order, CacheSettings(1, 0), 10).agrees
+
+
+def test_verify_in_json(tmp_path):
+    path = images_file(tmp_path / "a.h5", chunks=(50, 1, 6, 6))
+    verify = json.loads(h5chunk.tune(path, verify=True, **QUICK).to_json())["verify"]
+    assert verify["predicted_reads"] == verify["measured_reads"] > 0
+    contiguous = h5chunk.tune(images_file(tmp_path / "b.h5"), verify=True, **QUICK).verify
+    assert "nothing to count" in contiguous["note"]
+
+
+@given(st.lists(st.integers(0, 199), max_size=60), st.integers(1, 20), st.sampled_from([1, 100, 30_000, 100_000]))
+@settings(max_examples=60, deadline=None)
+def test_reads_cover_the_batch(rows, band, row_bytes):
+    for whole in (False, True):
+        starts, stops = find_reads(np.array(rows, np.int64), band_samples=band, row_bytes=row_bytes, whole=whole)
+        covered = [row for a, b in zip(starts.tolist(), stops.tolist(), strict=True) for row in range(a, b)]
+        assert set(rows) <= set(covered)
+        assert all(a // band == (b - 1) // band for a, b in zip(starts.tolist(), stops.tolist(), strict=True))
+        if whole:
+            assert len(starts) == len({row // band for row in rows})
+
+
+FACTS = st.builds(
+    lambda n, size, k, b, w, shuffled: DataFacts(
+        ChunkGrid((n, size), (min(k, n), size), 1), size + 8, min(k, n), b, w, shuffled
+    ),
+    st.integers(1, 5000), st.integers(1, 200_000), st.integers(1, 600), st.integers(1, 300), st.integers(1, 50),
+    st.booleans(),
+)  # fmt: skip
+
+
+@given(FACTS)
+@settings(max_examples=50, deadline=None)
+def test_settings_are_possible(facts):
+    found = enumerate_settings(facts, workers=(0, 2))
+    assert found[0] == Setting(
+        "loader", facts.chunk_samples, min(facts.window_chunks, order_of(found[0], facts).num_chunks)
+    )
+    assert len(set(found)) == len(found)
+    for each in found:
+        order = order_of(each, facts)
+        assert 1 <= each.chunk_samples <= facts.num_samples and 1 <= each.window_chunks <= order.num_chunks
+        assert memory_of(each, facts) > 0
+        cut = cut_order(order, max(1, facts.num_samples // 3))
+        each_chunk = order.chunk_samples  # a window is no less
+        sizes = [max(each.window_batches for each in one.rounds()) for one in (cut, order)]
+        assert cut.num_samples <= order.num_samples and sizes[0] <= max(sizes[1], -(-each_chunk // facts.batch_size))
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        st.builds(
+            Setting, st.sampled_from(["loader", "dataset"]), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2),
+            st.booleans(),
+        ),
+        st.floats(1, 1e6), st.integers(1, 100), st.none() | st.floats(1, 256),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(CANDIDATES, st.builds(Limits, st.floats(1, 256), st.integers(1, 100)))
+def test_choice(candidates, limits):
+    found = choose(candidates, limits)
+    fitting = [each for each in candidates if limits.allow(each)]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert found in fitting and found.rate >= STAY * max(each.rate for each in fitting)
+        assert found.setting.repack <= all(
+            each.setting.repack for each in fitting if each.rate >= STAY * max(e.rate for e in fitting)
+        )
+        second = runner_up(candidates, found, limits)
+        assert second is None or second.setting != found.setting
+
+
+@given(CANDIDATES)
+def test_frontier(candidates):
+    found = frontier(candidates)
+    for each in candidates:
+        worth = each.effective_batch or 0.0
+        assert any(f.rate >= each.rate and (f.effective_batch or 0.0) >= worth for f in found)
+    assert [f.rate for f in found] == sorted(f.rate for f in found)
+
+
+def test_apply_to_a_file_of_ours(converted):
+    """What lies beside it goes before its header, which stays."""
+    before = converted.read_bytes()
+    found = h5chunk.tune(converted, apply=True, **QUICK)
+    assert converted.read_bytes() == before and found.applied == str(sidecar_of(converted))
+    dataset = h5chunk.ChunkDataset(converted)
+    assert dataset.window_chunks == found.window_in_place and dataset.cache == CacheSettings.of(found.cache_in_place)
+
+
+def test_apply_to_a_file_of_others(tmp_path):
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    before = path.read_bytes()
+    found = h5chunk.tune(path, apply=True, **QUICK)
+    assert path.read_bytes() == before and found.applied == str(sidecar_of(path))
+    assert read_recommendation(path) == (found.window_in_place, CacheSettings.of(found.cache_in_place))
+    assert read_recommendation(path, dataset="images", num_samples=N, chunk_samples=8) is not None
+    for other in ({"dataset": "x"}, {"num_samples": N + 1}, {"chunk_samples": 9}):
+        assert read_recommendation(path, **other) is None
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.h5", "a.h5.h5chunk.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", '{"version": 1}', '{"version": 1, "window_chunks": 0, "cache": [1, 0, 0]}',
+        '{"version": 1, "window_chunks": 3, "cache": [1, 0, 1.0]}', '{"version": 1, "window_chunks": 3, "cache": 5}',
+    ],
+)  # fmt: skip
+def test_damaged_sidecars(tmp_path, text):
+    sidecar_of(tmp_path / "a.h5").write_text(text)
+    with pytest.raises(FileError, match="damaged"):
+        read_recommendation(tmp_path / "a.h5")
+
+
+def test_sidecars_that_cannot_be(tmp_path):
+    """Where the name is too long there is none; what is no file is an error of ours."""
+    path = images_file(tmp_path / f"{'a' * 245}.h5", chunks=(8, 3, 12, 12))
+    assert read_recommendation(path) is None
+    assert h5chunk.ChunkDataset(path).window_chunks >= 1
+    with pytest.raises(OutputError, match="File name too long"):
+        write_recommendation(path, 3, CacheSettings(5, 6), dataset="x", num_samples=9, chunk_samples=2)
+    sidecar_of(tmp_path / "b.h5").mkdir()
+    with pytest.raises(FileError, match="cannot be read: Is a directory"):
+        read_recommendation(tmp_path / "b.h5")
+
+
+def test_newer_and_missing_sidecars(tmp_path):
+    assert read_recommendation(tmp_path / "a.h5") is None
+    sidecar_of(tmp_path / "a.h5").write_text('{"version": 2}')
+    assert read_recommendation(tmp_path / "a.h5") is None
+    write_recommendation(tmp_path / "a.h5", 3, CacheSettings(5, 6), dataset="x", num_samples=9, chunk_samples=2)
+    assert read_recommendation(tmp_path / "a.h5") == (3, CacheSettings(5, 6))
+
+
+KILLED = """
+import sys, itertools
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.format.recommendation import write_recommendation
+print("ready", flush=True)
+for i in itertools.count(1):
+    write_recommendation(sys.argv[1], i, CacheSettings(i, i, 0.5), dataset="x", num_samples=1, chunk_samples=1)
+"""
+
+
+def test_a_kill_leaves_a_whole_recommendation(tmp_path):
+    for delay in (0.05, 0.08, 0.12):
+        with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "a.h5"], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+        window, cache = read_recommendation(tmp_path / "a.h5")
+        assert cache == CacheSettings(window, window, 0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 0}, {"memory_bytes": 0}, {"min_effective_batch": 1}, {"min_effective_batch": 0}, {"budget_s": 0},
+        {"workers": [-1]}, {"workers": [True]}, {"device": "tpu"},
+    ],
+)  # fmt: skip
+def test_wrong_options(converted, options):
+    with pytest.raises(OptionError):
+        h5chunk.tune(converted, **QUICK | options)
+
+
+def test_files_that_cannot_be_tuned(tmp_path):
+    with pytest.raises(FileError):
+        h5chunk.tune(tmp_path / "missing.h5", **QUICK)
+    with pytest.raises(FieldError, match="no samples"):
+        h5chunk.tune(make_file(tmp_path / "a.h5", images=(np.zeros((0, 3)), {})), **QUICK)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (40, 5), (7, 1000)])
+def test_tiny_files(tmp_path, shape):
+    path = make_file(tmp_path / "a.h5", images=(values(shape, "f4"), {}))
+    assert h5chunk.tune(path, **QUICK).row(TODAY).rate > 0
+
+
+def test_fields_of_any_name_and_strings(tmp_path):
+    path = make_file(
+        tmp_path / "a.h5",
+        train__x=(values((N, 30), "f4"), {"chunks": (8, 30)}),
+        train__y=(np.arange(N) % 3, {}),
+        train__names=(values((N,), "S5"), {}),
+    )
+    found = h5chunk.tune(path, fields={"x": "train/x", "y": "train/y"}, group_by="y", **QUICK)
+    assert found.row(TODAY).effective_batch == 32
+    found = h5chunk.tune(path, fields=["train/x", "train/names"], **QUICK)
+    assert found.setting.way == "dataset" and all(each.setting.way != "loader" for each in found.candidates)
+
+
+def test_command_line(converted):
+    arguments = ("tune", converted, "--budget", "0.5s", "--batch-size", 16, "--workers", 0, "--memory-bytes", "1GiB")
+    result = run(*arguments, "--apply", "--verify")
+    assert result.exit_code == 0, result.output
+    assert "equal" in result.stdout and f"stored in {sidecar_of(converted)}" in result.stdout
+    parsed = json.loads(run(*arguments, "--json").stdout)
+    assert parsed["memory_bytes"] <= 1 << 30 and parsed["budget_s"] == 0.5
+    for wrong in (["--budget", "0"], ["--budget", "x"], ["--min-effective-batch", "1"]):
+        assert run("tune", converted, *wrong).exit_code == 2
+    check_error(run("tune", converted, "--device", "tpu"), "tpu")
+
+
+def test_plot(converted, tmp_path, monkeypatch):
+    path = images_file(tmp_path / "a.h5", np.arange(N) // 60, chunks=(8, 3, 12, 12))
+    h5chunk.tune(path, plot=tmp_path / "a.png", **QUICK)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    h5chunk.tune(converted, group_by="labels", plot=tmp_path / "b.svg", **QUICK)
+    assert (tmp_path / "b.svg").read_text().rstrip().endswith("</svg>")
+    with monkeypatch.context() as patched:  # before anything is measured
+        patched.setattr("h5chunk.tools.tune.tune.study_file", None)
+        with pytest.raises(OptionError, match="drawn"):
+            h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
+        with pytest.raises(OutputError, match="does not exist"):
+            h5chunk.tune(path, plot=tmp_path / "none" / "a.png", **QUICK)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(OptionError, match="plot"):
+        h5chunk.tune(path, plot=tmp_path / "a.png", **QUICK)
+
+
+def test_images_that_are_not_converted(class_folder, tmp_path):
+    source = class_folder(count=50)
+    found = h5chunk.tune(source, **QUICK)
+    assert (found.converted, found.num_samples, found.path) == (False, 50, str(source))
+    assert found.sample_bytes == 3 * 10 * 12 + 8 and found.commands[0].startswith("h5chunk convert")
+    (tmp_path / "tuned.json").write_text(found.to_json())
+    assert run("convert", source, tmp_path / "out.h5", "--tuned", tmp_path / "tuned.json").exit_code == 0
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["images"].chunks[0] == found.setting.chunk_samples
+    assert "repacked" not in str(found) and "new file" not in str(found)
+    assert h5chunk.tune(source, size=(20, 30), **QUICK).sample_bytes == 3 * 20 * 30 + 8
+    for asked in ({"apply": True}, {"verify": True}, {"group_by": "labels"}, {"fields": ["images"]}):
+        with pytest.raises(OptionError, match="not converted yet"):
+            h5chunk.tune(source, **QUICK | asked)
+
+
+@pytest.fixture
+def ratings(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    pairs = sorted({(int(a), int(b)) for a, b in rng.integers(0, 200, (3000, 2))})
+    path = tmp_path / "ratings.csv"
+    path.write_text("user,item,rating\n" + "".join(f"{a},{b},{(a + b) % 5 + 1}\n" for a, b in pairs))
+    return path
+
+
+def test_sparse_sources(ratings):
+    """They are converted if that takes little of the budget."""
+    found = h5chunk.tune(ratings, **QUICK | {"budget_s": 5.0})
+    assert not found.converted and found.num_samples == 200 and not found.setting.repack
+    with pytest.raises(SourceError, match=r"give a --budget of \d+s, or convert it first"):
+        h5chunk.tune(ratings, **QUICK | {"budget_s": 1e-3})
+
+
+def test_a_sparse_file(ratings, tmp_path):
+    path = tmp_path / "ratings.h5"
+    h5chunk.convert(ratings, path)
+    found = h5chunk.tune(path, apply=True, verify=True, **QUICK)
+    assert found.row(TODAY).measured_rate and not found.setting.repack and codes(found) == set()
+    assert found.verify["predicted_reads"] == found.verify["measured_reads"] and "sparse" in found.verify["note"]
+    assert h5chunk.ChunkDataset(path).window_chunks == found.window_in_place
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 300_000])
+def test_memory_for_nothing(tmp_path, memory_bytes):
+    """The error says what feeding takes at least, and with so much it can be tuned."""
+    path = images_file(tmp_path / "a.h5", np.arange(N) // 60, chunks=(8, 3, 12, 12))
+    with pytest.raises(OptionError, match=r"feeding takes at least [\d.]+ KiB: allow more memory"):
+        h5chunk.tune(path, **QUICK | {"memory_bytes": memory_bytes, "batch_size": 256})
+
+
+@pytest.mark.parametrize("batch_size", [1, 10**14])
+def test_batches_of_any_size(tmp_path, batch_size):
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    assert h5chunk.tune(path, **QUICK | {"batch_size": batch_size}).row(PLAIN).measured_rate
+
+
+def test_predicting_takes_a_part_of_the_budget(tmp_path, monkeypatch):
+    """Not as long as there are batches: those of one sample are many."""
+    replayed: list[int] = []
+
+    def replay(grid, cache, batches, **options):
+        replayed.append(sum(1 for _ in batches))
+        return replay_batches(grid, cache, [np.arange(8)], **options)
+
+    monkeypatch.setattr("h5chunk.tools.tune.predict.LEAST_REPLAY_S", 0.0)
+    monkeypatch.setattr("h5chunk.tools.tune.predict.replay_batches", replay)
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    h5chunk.tune(path, **QUICK | {"batch_size": 1, "budget_s": 1e-6})
+    assert replayed.count(1) > 4 and replayed.count(N) < 4  # but for what the table shows
+
+
+def limited(num_bytes: int, code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code where no file may have more bytes than this."""
+    limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, {num_bytes}))\n"
+    return subprocess.run([sys.executable, "-c", limit + code], capture_output=True, text=True, timeout=120)
+
+
+def test_a_full_temporary_disk(tmp_path, class_folder):
+    """Costs the measurements that need it; a source, of which there is nothing else, is an error that says what."""
+    path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
+    code = (
+        "import h5chunk, sys\n"
+        "options = {'budget_s': 0.3, 'batch_size': 32, 'workers': [0]}\n"
+        f"found = h5chunk.tune({str(path)!r}, **options)\n"
+        "assert found.row('today').measured_rate and not any(each.measured_rate for each in found.candidates"
+        " if each.setting.repack)\n"
+        "print(found)\n"
+        f"h5chunk.tune({str(class_folder(count=100))!r}, **options)\n"
+    )
+    result = limited(20_000, code)
+    assert "note: other chunks are not measured" in result.stdout and "File too large" in result.stdout
+    assert "OutputError" in result.stderr and "set TMPDIR" in result.stderr, result.stderr
+
+
+def test_no_temporary_folder(converted, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent/folder")
+    with pytest.raises(OutputError, match="set TMPDIR"):
+        h5chunk.tune(converted, **QUICK)
+
+
+def test_a_source_that_the_temporary_disk_could_not_hold(class_folder, monkeypatch):
+    """Only a sample of it is written."""
+    usage = shutil.disk_usage("/")._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert h5chunk.tune(class_folder(count=50), **QUICK).num_samples == 50
+
+
+def test_large_samples_are_measured_on_fewer_than_a_batch():
+    assert most_samples(256, 100) == SAMPLE_BYTES // 100
+    assert most_samples(256, 4 << 20) == 256
+    assert most_samples(256, 100 << 20) == BATCH_BYTES // (100 << 20) < 256
+    assert most_samples(256, 10 << 30) == 1
+
+
+def test_what_only_a_source_can_have(converted, tmp_path, class_folder, monkeypatch):
+    with pytest.raises(OptionError, match="is no source of images"):
+        h5chunk.tune(converted, size=(10, 10), **QUICK)
+    with pytest.raises(OptionError, match=r"converted already, and tune takes one: give .*photos\.h5"):
+        (tmp_path / "shards").mkdir()
+        shutil.copy(converted, tmp_path / "shards")
+        h5chunk.tune(tmp_path / "shards", **QUICK)
+    monkeypatch.setattr("h5chunk.tools.tune.source.available_bytes", lambda: 1000)
+    with pytest.raises(OptionError, match=r"a sample is 368 bytes, but tune takes at most 250 bytes here"):
+        h5chunk.tune(class_folder(count=5), **QUICK)
+
+
+class Runners(Search):
+    """Rates as they were written down; None: the setting could not be measured in this turn."""
+
+    def measure(self, setting: Setting, part: float = 1.0) -> float | None:
+        return self.script[setting].pop(0)  # type: ignore[attr-defined]
+
+    def allows(self, setting: Setting) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("slow", [0.01, 0.5, 3.0])
+def test_measuring_ends_with_the_budget(slow):
+    """But for one measurement of each kind, whatever one takes."""
+    now = [0.0]
+    budget = TimeBudget("tune", 10.0, clock=lambda: now[0])
+    some = [Setting("loader", 8, window) for window in range(1, 9)]
+
+    class Slow(Runners):
+        def measure(self, setting: Setting, part: float = 1.0) -> float | None:
+            now[0] += slow
+            self.rates.setdefault(setting, []).append(100.0)
+            return 100.0
+
+    search = Slow(None, None, None, "cpu", budget, some)  # type: ignore[arg-type]
+    search.finalists = lambda: some[:3]  # type: ignore[method-assign]
+    search._anchors = lambda: some  # type: ignore[method-assign]
+    search._check_memory = search._most_promising = lambda: None  # type: ignore[method-assign]
+    search.run()
+    assert 10.0 * FINAL_SHARE - slow <= now[0] <= 10.0 * FINAL_SHARE + 4 * slow or len(search.turns) == TURNS
+
+
+def test_who_leaves_the_turns_does_not_come_back():
+    """As rates are compared within turns, of those that were in all of them."""
+    today, other, third = (Setting("loader", 8, window) for window in (9, 4, 2))
+    budget = TimeBudget("tune", 3600.0)
+    race = Runners(None, None, None, "cpu", budget, [today, other])  # type: ignore[arg-type]
+    race.script = {today: [None] + [50.0] * 99, other: [100.0, 90.0, *[80.0] * 99], third: [99.0, None, *[1.0] * 99]}
+    race.finalists = lambda: [other, third, today]  # type: ignore[method-assign]
+    race._race()
+    assert len(race.turns) == TURNS and race.turns[0].keys() == {other, third}
+    assert all(turn.keys() == {other} for turn in race.turns[1:])
+    assert race._steady[third] == pytest.approx(0.99 * race._steady[other])
+
+
+def test_the_luckiest_of_single_measurements_does_not_win():
+    search = Search(None, None, Limits(1.0, 1), "cpu", TimeBudget("tune", 1.0), [])  # type: ignore[arg-type]
+    steady, lucky = Setting("loader", 8, 9, repack=True), Setting("loader", 8, 2)
+    search.settings, search._steady = [steady, lucky], {steady: 100.0}
+    search.rates = {steady: [130.0, 90.0, 100.0], lucky: [120.0]}
+    search.candidate = lambda each: Candidate(each, search.measured(each), 1, None)  # type: ignore
+    assert search.choose().setting == steady
+    assert search.choose(in_place=True).setting == lucky  # there is nothing else
+    assert search.measured(lucky) == 120.0 and search.measured(Setting("dataset", 8, 9)) is None
+
+
+def test_a_sidecar_appears_at_once(tmp_path, monkeypatch):
+    """Until it takes its place, complete, what stood there is as it was."""
+    path = tmp_path / "a.h5"
+    about = {"dataset": "x", "num_samples": 9, "chunk_samples": 2}
+    write_recommendation(path, 3, CacheSettings(5, 6), **about)
+
+    def fail(self, target):
+        assert read_recommendation(path) == (3, CacheSettings(5, 6))
+        assert json.loads(self.read_text())["window_chunks"] == 4
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(h5chunk.H5ChunkError, match="No space left"):
+        write_recommendation(path, 4, CacheSettings(5, 6), **about)
+    assert read_recommendation(path) == (3, CacheSettings(5, 6))
+    assert [each.name for each in tmp_path.iterdir()] == ["a.h5.h5chunk.json"]
