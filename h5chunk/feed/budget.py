@@ -25,7 +25,6 @@ from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
 from h5chunk.store.read.amplification import NOTABLE, read_amplification
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
-from h5chunk.store.read.csr import CsrField
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.store.read.several import DirectField, direct_fields
@@ -53,7 +52,7 @@ def make_source(
     dataset : ChunkDataset
     order : Order
         Of the samples in the file.
-    reader : {"auto", "direct", "mapped", "h5py"}
+    reader : {"auto", "direct", "h5py"}
     device : torch.device
     num_threads : int, optional
         Default: one per core, at most 10, and no more than decode chunks in 1 GiB together.
@@ -64,7 +63,7 @@ def make_source(
     FieldError
         A field holds strings, or numbers that torch does not have.
     OptionError
-        ``reader="direct"`` or ``"mapped"`` is not possible.
+        ``reader="direct"`` is not possible.
     """
     h5reader = dataset.new_reader()
     counts = _counts(dataset, order)
@@ -76,7 +75,7 @@ def make_source(
     }
     direct, why = _direct_fields(h5reader, reader)
     threads = num_threads or _default_threads(direct)
-    return DataSource(h5reader, direct, why, numbered, layouts, device, threads, reader == "mapped", timeout_s)
+    return DataSource(h5reader, direct, why, numbered, layouts, device, threads, timeout_s)
 
 
 def _default_threads(fields: Mapping[str, DirectField]) -> int:
@@ -109,22 +108,12 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], 
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
     direct, why = direct_fields(reader)
-    if how == "mapped":
-        why |= {name: reason for name, field in direct.items() if (reason := _not_mapped(field))}
     if why and how != "auto":
         name, reason = next(iter(why.items()))
-        verb = "mapped" if how == "mapped" else "read directly"
-        raise OptionError(f"field {name!r} cannot be {verb}: {reason}: use reader='auto' or 'h5py'")
+        raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     return direct, why
-
-
-def _not_mapped(field: DirectField) -> str:
-    """Why a field cannot be read out of mapped memory; empty if it can."""
-    if isinstance(field, CsrField):
-        return "it is a sparse matrix, whose rows are read by byte ranges"
-    return "" if field.is_one_run else "it is compressed, or its chunks do not lie one behind the other"
 
 
 def epoch_amplification(source: DataSource, order: Order) -> float:
@@ -289,8 +278,8 @@ def check_arguments(
     reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None, timeout: float
 ) -> None:
     """Raise OptionError for arguments of a loader that are invalid whatever the file."""
-    if reader not in ("auto", "direct", "mapped", "h5py"):
-        raise OptionError(f"reader is {reader!r}: give auto, direct, mapped or h5py")
+    if reader not in ("auto", "direct", "h5py"):
+        raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
     if not isinstance(resident, bool) and resident != "auto":
         raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
     for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):

@@ -89,10 +89,8 @@ class ChunkLoader(Resumable):
     resident : bool or "auto"
         Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
         if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of its free memory.
-    reader : {"auto", "direct", "mapped", "h5py"}
-        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows it. ``"mapped"`` copies
-        bytes out of mapped memory, which is faster where few cores are the limit; but a file that is cut short
-        meanwhile ends the process without a message, where the others raise an error.
+    reader : {"auto", "direct", "h5py"}
+        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows it.
     reuse : bool
         On the CPU, give batches that are valid only until the next one: no memory is ever allocated anew. (Without it,
         memory is used again as well, once nothing refers to it.)
@@ -120,7 +118,7 @@ class ChunkLoader(Resumable):
     WorkerError
         While iterating: no read was completed for ``timeout``.
     OptionError
-        An argument is invalid; ``reader="direct"`` or ``"mapped"`` with the reason why the file does not allow it.
+        An argument is invalid; ``reader="direct"`` with the reason why the file does not allow it.
     """
 
     def __init__(

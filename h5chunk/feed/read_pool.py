@@ -29,9 +29,8 @@ from h5chunk.store.hdf5.ranges import Part as ReadTask
 from h5chunk.store.hdf5.ranges import VectorPart, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers, CsrField
 from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.plain import PlainField
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import DirectField, FileParts, FilesField, OpenFiles
+from h5chunk.store.read.several import DirectField, FileParts, OpenFiles
 
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size
@@ -221,8 +220,6 @@ class ReadPool:
     num_threads : int
     numbered : dict of str to callable
         Fields that are not in the file: the function gives the values of samples by their numbers in the file.
-    mapped : bool
-        Copy plain rows out of mapped memory: see `PlainField.map`.
     timeout_s : float, optional
         How long to wait while no task is finished; None: for ever.
     """
@@ -234,7 +231,6 @@ class ReadPool:
         num_threads: int,
         *,
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
-        mapped: bool = False,
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._direct, self._numbered = reader, direct, numbered or {}
@@ -250,7 +246,7 @@ class ReadPool:
         self.descriptor: Any = self._open()
         try:
             self._forget()
-            self._read_whole(mapped)
+            self._read_whole()
             if available():
                 self._native = self._progress.native = NativePool(num_threads)
                 self._start_thread(_hand_on, self._native)
@@ -270,19 +266,14 @@ class ReadPool:
         thread.start()
         self._threads.append(thread)
 
-    def _read_whole(self, mapped: bool) -> None:
-        """Read small fields at once, and map large ones; what became of the file meanwhile each window checks."""
-        if mapped:  # of a file that was cut short, the system would end the process
-            self.check_unchanged()
+    def _read_whole(self) -> None:
+        """Read small fields at once; what became of the file meanwhile each window checks."""
         try:
             self._whole = {
                 name: field.read_all(self.descriptor)
                 for name, field in self._direct.items()
                 if not isinstance(field, CsrField) and is_kept_whole(field)
             }
-            for field in self._direct.values():
-                if mapped and isinstance(field, (PlainField, FilesField)):
-                    field.map(self.descriptor)
         except (FileError, ValueError, OSError):
             self.check_unchanged()
             raise

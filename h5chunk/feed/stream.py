@@ -81,7 +81,6 @@ class DataSource:
     layouts : dict of str to FieldLayout or MatrixLayout
     device : torch.device
     num_threads : int
-    mapped : bool
     timeout_s : float, optional
     """
 
@@ -92,12 +91,11 @@ class DataSource:
     layouts: Layouts
     device: torch.device
     num_threads: int
-    mapped: bool
     timeout_s: float | None
 
     def open(self) -> ReadPool:
         """Start the threads."""
-        how: dict[str, Any] = {"numbered": self.numbered, "mapped": self.mapped, "timeout_s": self.timeout_s}
+        how: dict[str, Any] = {"numbered": self.numbered, "timeout_s": self.timeout_s}
         return ReadPool(self.reader, self.direct, self.num_threads, **how)
 
 

@@ -102,10 +102,6 @@ class Entry:
 CONTENDERS = {
     "ours": Entry("ours", "ChunkLoader", "h5chunk", {224: {}}),
     "ours-reuse": Entry("ours", "ChunkLoader, reuse=True", "h5chunk", {224: {"memory": REUSED}}),
-    "ours-mapped": Entry("ours", "ChunkLoader, mapped", "h5chunk", {224: {"reader": "mapped"}}),
-    "ours-mapped-reuse": Entry(
-        "ours", "ChunkLoader, mapped, reuse=True", "h5chunk", {224: {"reader": "mapped", "memory": REUSED}}
-    ),
     "ffcv-random": Entry(
         "ffcv",
         "FFCV, RANDOM",

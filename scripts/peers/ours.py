@@ -38,8 +38,6 @@ class Contender:
         {"memory": REUSED},
         {"num_threads": 1, "memory": REUSED},
         {"num_threads": 3, "memory": REUSED},
-        {"reader": "mapped"},
-        {"reader": "mapped", "memory": REUSED},
     )
 
     @staticmethod

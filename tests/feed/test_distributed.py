@@ -87,13 +87,11 @@ def test_without_torch_distributed():
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
 @pytest.mark.parametrize("kind", ["plain", "gzip", "dense", "csr"])
 def test_ranks_without_samples_in_their_last_batch(path, tmp_path, kind, reader, resident):
     """203 samples of which 48 are a step of all 16 ranks: in the last one there are 11."""
     options: dict[str, Any] = {"reader": reader, "resident": resident, "shuffle": kind != "gzip"}
-    if reader == "mapped" and kind != "plain":
-        pytest.skip("only plain chunks are mapped")
     if kind == "gzip":
         how = {"chunks": (4, 3, 5, 6), "compression": "gzip"}
         path = make_file(tmp_path / "gzip.h5", images=(IMAGES, how), labels=(LABELS, {}))

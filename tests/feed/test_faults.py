@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.foreign import make_file, values
-from support.leftovers import WAIT_S, in_fork, nothing_is_left, reading_threads
+from support.leftovers import WAIT_S, nothing_is_left, reading_threads
 from support.loader_options import make_loader, transforms_of
 from support.matrices import random_matrix, write
 from torch.utils.data import DataLoader
@@ -43,10 +42,9 @@ def path(tmp_path: Path) -> Path:
     return write_images(tmp_path / "a.h5")
 
 
-def write_images(path: Path, seed: int = 0, *, one_run: bool = False) -> Path:
+def write_images(path: Path, seed: int = 0) -> Path:
     images = values((N, *SHAPE), np.uint8, seed)
-    options: list[dict[str, Any]] = [{}, {}] if one_run else [{"chunks": (8, *SHAPE)}, {"chunks": (8,)}]
-    return make_file(path, images=(images, options[0]), labels=(np.arange(N), options[1]))
+    return make_file(path, images=(images, {"chunks": (8, *SHAPE)}), labels=(np.arange(N), {"chunks": (8,)}))
 
 
 def replace(path: Path) -> None:
@@ -67,7 +65,6 @@ def overwrite(path: Path) -> None:
 LOADER = {"window_chunks": 1, "num_threads": 2}
 WAYS: dict[str, Callable[[Path], Any]] = {
     "direct": lambda path: make_loader(path, 16, reader="direct", **LOADER),
-    "mapped": lambda path: make_loader(path, 16, reader="mapped", **LOADER),
     "h5py": lambda path: make_loader(path, 16, reader="h5py", **LOADER),
     "dataset": lambda path: dataset_loader(path),
     "workers": lambda path: dataset_loader(path, num_workers=1, prefetch_factor=1),
@@ -95,10 +92,6 @@ def check_batches(batches: Iterator[Any], path: Path) -> int:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[[Path], Any]) -> None:
     """An error within the epoch, and until then what was there."""
-    if way == "mapped" and change is cut:
-        pytest.skip("the system ends the process: see below")
-    if way == "mapped":
-        write_images(path, one_run=True)
     loader = WAYS[way](path)
     batches = iter(loader)
     first = next(batches)
@@ -112,20 +105,6 @@ def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[
         with pytest.raises(FileError, match=CHANGED):  # no other epoch either
             next(iter(loader))
         loader.close()
-
-
-@linux
-def test_a_mapped_file_that_is_cut_short_ends_the_process(path: Path) -> None:
-    """As the docstring says."""
-    write_images(path, one_run=True)
-
-    def work() -> None:
-        faulthandler.disable()
-        with make_loader(path, 16, reader="mapped", **LOADER) as loader:
-            for _ in loader:
-                cut(path)
-
-    assert in_fork(work) == -signal.SIGBUS
 
 
 @pytest.mark.parametrize("sparse", ["dense", "csr"])

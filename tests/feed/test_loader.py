@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 import weakref
-from contextlib import suppress
 from itertools import islice
 
 import h5py
@@ -74,7 +73,7 @@ def numbers(batches) -> list[int]:
     drop_last=st.booleans(),
     shuffle=st.booleans(),
     seed=st.sampled_from([0, 1, (1 << 64) - 1]),
-    reader=st.sampled_from(["auto", "direct", "mapped", "h5py"]),
+    reader=st.sampled_from(["auto", "direct", "h5py"]),
     reuse=st.booleans(),
     num_threads=st.sampled_from([None, 1, 3]),
 )
@@ -89,11 +88,6 @@ def test_same_batches_as_sampler_and_dataset(
         ),
         labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,)} if label_chunk else {}),
     )
-    if reader == "mapped":
-        with suppress(OptionError):  # where the index of chunks lies between them
-            make_loader(path, batch_size, reader=reader, **order).close()
-            reader = "auto"
-        reader = "mapped" if reader == "auto" else "auto"
     expected = expected_epochs(path, batch_size, 3, **order)
     with make_loader(path, batch_size, reader=reader, reuse=reuse, num_threads=num_threads, **order) as loader:
         if loader.order.num_batches:
@@ -155,11 +149,7 @@ def test_readers_give_the_same_bytes(tmp_path, layout, dtype):
         tmp_path / "a.h5", file={"userblock_size": 512}, images=(values((50, 3, 5, 6), dtype), LAYOUTS[layout])
     )
     [expected] = expected_epochs(path, 16)
-    for reader in ("direct", "h5py", "auto", "mapped"):
-        if reader == "mapped" and layout in ("compressed", "pieces of samples", "compressed pieces"):
-            with pytest.raises(OptionError, match="'images' cannot be mapped: it is compressed"):
-                ChunkLoader(path, 16, reader=reader)
-            continue
+    for reader in ("direct", "h5py", "auto"):
         with ChunkLoader(path, 16, reader=reader) as loader:
             batches = list(loader)
             assert batches[0][0].dtype == torch.from_numpy(np.empty(0, dtype)).dtype
@@ -851,7 +841,7 @@ def test_before_iterating_nothing_is_open(path):
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_break_keeps_the_threads_for_the_next_epoch(path, reader, reuse):
     with ChunkLoader(path, 16, reader=reader, reuse=reuse) as loader:
         for _ in loader:
@@ -982,7 +972,7 @@ def test_memory_is_free_after_closing(large):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_fork_while_a_loader_is_open(path, reader):
     """The fork ends as it should, can let go of the loader, and the parent reads on."""
     loader = make_loader(path, 16, reader=reader, **ORDER)

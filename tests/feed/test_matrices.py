@@ -223,7 +223,6 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
         ({"transforms": [L2]}, "transforms has <class .*: give objects of h5chunk.transforms"),
         ({"transforms": L2()}, r"transforms is L2\(\): give a list"),
         ({"fields": ("labels", "X")}, "field 'X' is a matrix: name it first"),
-        ({"reader": "mapped"}, "field 'X' cannot be mapped"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, options, message):

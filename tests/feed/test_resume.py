@@ -88,7 +88,7 @@ def test_a_sampler_resumes_at_every_batch(path, options):
 LOADERS = {
     "direct": {"reader": "direct"},
     "h5py": {"reader": "h5py"},
-    "mapped": {"reader": "mapped", "reuse": True},
+    "reuse": {"reuse": True},
     "resident": {"resident": True},
     "four lanes": {"lanes": 4, "num_threads": 1},
     "resident, four lanes": {"lanes": 4, "resident": True, "pad": True},

@@ -168,7 +168,7 @@ def test_off_gives_what_is_there(images: Path, tmp_path: Path, way: str) -> None
     assert found[1:] == expected[1:]
 
 
-@pytest.mark.parametrize("reader", ["auto", "h5py", "mapped"])
+@pytest.mark.parametrize("reader", ["auto", "h5py"])
 def test_first_checks_each_chunk_once_and_always_every_time(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
@@ -260,7 +260,7 @@ def test_workers_check(images: Path, tmp_path: Path) -> None:
     batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("reader", ["direct", "mapped", "h5py"])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_several_files(images: Path, tmp_path: Path, reader: str) -> None:
     paths = [tmp_path / f"a{i}.h5" for i in range(2)]
     for each in paths:

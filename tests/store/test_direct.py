@@ -129,18 +129,14 @@ def test_scattered_chunks(tmp_path):
         check_direct(tmp_path / "a.h5", data, rows)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("options", [{}, {"chunks": (4, 3, 5)}, {"chunks": (4, 2, 5)}, {"compression": "gzip"}])
-def test_places_may_leave_others_out(tmp_path, monkeypatch, options, mapped):
-    monkeypatch.setattr("h5chunk.store.read.plain.PART_BYTES", 40)  # parts of two rows
+def test_places_may_leave_others_out(tmp_path, options):
     data = values(SHAPE, np.uint8)
     path = make_file(tmp_path / "a.h5", x=(data, options))
     field = direct_field(path)
     rows, places = np.array([5, 6, 9]), np.array([4, 0, 2])
     out = np.full((6, 15), 77, np.uint8)
     with path.open("rb") as file:
-        if mapped and field.is_one_run:
-            field.map(file.fileno())
         for part in field.parts(rows, places, out):
             part(file.fileno())
     assert out[places].tobytes() == data[rows].tobytes() and (out[[1, 3, 5]] == 77).all()

@@ -31,7 +31,6 @@ from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.store.read.files import list_files, open_reader
 from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.several import direct_fields
 
 __all__ = ["counted", "nothing_is_left"]
 
@@ -87,9 +86,7 @@ def test_every_sample_once_the_same_by_every_reader(tmp_path_factory, sizes, bat
     for epoch in epochs:
         assert sorted(flat(epoch)) == list(range(count))
         assert shuffle or flat(epoch) == list(range(count))
-    fields, _ = direct_fields(dataset._reader)
-    mapped = ("mapped",) if all(field.is_one_run for field in fields.values()) else ()
-    for reader in ("direct", "h5py", *mapped):
+    for reader in ("direct", "h5py"):
         with make_loader(folder, batch_size, shuffle=shuffle, seed=seed, window_chunks=3, reader=reader) as loader:
             assert [epoch_of(loader) for _ in range(2)] == epochs
     dataset.close()
@@ -171,7 +168,7 @@ def test_parts(paths: list[Path]) -> None:
     assert len(drawn) == count and abs(drawn.count(3) - count / 4) < 1 and set(drawn) == {3, count - 1}
 
 
-@pytest.mark.parametrize("reader", ["direct", "h5py", "mapped"])
+@pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_resident(paths: list[Path], reader: str) -> None:
     with ChunkLoader(paths, 16, resident=True, reader=reader) as loader, ChunkLoader(paths, 16) as streamed:
         assert loader.is_resident

@@ -198,7 +198,7 @@ class ChunkedField:
         A filter, or the size of its chunks, needs HDF5.
     """
 
-    is_one_run = is_plain = False
+    is_plain = False
 
     def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums = NO_SUMS) -> None:
         self.name = field.name

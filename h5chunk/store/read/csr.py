@@ -74,8 +74,6 @@ class CsrField:
         Whether no entry is compressed, and all lie one behind the other.
     """
 
-    is_one_run = False
-
     def __init__(
         self, path: Path, file: h5py.File, field: MatrixField, indptr: np.ndarray, sums: Sums = NO_SUMS
     ) -> None:

@@ -8,9 +8,7 @@ copied to their places.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from h5chunk.errors import printable
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.library import is_stored_as
-from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, RUN_BYTES, Part, read_bytes, vector_parts
+from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES, Part, read_bytes, vector_parts
 from h5chunk.store.read.checksums import NO_SUMS, Sums, checks_of
 from h5chunk.store.read.chunks import ChunkedField, DecodedChunks
 from h5chunk.store.read.fields import Field
@@ -86,18 +84,6 @@ class PlainField:
         self._rows_per_run = max(1, min(self._rows_per_chunk, RUN_BYTES // self.row_bytes, MAX_VECTORS))
         self._offsets = table.offsets
         self._checks = checks_of(path, field.name, dataset, table, sums) if sums else None
-        self._mapped: np.ndarray | None = None
-
-    def map(self, descriptor: int) -> None:
-        """From now on copy rows out of mapped memory, if they lie one behind the other.
-
-        That is faster than ``preadv`` where it is the processor that limits. But where another process cuts the file
-        short meanwhile, the system ends this one: there is no error to raise.
-        """
-        if self.is_one_run:
-            memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            rows = np.frombuffer(memory, np.uint8, self.num_bytes, int(self._offsets[0]))
-            self._mapped = rows.reshape(self._shape[0], self.row_bytes)
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
         """Yield the tasks that read row ``rows[i]`` to ``out[places[i]]``, for several threads.
@@ -115,8 +101,6 @@ class PlainField:
             From a part: the file ends before its rows do, or cannot be read; a chunk is not as it was written.
         """
         checks: Iterator[Part] = iter(()) if self._checks is None else self._checks.parts(rows)
-        if self._mapped is not None:
-            return chain(checks, _mapped_parts(self._mapped, rows, places, out))
         borders = self._borders(rows)
         chunks, offsets = np.divmod(rows[borders[:-1]], self._rows_per_chunk)
         vectors = np.empty((len(rows), 2), np.uintp)
@@ -152,35 +136,12 @@ class PlainField:
         return len(rows) * self.row_bytes
 
     def forget(self) -> None:
-        """Free what is kept between parts: the mapping."""
-        self._mapped = None
+        """Free what is kept between parts: nothing."""
 
     def _where(self, offset: int) -> str:
         """Name the chunk that holds a byte of the file."""
         chunk = int(np.where(self._offsets <= offset, self._offsets, -1).argmax())
         return f"{printable(self._path)}: field {self.name!r}, chunk {chunk}"
-
-
-def _mapped_parts(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
-    """Copy rows out of mapped memory; straight to their places where they fill all of ``out``."""
-    per_part = max(1, PART_BYTES // mapped.shape[1])
-    wanted = np.empty_like(rows)
-    if len(rows) == len(out):
-        wanted[places] = rows
-    for first in range(0, len(rows), per_part):
-        some = slice(first, first + per_part)
-        if len(rows) == len(out):
-            yield partial(_take_rows, mapped, wanted[some], out[some])
-        else:
-            yield partial(_scatter_rows, mapped, rows[some], places[some], out)
-
-
-def _take_rows(mapped: np.ndarray, rows: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
-    np.take(mapped, rows, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
-
-
-def _scatter_rows(mapped: np.ndarray, rows: np.ndarray, places: np.ndarray, out: np.ndarray, _descriptor: int) -> None:
-    out[places] = mapped[rows]
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype | None = None) -> None:

@@ -119,7 +119,6 @@ class FilesField:
         ]
         each = [field for _, field in self._there]
         self.num_bytes = sum(field.num_bytes for field in each)
-        self.is_one_run = all(field.is_one_run for field in each)
         self.is_plain = all(field.is_plain for field in each)
         self._encoded = ChunkSet([chunks for field in each for chunks in field.chunks])
 
@@ -139,12 +138,6 @@ class FilesField:
             num_bytes = PART_BYTES if field.chunks else field.bytes_read(its_rows)
             for part in field.parts(its_rows, places[some], out):
                 yield part, number, num_bytes
-
-    def map(self, opened: OpenFiles) -> None:
-        """As `PlainField.map`."""
-        for number, field in self._there:
-            if isinstance(field, PlainField):
-                field.map(opened.of(number))
 
     def read_all(self, opened: OpenFiles) -> np.ndarray:
         """Read the whole field, for small ones."""
