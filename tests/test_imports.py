@@ -137,7 +137,11 @@ def test_an_arrow_back_is_noticed(room, source):
 def imported_by(code: str) -> set[str]:
     """Packages in memory after running some code in a fresh process."""
     code += "\nimport sys; print(' '.join(name.split('.')[0] for name in sys.modules))"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240
+        ).stdout.split()
+    )
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -228,7 +228,9 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
     (tmp_path / "options").write_text(
         json.dumps({name: {"memory_bytes": MEMORY_BYTES, **given} for name, given in options.items()})
     )
-    done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said.keys() == options.keys()

@@ -95,5 +95,7 @@ def test_only_text_needs_pyarrow(tmp_path):
         "try: open_source('r.csv')\n"
         "except SourceError as error: print(error)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=240
+    )
     assert out.stdout.strip() == 'r.csv: csv is read with pyarrow: pip install "h5chunk[sparse]"'

@@ -171,7 +171,9 @@ def test_memory_is_bounded(tmp_path):
         "count = sum(len(block) for block, _ in blocks)\n"
         "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    out = subprocess.run([sys.executable, "-c", code, tmp_path / "r.csv"], check=True, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "r.csv"], check=True, capture_output=True, text=True, timeout=240
+    )
     count, grown = (int(word) for word in out.stdout.split())
     assert 5_800_000 < count < 6_000_000
     unit = 1024 if sys.platform == "darwin" else 1

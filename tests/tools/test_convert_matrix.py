@@ -651,7 +651,7 @@ def test_after_a_kill_the_same_command_starts_over(ratings: Path, tmp_path: Path
         "h5chunk.convert(sys.argv[1], sys.argv[2], progress=kill, **json.loads(sys.argv[3]))\n"
     )
     arguments = [str(ratings), str(folder / "x.h5"), json.dumps(options)]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], check=False)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=240)
     assert done.returncode == -9
     assert os.listdir(folder) == [".x.h5.h5chunk-part"]
     h5chunk.convert(ratings, folder / "x.h5", **options)

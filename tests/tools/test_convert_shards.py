@@ -313,7 +313,7 @@ def test_killed_and_run_again(class_folder: Make, tmp_path: Path) -> None:
         "    if stage == 'convert' and done > 100: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"h5chunk.convert({str(source)!r}, {str(out)!r}, shards=4, workers=0, progress=stop)\n"
     )
-    process = subprocess.run([sys.executable, "-c", code])
+    process = subprocess.run([sys.executable, "-c", code], timeout=240)
     assert process.returncode == -signal.SIGKILL
     part = tmp_path / ".out.h5chunk-part"
     assert part.is_dir() and list(part.iterdir()) and not out.exists()

@@ -283,7 +283,9 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
                 values.id.write_direct_chunk((first * chunk[0], column * 50, channel), bytes(chunk[0] * 50))
             file["names"] = [f"{i}" for i in range(num_samples)]
     code = MEASURE.format(small=small, large=large, out=out, options=options)
-    grown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    grown = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240
+    ).stdout.split()
     assert max(map(int, grown)) < (16 << 10) * 1.3  # KiB
 
 

@@ -192,7 +192,7 @@ def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, name):
     assert {each.remedy for each in found.advice} == {found.commands[0]}
     assert f"\n        {found.commands[0]}\n" in str(found)
     split = ["bash", "-c", rf"printf '%s\0' {found.commands[0]}"]
-    words = subprocess.run(split, capture_output=True, check=True).stdout
+    words = subprocess.run(split, capture_output=True, check=True, timeout=240).stdout
     result = run(*words.decode().split("\0")[1:-1])
     assert result.exit_code == 0, result.output
     scope: dict[str, Any] = {"h5chunk": h5chunk, "DataLoader": DataLoader}

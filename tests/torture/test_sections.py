@@ -19,11 +19,11 @@ pytestmark = [
 @pytest.mark.parametrize("section", ["kills", "boundaries", "workers"])
 def test_section(section: str) -> None:
     command = [sys.executable, "-m", "torture", "--quick", "--only", section]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_mutated_files() -> None:
     command = [sys.executable, "-m", "torture.mutated", "500", "--jobs", "2"]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
