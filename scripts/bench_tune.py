@@ -40,7 +40,7 @@ import h5chunk
 from h5chunk.tools.measure.machine import interleaved_rates
 from h5chunk.tools.model.settings import Setting
 from h5chunk.tools.progress import TimeBudget
-from h5chunk.tools.tune.measure import measure
+from h5chunk.tools.tune.search import measure
 from h5chunk.tools.tune.study import Study, study_file
 
 HERE = Path(__file__).parent

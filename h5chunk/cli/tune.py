@@ -8,28 +8,19 @@ import click
 
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, SOURCE, Fraction, option
+from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, Fraction, option
 from h5chunk.cli.output import progress_bar, show
 
 EXAMPLES = {
     "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
-    "Find them before images are converted": "h5chunk tune photos/ --json > found.json",
+    "Save what repack and convert take as --tuned": "h5chunk tune theirs.h5 --json > found.json",
     "Compare the reads of HDF5 with the predicted ones": "h5chunk tune theirs.h5 --verify --budget 2m",
 }
 
 
 @main.command(examples=EXAMPLES)
-@click.argument("source", type=click.Path())
+@click.argument("file", type=click.Path())
 @shared.trusted
-@option(
-    "--size",
-    type=int,
-    nargs=2,
-    metavar="H W",
-    show_default="that of the first one",
-    heading=SOURCE,
-    help="Height and width of images that are not converted yet.",
-)
 @shared.fields
 @option(
     "--group-by",
@@ -51,7 +42,7 @@ EXAMPLES = {
 @shared.device
 @shared.budget("60s")
 @option("--verify", is_flag=True, heading=RUNNING, help="Compare the reads that HDF5 makes with the predicted ones.")
-@option("--apply", is_flag=True, heading=OUTPUT, help="Store window and cache in SOURCE.h5chunk.json for its readers.")
+@option("--apply", is_flag=True, heading=OUTPUT, help="Store window and cache in FILE.h5chunk.json for its readers.")
 @option(
     "--plot",
     type=click.Path(),
@@ -62,15 +53,14 @@ EXAMPLES = {
 @shared.quiet
 @option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, which convert and repack take as --tuned.")
 def tune(
-    source: str, fields: tuple[str, ...], workers: tuple[int, ...], quiet: bool, as_json: bool, **options: Any
+    file: str, fields: tuple[str, ...], workers: tuple[int, ...], quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Find the fastest chunks, window, cache and workers for SOURCE on this machine that still mix well.
+    """Find the fastest chunks, window, cache and workers for FILE on this machine that still mix well.
 
-    SOURCE is a file that h5chunk made, any other HDF5 file, or what convert takes: images or a sparse matrix. The best
-    few settings are measured on its data.
+    FILE is one that h5chunk made, or any other HDF5 file. The best few settings are measured on its data.
     """
     from h5chunk.tools.tune.tune import tune as run
 
     with progress_bar(quiet, " %") as progress:
-        result = run(source, fields=fields or None, workers=workers or None, progress=progress, **options)
+        result = run(file, fields=fields or None, workers=workers or None, progress=progress, **options)
     show(result, as_json=as_json, quiet=quiet)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -24,13 +24,14 @@ from support.foreign import make_file, values
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.errors import FieldError, FileError, OptionError, OutputError, SourceError
+from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.store.format.recommendation import read_recommendation, sidecar_of, write_recommendation
 from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.tools.measure.counted import count_reads
-from h5chunk.tools.model.row_reads import find_reads, replay_batches
+from h5chunk.tools.model.accesses import find_reads
+from h5chunk.tools.model.hdf5_cache import replay_batches
 from h5chunk.tools.model.settings import (
     STAY,
     Candidate,
@@ -79,7 +80,7 @@ def test_report(converted):
     calls: list[tuple[str, int, int | None]] = []
     found = h5chunk.tune(converted, progress=lambda *call: calls.append(call), verify=True, **QUICK)
     assert [row.name for row in found.rows[:3]] == [TODAY, PLAIN, CHOSEN]
-    assert (found.num_samples, found.batch_size, found.device, found.converted) == (COUNT, 32, "cpu", True)
+    assert (found.num_samples, found.batch_size, found.device) == (COUNT, 32, "cpu")
     for row in found.rows:
         assert row.rate > 0 and row.memory_bytes > 0 and row.amplification >= 0 and row.reason and row.slowest
     assert found.row(TODAY).measured_rate and found.row(TODAY).setting.chunk_samples < 10
@@ -91,7 +92,7 @@ def test_report(converted):
         assert word in str(found)
 
 
-def test_json_is_what_repack_and_convert_take(converted, tmp_path):
+def test_json_is_what_repack_and_convert_take(converted, class_folder, tmp_path):
     found = h5chunk.tune(converted, **QUICK)
     (tmp_path / "tuned.json").write_text(found.to_json())
     tuned = read_tuned(tmp_path / "tuned.json")
@@ -99,6 +100,10 @@ def test_json_is_what_repack_and_convert_take(converted, tmp_path):
     assert tuned.cache == CacheSettings.of(found.cache) and tuned.shuffle == found.setting.shuffle
     parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
     assert {"advice", "rows", "candidates", "machine", "verify"} <= set(parsed)
+    arguments = "convert", class_folder(count=COUNT), tmp_path / "out.h5", "--tuned", tmp_path / "tuned.json"
+    assert run(*arguments).exit_code == 0
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["images"].chunks[0] == found.setting.chunk_samples
 
 
 GOOD = {
@@ -285,7 +290,7 @@ def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
 
 def test_verify_notices_a_wrong_model(tmp_path, monkeypatch):
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((200, 30), "u1"), {"chunks": (8, 30)})))
-    monkeypatch.setattr("h5chunk.tools.model.row_reads.CALL_BYTES", 0)
+    monkeypatch.setattr("h5chunk.tools.model.accesses.CALL_BYTES", 0)
     order = Order(200, 8, 16, 2)
     assert not count_reads(reader, order, CacheSettings(1, 0), 10).agrees
 
@@ -460,10 +465,28 @@ def test_wrong_options(converted, options):
 
 
 def test_files_that_cannot_be_tuned(tmp_path):
-    with pytest.raises(FileError):
+    with pytest.raises(FileError, match="no such file"):
         h5chunk.tune(tmp_path / "missing.h5", **QUICK)
+    (tmp_path / "text.h5").write_text("no HDF5")
+    with pytest.raises(FileError, match=r"not an HDF5 file$"):
+        h5chunk.tune(tmp_path / "text.h5", **QUICK)
     with pytest.raises(FieldError, match="no samples"):
         h5chunk.tune(make_file(tmp_path / "a.h5", images=(np.zeros((0, 3)), {})), **QUICK)
+
+
+def test_what_has_to_be_converted_first(class_folder, ratings, tmp_path, monkeypatch):
+    """The error has the command, which does what it says; files of a folder are tuned one by one."""
+    (tmp_path / "shards").mkdir()
+    monkeypatch.chdir(tmp_path / "shards")
+    for source in (class_folder(count=COUNT), ratings):
+        with pytest.raises(FileError, match="not an HDF5 file: convert it first, by h5chunk convert") as raised:
+            h5chunk.tune(source, **QUICK)
+        command = str(raised.value).partition(", by ")[2].removesuffix(", and tune the result")
+        assert run(*shlex.split(command)[1:]).exit_code == 0
+        assert h5chunk.tune(Path(f"{source.stem}.h5"), **QUICK).row(TODAY).measured_rate
+    check_error(run("tune", ratings), "convert it first")
+    with pytest.raises(FileError, match=r"converted already, and tune takes one: give .*photos\.h5"):
+        h5chunk.tune(tmp_path / "shards", **QUICK)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (40, 5), (7, 1000)])
@@ -514,22 +537,6 @@ def test_plot(converted, tmp_path, monkeypatch):
         h5chunk.tune(path, plot=tmp_path / "a.png", **QUICK)
 
 
-def test_images_that_are_not_converted(class_folder, tmp_path):
-    source = class_folder(count=50)
-    found = h5chunk.tune(source, **QUICK)
-    assert (found.converted, found.num_samples, found.path) == (False, 50, str(source))
-    assert found.sample_bytes == 3 * 10 * 12 + 8 and found.commands[0].startswith("h5chunk convert")
-    (tmp_path / "tuned.json").write_text(found.to_json())
-    assert run("convert", source, tmp_path / "out.h5", "--tuned", tmp_path / "tuned.json").exit_code == 0
-    with h5py.File(tmp_path / "out.h5") as file:
-        assert file["images"].chunks[0] == found.setting.chunk_samples
-    assert "repacked" not in str(found) and "new file" not in str(found)
-    assert h5chunk.tune(source, size=(20, 30), **QUICK).sample_bytes == 3 * 20 * 30 + 8
-    for asked in ({"apply": True}, {"verify": True}, {"group_by": "labels"}, {"fields": ["images"]}):
-        with pytest.raises(OptionError, match="not converted yet"):
-            h5chunk.tune(source, **QUICK | asked)
-
-
 @pytest.fixture
 def ratings(tmp_path) -> Path:
     rng = np.random.default_rng(0)
@@ -537,14 +544,6 @@ def ratings(tmp_path) -> Path:
     path = tmp_path / "ratings.csv"
     path.write_text("user,item,rating\n" + "".join(f"{a},{b},{(a + b) % 5 + 1}\n" for a, b in pairs))
     return path
-
-
-def test_sparse_sources(ratings):
-    """They are converted if that takes little of the budget."""
-    found = h5chunk.tune(ratings, **QUICK | {"budget_s": 5.0})
-    assert not found.converted and found.num_samples == 200 and not found.setting.repack
-    with pytest.raises(SourceError, match=r"give a --budget of \d+s, or convert it first"):
-        h5chunk.tune(ratings, **QUICK | {"budget_s": 1e-3})
 
 
 def test_a_sparse_file(ratings, tmp_path):
@@ -592,8 +591,8 @@ def limited(num_bytes: int, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", limit + code], capture_output=True, text=True, timeout=120)
 
 
-def test_a_full_temporary_disk(tmp_path, class_folder):
-    """Costs the measurements that need it; a source, of which there is nothing else, is an error that says what."""
+def test_a_full_temporary_disk(tmp_path):
+    """Costs the measurements that need it, and no more."""
     path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
     code = (
         "import h5chunk, sys\n"
@@ -602,11 +601,10 @@ def test_a_full_temporary_disk(tmp_path, class_folder):
         "assert found.row('today').measured_rate and not any(each.measured_rate for each in found.candidates"
         " if each.setting.repack)\n"
         "print(found)\n"
-        f"h5chunk.tune({str(class_folder(count=100))!r}, **options)\n"
     )
     result = limited(20_000, code)
     assert "note: other chunks are not measured" in result.stdout and "File too large" in result.stdout
-    assert "OutputError" in result.stderr and "set TMPDIR" in result.stderr, result.stderr
+    assert "set TMPDIR" in result.stdout and not result.returncode, result.stderr
 
 
 def test_no_temporary_folder(converted, monkeypatch):
@@ -615,30 +613,11 @@ def test_no_temporary_folder(converted, monkeypatch):
         h5chunk.tune(converted, **QUICK)
 
 
-def test_a_source_that_the_temporary_disk_could_not_hold(class_folder, monkeypatch):
-    """Only a sample of it is written."""
-    usage = shutil.disk_usage("/")._replace(free=100)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert h5chunk.tune(class_folder(count=50), **QUICK).num_samples == 50
-
-
 def test_large_samples_are_measured_on_fewer_than_a_batch():
     assert most_samples(256, 100) == SAMPLE_BYTES // 100
     assert most_samples(256, 4 << 20) == 256
     assert most_samples(256, 100 << 20) == BATCH_BYTES // (100 << 20) < 256
     assert most_samples(256, 10 << 30) == 1
-
-
-def test_what_only_a_source_can_have(converted, tmp_path, class_folder, monkeypatch):
-    with pytest.raises(OptionError, match="is no source of images"):
-        h5chunk.tune(converted, size=(10, 10), **QUICK)
-    with pytest.raises(OptionError, match=r"converted already, and tune takes one: give .*photos\.h5"):
-        (tmp_path / "shards").mkdir()
-        shutil.copy(converted, tmp_path / "shards")
-        h5chunk.tune(tmp_path / "shards", **QUICK)
-    monkeypatch.setattr("h5chunk.tools.tune.source.available_bytes", lambda: 1000)
-    with pytest.raises(OptionError, match=r"a sample is 368 bytes, but tune takes at most 250 bytes here"):
-        h5chunk.tune(class_folder(count=5), **QUICK)
 
 
 class Runners(Search):
@@ -664,11 +643,9 @@ def test_measuring_ends_with_the_budget(slow):
             self.rates.setdefault(setting, []).append(100.0)
             return 100.0
 
-    search = Slow(None, None, None, "cpu", budget, some)  # type: ignore[arg-type]
-    search.finalists = lambda: some[:3]  # type: ignore[method-assign]
-    search._anchors = lambda: some  # type: ignore[method-assign]
-    search._check_memory = search._most_promising = lambda: None  # type: ignore[method-assign]
-    search.run()
+    search = Slow(None, SimpleNamespace(rate=None), None, "cpu", budget, some)  # type: ignore[arg-type]
+    search.look(some)
+    search.race(some[:3])
     assert 10.0 * FINAL_SHARE - slow <= now[0] <= 10.0 * FINAL_SHARE + 4 * slow or len(search.turns) == TURNS
 
 
@@ -678,17 +655,16 @@ def test_who_leaves_the_turns_does_not_come_back():
     budget = TimeBudget("tune", 3600.0)
     race = Runners(None, None, None, "cpu", budget, [today, other])  # type: ignore[arg-type]
     race.script = {today: [None] + [50.0] * 99, other: [100.0, 90.0, *[80.0] * 99], third: [99.0, None, *[1.0] * 99]}
-    race.finalists = lambda: [other, third, today]  # type: ignore[method-assign]
-    race._race()
+    race.race([other, third, today])
     assert len(race.turns) == TURNS and race.turns[0].keys() == {other, third}
     assert all(turn.keys() == {other} for turn in race.turns[1:])
-    assert race._steady[third] == pytest.approx(0.99 * race._steady[other])
+    assert race.steady[third] == pytest.approx(0.99 * race.steady[other])
 
 
 def test_the_luckiest_of_single_measurements_does_not_win():
     search = Search(None, None, Limits(1.0, 1), "cpu", TimeBudget("tune", 1.0), [])  # type: ignore[arg-type]
     steady, lucky = Setting("loader", 8, 9, repack=True), Setting("loader", 8, 2)
-    search.settings, search._steady = [steady, lucky], {steady: 100.0}
+    search.settings, search.steady = [steady, lucky], {steady: 100.0}
     search.rates = {steady: [130.0, 90.0, 100.0], lucky: [120.0]}
     search.candidate = lambda each: Candidate(each, search.measured(each), 1, None)  # type: ignore
     assert search.choose().setting == steady

@@ -18,8 +18,8 @@ from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.model.accesses import batch_accesses
 from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
-from h5chunk.tools.model.row_reads import batch_accesses
 
 MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is enough
 

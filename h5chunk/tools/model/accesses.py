@@ -1,4 +1,4 @@
-"""List the chunks that HDF5 visits to read samples, in order, and the bytes that it needs of each chunk.
+"""List the chunks that HDF5 visits, in order, and the bytes that it needs of each, to read samples or batches.
 
 HDF5 reads a range of samples chunk by chunk, in row-major order of the chunks' coordinates. A chunk's number here is
 its place in that order.
@@ -7,6 +7,15 @@ its place in that order.
 >>> accesses = range_accesses(grid, starts=[5, 2], stops=[6, 5])
 >>> accesses.chunks.tolist(), accesses.bytes_each.tolist()  # sample 5; then samples 2 and 3, and sample 4
 ([2, 3, 0, 1, 2, 3], [6, 6, 12, 12, 6, 6])
+
+The rows of a batch are sorted by `h5chunk.store.read.reader`. Of the rows in one chunk, those that lie close are read
+in one call and copied out, others one by one:
+
+>>> rows = np.array([9, 0, 1, 2, 40])
+>>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # first sample of each call, and the one behind it
+(array([ 0,  9, 40]), array([ 3, 10, 41]))
+>>> find_reads(rows, band_samples=8, row_bytes=100_000, whole=False)[0].tolist()  # too large to read rows between
+[0, 1, 2, 9, 40]
 
 Source: H5Dchunk.c, H5D__chunk_io_init and H5D__create_piece_file_map_hyper.
 """
@@ -20,24 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.cache import ChunkGrid
+from h5chunk.plan.cache import CALL_BYTES, CacheSettings, ChunkGrid
 
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Accesses:
-    """Chunks in the order in which HDF5 visits them for one read after another.
+    """Chunks in the order in which HDF5 visits them for one read after another: (n,) int64 each.
 
-    Attributes
-    ----------
-    chunks : (n,) int64
-        Numbers of the chunks.
-    bytes_each : (n,) int64
-        Bytes that the read wants of each chunk.
-    runs : (n,) int64
-        Number of contiguous pieces in which these bytes lie, both in the chunk and in the result. HDF5 makes as many
-        reads of a chunk that passes no filter and does not fit the cache.
+    ``runs`` is the number of contiguous pieces in which the wanted bytes lie, both in the chunk and in the result: HDF5
+    makes as many reads of a chunk that passes no filter and does not fit the cache.
     """
 
     chunks: Integers
@@ -49,13 +51,7 @@ class Accesses:
 
 
 def chunk_counts(grid: ChunkGrid) -> tuple[int, ...]:
-    """Number of chunks along each axis.
-
-    Raises
-    ------
-    OptionError
-        The dataset has no chunks.
-    """
+    """Number of chunks along each axis; OptionError if the dataset has none."""
     if grid.chunks is None:
         raise OptionError(f"dataset of shape {grid.shape} is contiguous: it has no chunks and no chunk cache")
     return tuple(math.ceil(length / chunk) for length, chunk in zip(grid.shape, grid.chunks, strict=True))
@@ -75,15 +71,15 @@ def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike)
     grid : ChunkGrid
     starts, stops : (m,) int
         ``0 <= start <= stop <= grid.shape[0]``.
-
-    Raises
-    ------
-    OptionError
-        The dataset has no chunks, or a range does not lie in it.
     """
     per_band = math.prod(chunk_counts(grid)[1:])
     first, last = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
-    _check_ranges(grid, first, last)
+    if first.shape != last.shape or first.ndim != 1:
+        raise OptionError(f"starts and stops have the shapes {first.shape} and {last.shape}: give two (m,) arrays")
+    wrong = np.flatnonzero((first < 0) | (last < first) | (last > grid.shape[0]))
+    if len(wrong):
+        at = int(wrong[0])
+        raise OptionError(f"range {at} is {first[at]} to {last[at]}: give 0 <= start <= stop <= {grid.shape[0]}")
     band_samples = grid.band_samples or 1
     first_band = first // band_samples
     num_bands = np.where(last > first, -(-last // band_samples) - first_band, 0)
@@ -100,15 +96,6 @@ def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike)
     )
 
 
-def _check_ranges(grid: ChunkGrid, first: Integers, last: Integers) -> None:
-    if first.shape != last.shape or first.ndim != 1:
-        raise OptionError(f"starts and stops have the shapes {first.shape} and {last.shape}: give two (m,) arrays")
-    wrong = np.flatnonzero((first < 0) | (last < first) | (last > grid.shape[0]))
-    if len(wrong):
-        at = int(wrong[0])
-        raise OptionError(f"range {at} is {first[at]} to {last[at]}: give 0 <= start <= stop <= {grid.shape[0]}")
-
-
 def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
     """For each chunk that a sample touches: elements, contiguous pieces, and whether the next sample joins them."""
     elements, runs, joined = np.ones(1, np.int64), np.ones(1, np.int64), np.ones(1, bool)
@@ -119,3 +106,31 @@ def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[
         elements = (sizes * elements).ravel()
         joined = ((sizes == length) & (length == chunk) & joined).ravel()
     return elements, runs, joined
+
+
+def find_reads(rows: Integers, *, band_samples: int, row_bytes: int, whole: bool) -> tuple[Integers, Integers]:
+    """First sample, and the one behind the last, of each call that reads a batch: (m,) int64 each.
+
+    ``rows`` come in any order. ``whole``: chunks are decoded anew at every call; then each is read once, however far
+    apart its rows are.
+    """
+    if not len(rows):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    ordered = np.sort(rows)
+    bands = ordered // band_samples
+    first = np.flatnonzero(np.concatenate(([True], bands[1:] != bands[:-1])))
+    count = np.diff(np.append(first, len(ordered)))
+    low, high = ordered[first], ordered[first + count - 1] + 1
+    too_many = (high - low) * row_bytes > (count - 1) * CALL_BYTES
+    singly = np.repeat((count == 1) | (too_many & (not whole)), count)
+    kept = singly.copy()
+    kept[first] = True
+    stops = np.where(singly, ordered + 1, np.repeat(high, count))
+    return ordered[kept], stops[kept]
+
+
+def batch_accesses(grid: ChunkGrid, cache: CacheSettings, rows: Integers) -> tuple[int, Accesses]:
+    """Number of calls that read a batch through a cache, and the chunks that they visit."""
+    whole = grid.filtered and grid.band_bytes > cache.nbytes
+    starts, stops = find_reads(rows, band_samples=grid.band_samples or 1, row_bytes=grid.sample_bytes, whole=whole)
+    return len(starts), range_accesses(grid, starts, stops)

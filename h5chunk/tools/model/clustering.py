@@ -36,24 +36,13 @@ Groups = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Clustering:
-    """Similarity of the samples within a piece (such as a chunk) of the file.
-
-    Attributes
-    ----------
-    num_samples, piece_samples : int
-    alike : float
-        Share of all pairs of samples that are of one group.
-    correlation : float
-        Of two samples of a piece: 0 as in a shuffled file (on average exactly), 1 if they are always of one group.
-    chance : float
-        Upper bound of the probability that a shuffled file is as clustered as this one.
-    """
+    """Similarity of the samples within a piece (such as a chunk) of the file."""
 
     num_samples: int
     piece_samples: int
-    alike: float
-    correlation: float
-    chance: float
+    alike: float  # share of all pairs of samples that are of one group
+    correlation: float  # of a piece: 0 as in a shuffled file (on average exactly), 1 if it is always of one group
+    chance: float  # upper bound of the probability that a shuffled file is as clustered as this one
 
     @property
     def h_y(self) -> float:
@@ -71,17 +60,18 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     piece_samples : int
         Consecutive samples that are taken together, such as a chunk. The last piece may be short.
 
-    Raises
-    ------
-    OptionError
-        ``groups`` is empty, not one-dimensional or of another type, or ``piece_samples`` is below 1.
-
     Examples
     --------
     >>> find_clustering(np.array([7, 7, 7, 8, 8, 8]), 3).h_y
     3.0
     """
-    _check_groups(groups)
+    if groups.ndim != 1 or not len(groups):
+        raise OptionError(f"groups has shape {groups.shape}: give one number or string a sample, and at least one")
+    if groups.dtype.kind not in "biuSU":
+        raise OptionError(
+            f"groups is of type {groups.dtype}: give integers or fixed-length strings; for others, "
+            "numpy.unique(groups, return_inverse=True)[1]"
+        )
     if piece_samples < 1:
         raise OptionError(f"piece_samples is {piece_samples}: give at least 1, such as the samples of a chunk")
     size, piece = len(groups), min(piece_samples, len(groups))
@@ -91,17 +81,6 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     alike = _pairs_and_forks(sizes)[0] / max(1, math.comb(size, 2))
     correlation = (found / pairs - alike) / (1 - alike) if pairs and alike < 1 else 0.0
     return Clustering(size, piece, alike, correlation, _chance(sizes, size, piece, found))
-
-
-def _check_groups(groups: Groups) -> None:
-    """Raise OptionError unless there is one integer or string per sample."""
-    if groups.ndim != 1 or not len(groups):
-        raise OptionError(f"groups has shape {groups.shape}: give one number or string a sample, and at least one")
-    if groups.dtype.kind not in "biuSU":
-        raise OptionError(
-            f"groups is of type {groups.dtype}: give integers or fixed-length strings; for others, "
-            "numpy.unique(groups, return_inverse=True)[1]"
-        )
 
 
 def _codes_of(groups: Groups) -> Groups:
@@ -131,15 +110,11 @@ def _alike_in_rows(rows: Groups) -> int:
     """Pairs of equal numbers in the rows of (n, m)."""
     if not rows.size:
         return 0
-    runs = _run_lengths(np.sort(rows, axis=1))
-    return (int(np.dot(runs, runs)) - rows.size) // 2
-
-
-def _run_lengths(rows: Groups) -> npt.NDArray[np.int64]:
-    """Lengths of the runs of equal numbers; each row of (n, m) starts one."""
-    ends = np.ones(rows.shape, bool)
+    rows = np.sort(rows, axis=1)
+    ends = np.ones(rows.shape, bool)  # of the runs of equal numbers: each row starts one
     np.not_equal(rows[:, 1:], rows[:, :-1], out=ends[:, :-1])
-    return np.diff(np.flatnonzero(ends), prepend=-1)
+    lengths = np.diff(np.flatnonzero(ends), prepend=-1)
+    return (int(np.dot(lengths, lengths)) - rows.size) // 2
 
 
 def _group_sizes(groups: Groups) -> list[tuple[int, int]]:

@@ -7,21 +7,25 @@ their sum times a factor, which measured settings of the same way correct: nearb
 >>> machine = Machine(num_cores=2, read_rate=4e9, copy_rate=8e9, call_s=20e-6, decode_rate=400e6, hop_rate=2e9)
 >>> reads = Reads(bytes_read=150_000, decoded=0, calls=1 / 8, amplification=1.0, hit_rate=None)
 >>> facts = DataFacts(ChunkGrid((1000, 150_000), (8, 150_000), 1), 150_000, 8, batch_size=256, window_chunks=9)
->>> stages = stage_times(Setting("loader", 8, 9), facts, 256, reads, machine, hdf5=False)
+>>> stages = stage_times(Setting("loader", 8, 9), facts, 256, reads, machine)
 >>> {name: round(1e6 * seconds, 1) for name, seconds in stages.items()}  # microseconds a sample
 {'read': 37.5, 'decode': 0.0, 'windows': 1.0, 'batches': 0.2, 'copy to device': 0.0}
 >>> slowest(stages)
 'read'
+>>> correction = Correction(facts)
+>>> correction.learn(Setting("loader", 8, 9), 0.5)
+>>> correction.factor(Setting("loader", 8, 9)), correction.factor(Setting("dataset", 8, 9, 2))
+(0.5, 1.0)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from h5chunk.tools.model.settings import LOADER, DataFacts, Setting
+from h5chunk.tools.model.settings import LOADER, DataFacts, Setting, uses_hdf5, window_samples
 
 WINDOW_S, BATCH_S = 220e-6, 50e-6  # of Python, a window of the loader and a batch; scripts/LOG.md
 READ_S = 3e-6  # of a processor, each chunk that is read by its byte range
@@ -32,63 +36,33 @@ NEAR = 1.0  # settings that differ by a factor of two count half as much as the 
 
 @dataclass(frozen=True)
 class Machine:
-    """Probed rates of a machine, in bytes/s.
-
-    Attributes
-    ----------
-    num_cores : int
-    read_rate : float
-        Of the file's chunks from the page cache, all cores together.
-    copy_rate : float
-        Within memory, one core.
-    call_s : float
-        Seconds of a call of HDF5 that reads one sample, without the bytes.
-    decode_rate : float
-        Bytes of chunks decoded, or of samples put together from several chunks, one core; infinite where neither is.
-    hop_rate : float
-        From a worker to the main process, all workers together.
-    device_rate : float
-        To the device; infinite for the CPU.
-    """
+    """Probed rates of a machine, in bytes/s."""
 
     num_cores: int
-    read_rate: float
-    copy_rate: float
-    call_s: float
-    decode_rate: float = math.inf
-    hop_rate: float = math.inf
-    device_rate: float = math.inf
+    read_rate: float  # of the file's chunks from the page cache, all cores together
+    copy_rate: float  # within memory, one core
+    call_s: float  # seconds of a call of HDF5 that reads one sample, without the bytes
+    decode_rate: float = math.inf  # one core, of chunks, or of samples put together from several; infinite for neither
+    hop_rate: float = math.inf  # from workers to the main process, all workers together
+    device_rate: float = math.inf  # to the device; infinite for the CPU
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads of a setting, per delivered sample.
+    """Reads of a setting, per delivered sample."""
 
-    Attributes
-    ----------
-    bytes_read : float
-        Of the file.
-    decoded : float
-        Bytes that filters gave, or that were put together from several chunks.
-    calls : float
-        Of HDF5, or chunks read by their byte ranges.
-    amplification : float
-        Decoded bytes read over bytes used.
-    hit_rate : float or None
-        Of HDF5's chunk cache; None: it is not asked.
-    """
-
-    bytes_read: float
-    decoded: float
-    calls: float
-    amplification: float
-    hit_rate: float | None
+    bytes_read: float  # of the file
+    decoded: float  # bytes that filters gave, or that were put together from several chunks
+    calls: float  # of HDF5, or chunks read by their byte ranges
+    amplification: float  # decoded bytes read over bytes used
+    hit_rate: float | None  # of HDF5's chunk cache; None: it is not asked
 
 
 def stage_times(
-    setting: Setting, facts: DataFacts, window_samples: int, reads: Reads, machine: Machine, *, hdf5: bool
+    setting: Setting, facts: DataFacts, window_samples: int, reads: Reads, machine: Machine
 ) -> dict[str, float]:
-    """Seconds per sample of each stage; ``hdf5``: whether reading goes through HDF5."""
+    """Seconds per sample of each stage."""
+    hdf5 = uses_hdf5(setting, facts)
     one_core = machine.read_rate / machine.num_cores if hdf5 else machine.read_rate
     sharing = max(1, min(setting.num_workers, machine.num_cores)) if hdf5 else machine.num_cores
     workers = sharing if hdf5 else 1
@@ -113,65 +87,48 @@ def slowest(stages: Mapping[str, float]) -> str:
     return max(stages, key=lambda name: stages[name])
 
 
-class _Measured(NamedTuple):
-    """A measured setting: its kind, its coordinates among settings of that kind, and the log error of the model."""
+class _Spot(NamedTuple):
+    """What kind of setting it is, and where it lies among settings of its kind."""
 
     kind: tuple[str, int, bool]
     place: tuple[float, float]
-    error: float
 
 
-@dataclass
 class Correction:
-    """Learns the model's error from measured settings, as a factor of the rate of similar settings.
+    """Learns the model's error from measured settings, as a factor of the rate of similar settings."""
 
-    >>> correction = Correction()
-    >>> correction.learn(Setting("loader", 8, 9), 1 << 20, modelled=1000.0, measured=500.0)
-    >>> correction.factor(Setting("loader", 8, 9), 1 << 20), correction.factor(Setting("dataset", 8, 9, 2), 1 << 20)
-    (0.5, 1.0)
-    """
+    def __init__(self, facts: DataFacts) -> None:
+        self._facts = facts
+        self._known: list[tuple[_Spot, float]] = []
 
-    known: list[_Measured] = field(default_factory=list)
+    def _spot(self, setting: Setting) -> _Spot:
+        """Of `ChunkLoader`, what byte ranges give says nothing of reads through HDF5: they are of another kind."""
+        through = " through HDF5" if setting.way == LOADER and uses_hdf5(setting, self._facts) else ""
+        window_bytes = window_samples(setting, self._facts) * self._facts.sample_bytes
+        place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1, window_bytes))
+        return _Spot((setting.way + through, setting.num_workers, setting.repack), place)
 
-    def learn(
-        self, setting: Setting, window_bytes: float, *, modelled: float, measured: float, hdf5: bool = False
-    ) -> None:
-        """Add a measured setting; ``hdf5``: whether `ChunkLoader` had to read it through HDF5."""
-        error = math.log(measured / modelled)
-        self.known.append(_Measured(_kind(setting, hdf5), _place(setting, window_bytes), error))
+    def learn(self, setting: Setting, ratio: float) -> None:
+        """Add a measured setting: its rate over that of the model."""
+        self._known.append((self._spot(setting), math.log(ratio)))
 
-    def factor(self, setting: Setting, window_bytes: float, *, alone: bool = False, hdf5: bool = False) -> float:
+    def factor(self, setting: Setting, *, alone: bool = False) -> float:
         """Correction factor of the model's rate; 1 where no setting of this way was measured.
 
-        Parameters
-        ----------
-        setting : Setting
-        window_bytes : float
-        alone : bool
-            Leave out what was measured of this very setting: the model is judged by what others say.
-        hdf5 : bool
-            As for `learn`: what byte ranges gave says nothing of it.
+        ``alone`` leaves out what was measured of this very setting: the model is judged by what others say.
         """
-        kind, place = _kind(setting, hdf5), _place(setting, window_bytes)
-        known = [each for each in self.known if not (alone and (each.kind, each.place) == (kind, place))]
-        same: list[_Measured] = []
+        spot = self._spot(setting)
+        known = [each for each in self._known if not (alone and each[0] == spot)]
+        same: list[tuple[_Spot, float]] = []
         for parts in (3, 2, 1):  # of the same way, number of workers and layout; without the layout; of the same way
-            same = same or [each for each in known if each.kind[:parts] == kind[:parts]]
+            same = same or [each for each in known if each[0].kind[:parts] == spot.kind[:parts]]
         if not same:
             return 1.0
-        away = [sum(abs(a - b) for a, b in zip(each.place, place, strict=True)) for each in same]
+        errors = [error for _, error in same]
+        away = [sum(abs(a - b) for a, b in zip(each.place, spot.place, strict=True)) for each, _ in same]
         if min(away) == 0:  # the setting itself, perhaps several times
-            same = [each for each, distance in zip(same, away, strict=True) if distance == 0]
-            away = [0.0] * len(same)
+            errors = [error for error, distance in zip(errors, away, strict=True) if distance == 0]
+            away = [0.0] * len(errors)
         weights = [1 / (NEAR + distance) ** 2 for distance in away]
-        mean = sum(weight * each.error for weight, each in zip(weights, same, strict=True)) / sum(weights)
+        mean = sum(weight * error for weight, error in zip(weights, errors, strict=True)) / sum(weights)
         return math.exp(mean)
-
-
-def _kind(setting: Setting, hdf5: bool) -> tuple[str, int, bool]:
-    way = f"{setting.way} through HDF5" if hdf5 and setting.way == LOADER else setting.way
-    return way, setting.num_workers, setting.repack
-
-
-def _place(setting: Setting, window_bytes: float) -> tuple[float, float]:
-    return math.log2(max(1, setting.chunk_samples)), math.log2(max(1.0, window_bytes))

@@ -40,14 +40,14 @@ H5D__chunk_hash_val.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, Integers, chunk_counts
+from h5chunk.tools.model.accesses import Accesses, Integers, batch_accesses, chunk_counts
 
 HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # the defaults of HDF5 up to 1.14
 HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # and from 2.0 on
@@ -61,42 +61,22 @@ _NOTHING = -1
 class CacheReplay:
     """Result of replaying accesses through a chunk cache.
 
-    Attributes
-    ----------
-    hits, misses, bypasses : int
-        Accesses served from memory, read into the cache, and read past it.
-    bytes_read : int
-        Decoded bytes of all misses and bypasses; of an unfiltered bypass only the wanted bytes. Stored bytes of
-        filtered chunks: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
-    num_reads : int
-        Separate byte ranges asked of the file.
-    outcomes : (n,) uint8
-        ``HIT``, ``MISS`` or ``BYPASS`` of each access.
+    Stored bytes of filtered chunks that were read: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
     """
 
     hits: int
     misses: int
-    bypasses: int
-    bytes_read: int
-    num_reads: int
-    outcomes: npt.NDArray[np.uint8] = field(repr=False, compare=False)
+    bypasses: int  # read past the cache
+    bytes_read: int  # decoded, of all misses and bypasses; of an unfiltered bypass only the wanted bytes
+    num_reads: int  # separate byte ranges asked of the file
+    outcomes: npt.NDArray[np.uint8] = field(repr=False, compare=False)  # (n,): HIT, MISS or BYPASS of each access
 
 
 class ChunkCache:
     """The chunk cache of one open dataset; its content stays from one `access` to the next.
 
     As in HDF5, its memory grows with the slots: about 50 bytes each, of no more slots than chunks can use.
-
-    Parameters
-    ----------
-    grid : ChunkGrid
-    settings : CacheSettings or (nslots, nbytes, w0)
-        `HDF5_2` and `HDF5_1_14` are the library's defaults.
-
-    Raises
-    ------
-    OptionError
-        The dataset has no chunks, or settings are out of range.
+    OptionError if the dataset has no chunks, or settings are out of range.
     """
 
     def __init__(self, grid: ChunkGrid, settings: CacheSettings | Sequence[float] = HDF5_2) -> None:
@@ -168,18 +148,11 @@ class ChunkCache:
 class _EntryList:
     """The cache's list of entries, foremost first, each named by its slot.
 
-    Every step takes O(1) time, or O(log n) where ``depth`` is not 0. The entries form a ring of ``after`` and
-    ``before``, which the index behind the last slot closes. Where ``depth`` is not 0, an entry has a rank that grows
-    along the list, ``edge`` is the last entry to be searched, and a heap has the ranks of the entries that were read in
-    full, among ranks that are out of date.
-
-    Parameters
-    ----------
-    num_slots : int
-    chunk_bytes : int
-        Bytes that have to be read of an entry before it counts as read in full.
-    depth : int
-        How many entries behind the foremost are searched for one that was read in full.
+    ``depth`` entries behind the foremost are searched for one of which ``chunk_bytes`` were read. Every step takes O(1)
+    time, or O(log n) where ``depth`` is not 0. The entries form a ring of ``after`` and ``before``, which the index
+    behind the last slot closes. Where ``depth`` is not 0, an entry has a rank that grows along the list, ``edge`` is
+    the last entry to be searched, and a heap has the ranks of the entries that were read in full, among ranks that are
+    out of date.
     """
 
     def __init__(self, num_slots: int, chunk_bytes: int, depth: int) -> None:
@@ -228,10 +201,8 @@ class _EntryList:
         after[leader], before[follower] = follower, leader
         after[follower], before[slot] = slot, follower
         after[slot], before[beyond] = beyond, slot
-        if self.depth:
-            self._swap_ranks(slot, follower)
-
-    def _swap_ranks(self, slot: int, follower: int) -> None:
+        if not self.depth:
+            return
         rank = self._rank
         rank[slot], rank[follower] = rank[follower], rank[slot]
         if self._edge == slot:
@@ -267,3 +238,29 @@ class _EntryList:
         if finished and finished[0][0] <= self._rank[self._edge]:
             return finished[0][1]
         return self._after[self._end]
+
+
+@dataclass(frozen=True)
+class BatchReads:
+    """Reads of some batches through HDF5: their samples, calls of HDF5, visits of chunks, and what these read."""
+
+    num_samples: int
+    num_calls: int
+    num_accesses: int
+    misses: int  # visits that read the file: whole chunks, or the wanted bytes of chunks that are not cached
+    chunk_bytes: int  # decoded bytes that they read
+
+
+def replay_batches(
+    grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Integers], *, most_accesses: int
+) -> BatchReads:
+    """Replay batches, at least one, through the model of the cache, until ``most_accesses`` chunks were visited."""
+    model = ChunkCache(grid, cache)
+    counts = np.zeros(5, np.int64)
+    for rows in batches:
+        num_calls, accesses = batch_accesses(grid, cache, rows)
+        replay = model.access(accesses)
+        counts += (len(rows), num_calls, len(accesses), replay.misses + replay.bypasses, replay.bytes_read)
+        if counts[2] >= most_accesses:
+            break
+    return BatchReads(*counts.tolist())

@@ -42,11 +42,6 @@ def effective_batch(clustering: Clustering, order: Order) -> float:
 
     Clustering that a shuffled file might show by chance, such as one of few chunks, counts as none: shuffling it would
     change nothing.
-
-    Raises
-    ------
-    OptionError
-        As `design_effect`.
     """
     batch = float(min(order.batch_size, order.num_samples))
     if clustering.chance >= LEAST_CHANCE:
@@ -59,18 +54,8 @@ def design_effect(clustering: Clustering, order: Order) -> float:
     """Variance of a batch's group shares over that of a full shuffle, mean over the batches of an epoch.
 
     For whole chunks of b in windows of W, batches of B and M samples
-    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``.
-
-    Parameters
-    ----------
-    clustering : Clustering
-        Of the chunks of ``order``.
-    order : Order
-
-    Raises
-    ------
-    OptionError
-        ``clustering`` is of other chunks, or ``order`` does not shuffle, or has no batch.
+    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. OptionError if ``clustering`` is of
+    other chunks than those of ``order``, or ``order`` does not shuffle, or has no batch.
     """
     size, batch = order.num_samples, order.batch_size
     found, wanted = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
@@ -92,22 +77,8 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
     """Smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
-    The smallest to within a few percent, for `h5chunk.plan.order.with_full_windows` of the order; None if no window
-    short of all chunks will do.
-
-    Parameters
-    ----------
-    clustering : Clustering
-        Of the chunks of ``order``.
-    order : Order
-        Its ``window_chunks`` does not matter.
-    min_share : float
-        Above 0 and below 1, such as 0.95.
-
-    Raises
-    ------
-    OptionError
-        ``min_share`` is out of range; what `design_effect` raises.
+    The smallest to within a few percent, for `h5chunk.plan.order.with_full_windows` of the order, whose
+    ``window_chunks`` does not matter; None if no window short of all chunks will do.
     """
     if not 0 < min_share < 1:
         raise OptionError(f"min_share is {min_share}: give a share of the batch above 0 and below 1, such as 0.95")

@@ -47,41 +47,18 @@ STAY = 0.97  # of the best rate: from here on a setting is taken that needs no n
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about the data, and about how it is trained.
+    """Facts about the data, and about how it is trained."""
 
-    Attributes
-    ----------
-    grid : ChunkGrid
-        Of the field with the largest samples.
-    sample_bytes : int
-        All fields of a sample together.
-    chunk_samples : int
-        Samples that are read together in the file as it is.
-    batch_size : int
-    window_chunks : int
-        Recommended by the file, or its default.
-    shuffled : bool
-        Whether the file says that it was shuffled.
-    direct : bool
-        Whether its byte ranges can be read.
-    given_bytes : int
-        Of a sample that has to be made from what is read, such as a sparse row made dense; 0: it is given as it is.
-    fixed : bool
-        Whether no other chunks are to be tried.
-    loads : bool
-        Whether `ChunkLoader` can give all fields: none holds strings.
-    """
-
-    grid: ChunkGrid
-    sample_bytes: int
-    chunk_samples: int
+    grid: ChunkGrid  # of the field with the largest samples
+    sample_bytes: int  # of all fields together
+    chunk_samples: int  # that are read together in the file as it is
     batch_size: int
-    window_chunks: int
-    shuffled: bool = False
-    direct: bool = True
-    given_bytes: int = 0
-    fixed: bool = False
-    loads: bool = True
+    window_chunks: int  # recommended by the file, or its default
+    shuffled: bool = False  # the file says that it was
+    direct: bool = True  # its byte ranges can be read
+    given_bytes: int = 0  # of a sample that is made from what is read, such as a sparse row made dense; 0: as it is
+    fixed: bool = False  # no other chunks are to be tried
+    loads: bool = True  # `ChunkLoader` can give all fields: none holds strings
 
     @property
     def num_samples(self) -> int:
@@ -100,33 +77,25 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to feed training from the data.
+    """One way to feed training from the data."""
 
-    Attributes
-    ----------
-    way : {"loader", "dataset"}
-        `ChunkLoader`, or `ChunkDataset` and `ChunkSampler` in torch's DataLoader.
-    chunk_samples, window_chunks : int
-    num_workers : int
-        Of the DataLoader.
-    repack : bool
-        Whether the file is first rewritten uncompressed, in chunks of ``chunk_samples``.
-    shuffle : bool
-        Whether its samples are permuted then.
-    """
-
-    way: str
+    way: str  # "loader": `ChunkLoader`, or "dataset": `ChunkDataset` and `ChunkSampler` in torch's DataLoader
     chunk_samples: int
     window_chunks: int
-    num_workers: int = 0
-    repack: bool = False
-    shuffle: bool = False
+    num_workers: int = 0  # of the DataLoader
+    repack: bool = False  # the file is first rewritten uncompressed, in chunks of ``chunk_samples``
+    shuffle: bool = False  # and its samples are permuted then
 
     def __str__(self) -> str:
         workers = f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
         who = "ChunkLoader" if self.way == LOADER else f"ChunkDataset, {workers}"
         anew = (", repacked and shuffled" if self.shuffle else ", repacked") if self.repack else ""
         return f"{who}; {self.window_chunks} x {self.chunk_samples} a window{anew}"
+
+
+def uses_hdf5(setting: Setting, facts: DataFacts) -> bool:
+    """Whether reading goes through HDF5."""
+    return setting.way == DATASET or not (facts.direct or setting.repack)
 
 
 def grid_of(setting: Setting, facts: DataFacts) -> ChunkGrid:
@@ -151,6 +120,12 @@ def order_of(setting: Setting, facts: DataFacts) -> Order:
         interleave=choose_interleave(setting.window_chunks * band_bytes),
     )
     return order if facts.shuffled or setting.shuffle else with_full_windows(order)
+
+
+def window_samples(setting: Setting, facts: DataFacts) -> int:
+    """Samples of a full window; there may be fewer in all."""
+    order = order_of(setting, facts)
+    return order.window_batches * order.batch_size
 
 
 def cut_order(order: Order, num_samples: int) -> Order:
@@ -180,23 +155,13 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
         cache = cache_of(setting, facts).nbytes
         return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
     windows = plan_slots(order, lambda samples: samples * facts.sample_bytes, lambda order: 0)
-    through_hdf5 = not (facts.direct or setting.repack)
-    cache = cache_of(setting, facts, 1).nbytes if through_hdf5 else 0
+    cache = cache_of(setting, facts, 1).nbytes if uses_hdf5(setting, facts) else 0
     made = (1 + KEPT) * batch if facts.given_bytes else 0
     return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + made + cache
 
 
 def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
-    """Enumerate the settings to consider; today's comes first.
-
-    Parameters
-    ----------
-    facts : DataFacts
-    workers : sequence of int
-        Numbers of workers of the DataLoader.
-    windows : iterable of int
-        Further windows of the file as it is, in chunks.
-    """
+    """Enumerate the settings to consider, today's first; ``windows``: further ones of the file as it is, in chunks."""
     found: dict[Setting, None] = {}
     for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
         grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
@@ -242,22 +207,12 @@ def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with its rate, memory and shuffle quality.
-
-    Attributes
-    ----------
-    setting : Setting
-    rate : float
-        Samples/s.
-    memory_bytes : int
-    effective_batch : float or None
-        None where no field says which samples are alike.
-    """
+    """A setting with its rate, memory and shuffle quality."""
 
     setting: Setting
-    rate: float
+    rate: float  # samples/s
     memory_bytes: int
-    effective_batch: float | None
+    effective_batch: float | None  # None where no field says which samples are alike
 
 
 @dataclass(frozen=True)

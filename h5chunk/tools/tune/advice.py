@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import h5py
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering, find_clustering
+from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
 from h5chunk.tools.model.cost import Machine
-from h5chunk.tools.report import shell_command
 from h5chunk.tools.tune.study import Study
 
 GIANT_BYTES = 64 << 20  # of a chunk: a window of a few no longer fits in memory
@@ -25,17 +23,10 @@ PIECES = (2, 16, 64)  # neighbours that are looked at, whatever the chunks are
 
 @dataclass(frozen=True)
 class Advice:
-    """A problem, with its figures and its remedy.
+    """A problem, with its figures and its remedy: a command, or settings for h5py.File.
 
-    Attributes
-    ----------
-    code : str
-        ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk`` or ``slow_filter``.
-    message : str
-        With the figures.
-    remedy : str
-        A command, or settings for h5py.File.
-    figures : dict of str to float
+    ``code`` is ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk`` or
+    ``slow_filter``.
     """
 
     code: str
@@ -49,66 +40,24 @@ def default_cache() -> CacheSettings:
     return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
-def tuned_path(study: Study) -> Path:
-    """The file that the recommended command writes."""
-    source = study.reader.path
-    return source.with_name(f"{source.stem}-tuned.h5")
-
-
-def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
-    """The command that rewrites a file in other chunks; AnnData's files are not shuffled, but converted."""
-    verb = "convert" if study.anndata and shuffle else "repack"
-    parts = ["h5chunk", verb, str(study.reader.path), str(tuned_path(study))]
-    if verb == "convert":
-        return shell_command(parts)
-    parts += ["--chunk-samples", str(chunk_samples)] if chunk_samples else []
-    parts += ["--shuffle"] if shuffle else []
-    if not {"images", "X"} & {each.strip("/") for each in study.fields.values()}:
-        parts += ["--fields", study.reader.main.dataset]
-    return shell_command(parts)
-
-
-@dataclass(frozen=True)
-class Remedies:
-    """The commands that rewrite a file in other chunks, and that shuffle it."""
-
-    repack: str
-    shuffle: str
-
-
-def find_advice(study: Study, effective_batch: float | None, machine: Machine, remedies: Remedies) -> list[Advice]:
+def find_advice(
+    study: Study, effective_batch: float | None, machine: Machine, repack: str, shuffle: str
+) -> list[Advice]:
     """Detect all problems of the data.
 
-    Parameters
-    ----------
-    study : Study
-    effective_batch : float or None
-        As the file is read today.
-    machine : Machine
-    remedies : Remedies
+    ``effective_batch`` is that of the file as it is read today; ``repack`` and ``shuffle`` are the commands that
+    rewrite it in other chunks, and that shuffle it.
     """
-    if not study.converted:
-        return []
-    facts, found = study.facts, _advise_labels(study, effective_batch, remedies.shuffle)
+    found = _advise_labels(study, effective_batch, shuffle)
     if not study.matrix:
-        found += advise_layout(facts.grid, default_cache(), remedies.repack)
-        found += _advise_filter(machine, remedies.repack) if facts.grid.filtered else []
+        found += advise_layout(study.facts.grid, default_cache(), repack)
+        found += _advise_filter(machine, repack) if study.facts.grid.filtered else []
     return found
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
-    """Detect problems of a field's chunks, and of the chunk cache in use.
+    """Detect problems of a field's chunks, and of the cache that plain reads have; ``repack``: a command as a remedy.
 
-    Parameters
-    ----------
-    grid : ChunkGrid
-    cache : CacheSettings
-        That plain reads have.
-    repack : str
-        The command that would lay it out better.
-
-    Examples
-    --------
     >>> grid = ChunkGrid((50_000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> [each.code for each in advise_layout(grid, CacheSettings(8191, 8 << 20), "repack")]
     ['sample_spans_chunks']
@@ -116,6 +65,7 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
     found: list[Advice] = []
     if grid.chunks is None:
         return found
+    size = human_bytes(grid.chunk_bytes)
     if grid.chunks_per_sample > 1:
         spread = grid.amplification(cached=grid.chunk_bytes <= cache.nbytes)
         figures = {"chunks_per_sample": grid.chunks_per_sample, "amplification": spread}
@@ -123,56 +73,46 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         found.append(Advice("sample_spans_chunks", message, repack, figures))
     if _is_giant(grid):
         share = min(1.0, (grid.band_samples or 1) / max(1, grid.shape[0]))
-        size = human_bytes(grid.chunk_bytes)
         message = f"a chunk is {size}, {share:.0%} of the samples: shuffling needs several of them in memory"
         found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))
     if grid.chunk_bytes > cache.nbytes and (grid.filtered or (cache.nbytes and grid.reads_per_sample(False) > 1)):
-        found.append(_advise_cache(grid, cache, repack))
+        wanted = grid.band_bytes * 2
+        settings = f"rdcc_nbytes={wanted}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
+        what = "is decoded whole" if grid.filtered else "is read in pieces"
+        message = f"a chunk of {size} does not fit the cache of {human_bytes(cache.nbytes)}: it {what} at every access"
+        figures = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": wanted}
+        found.append(Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures))
     return found
-
-
-def _advise_cache(grid: ChunkGrid, cache: CacheSettings, repack: str) -> Advice:
-    wanted = grid.band_bytes * 2
-    settings = f"rdcc_nbytes={wanted}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
-    figures: dict[str, float] = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": wanted}
-    what = "is decoded whole" if grid.filtered else "is read in pieces"
-    size, room = human_bytes(grid.chunk_bytes), human_bytes(cache.nbytes)
-    message = f"a chunk of {size} does not fit the cache of {room}: it {what} at every access"
-    return Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures)
 
 
 def _is_giant(grid: ChunkGrid) -> bool:
     """Whether a chunk is too large for shuffling whole chunks."""
-    if grid.chunks is None or grid.chunk_bytes <= LEAST_GIANT_BYTES:
+    if (grid.band_samples or 1) == 1 or grid.chunk_bytes <= LEAST_GIANT_BYTES:
         return False
-    few = grid.num_bands < FEW_CHUNKS and grid.shape[0] >= FEW_CHUNKS and (grid.band_samples or 1) > 1
-    return few or (grid.chunk_bytes > GIANT_BYTES and (grid.band_samples or 1) > 1)
+    return grid.chunk_bytes > GIANT_BYTES or grid.num_bands < FEW_CHUNKS <= grid.shape[0]
 
 
 def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) -> list[Advice]:
     """Detect neighbouring samples with more similar labels than in a shuffled file."""
     if study.groups is None:
         return []
-    sizes = {*PIECES, study.facts.chunk_samples}
+    batch_size, sizes = study.facts.batch_size, {*PIECES, study.facts.chunk_samples}
     pieces = [find_clustering(study.groups, size) for size in sorted(sizes) if 1 < size <= len(study.groups) // 2]
     clear = [each for each in pieces if each.chance < LEAST_CHANCE / len(pieces)]
     clear = [each for each in clear if each.correlation >= LEAST_CORRELATION]
     if not clear:
         return []
     worst = max(clear, key=lambda each: each.correlation)
-    return [_clustered(worst, effective_batch or float(study.facts.batch_size), study.facts.batch_size, shuffle)]
-
-
-def _clustered(worst: Clustering, effective_batch: float, batch_size: int, shuffle: str) -> Advice:
-    worth = f"a batch of {batch_size} is worth {effective_batch:.0f}"
-    if effective_batch >= ENOUGH * batch_size:
+    effective = effective_batch or float(batch_size)
+    worth = f"a batch of {batch_size} is worth {effective:.0f}"
+    if effective >= ENOUGH * batch_size:
         worth += ", but only as windows hold most of the file"
     message = (
         f"samples lie sorted or in groups: {worst.piece_samples} neighbours are {worst.correlation:.0%} alike, where "
         f"0% is shuffled and 100% all equal; {worth}"
     )
-    figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective_batch}
-    return Advice("labels_clustered", message, shuffle, figures)
+    figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective}
+    return [Advice("labels_clustered", message, shuffle, figures)]
 
 
 def _advise_filter(machine: Machine, repack: str) -> list[Advice]:

@@ -27,26 +27,18 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw the frontier of rate against effective batch.
-
-    Parameters
-    ----------
-    found : Recommendation
-    path : path
-        The picture to write, after `check_plot`; its ending says of which kind, such as .png.
-
-    Raises
-    ------
-    OptionError
-        matplotlib writes no such kind.
-    OutputError
-        The picture cannot be written.
-    """
+    """Draw the frontier of rate against effective batch, after `check_plot`; the path's ending says of which kind."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
     _draw(axes, found)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.1 * found.batch_size)
+    axes.set_xlabel("samples/s")
+    axes.set_ylabel(f"a batch of {found.batch_size} is worth")
+    axes.set_title(f"{printable(Path(found.path).name)}: {found.row(CHOSEN).description}", fontsize=10)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -56,30 +48,24 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
 
 
 def _draw(axes: Any, found: Recommendation) -> None:
-    worths = {each: _worth(each.effective_batch, found) for each in found.candidates}
+    """Draw all settings, the frontier, and the rows of the report. An unknown effective batch is a whole batch."""
+
+    def worth(effective_batch: float | None) -> float:
+        return float(found.batch_size if effective_batch is None else effective_batch)
+
+    candidates = [replace(each, effective_batch=worth(each.effective_batch)) for each in found.candidates]
     for allowed, measured in ((True, True), (True, False), (False, True), (False, False)):
-        some = [each for each in worths if each.allowed == allowed and (each.measured_rate is not None) == measured]
+        some = [e for e in candidates if e.allowed == allowed and (e.measured_rate is not None) == measured]
         if some:
             color, word = ("tab:blue", "allowed") if allowed else ("tab:gray", "too much memory or mixes too little")
             label = f"{'measured' if measured else 'predicted'}, {word}"
             style: dict[str, Any] = {"color": color} if measured else {"facecolors": "none", "edgecolors": color}
-            axes.scatter([each.rate for each in some], [worths[each] for each in some], label=label, zorder=2, **style)
-    best = frontier([replace(each, effective_batch=worth) for each, worth in worths.items()])
+            axes.scatter([e.rate for e in some], [e.effective_batch for e in some], label=label, zorder=2, **style)
+    best = frontier(candidates)
     rates, ends = [each.rate for each in best], [each.effective_batch for each in best]
     axes.plot(rates, ends, color="tab:blue", linewidth=1, zorder=1, label="frontier")
     for name, marker in ((CHOSEN, "*"), (TODAY, "D")):
         row = found.row(name)
         style = {"marker": marker, "s": 180, "color": "tab:red", "edgecolors": "black", "zorder": 4}
-        axes.scatter([row.rate], [_worth(row.effective_batch, found)], label=name, **style)
+        axes.scatter([row.rate], [worth(row.effective_batch)], label=name, **style)
     axes.axhline(found.min_effective_batch, color="tab:gray", linestyle="--", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_ylim(0, 1.1 * found.batch_size)
-    axes.set_xlabel("samples/s")
-    axes.set_ylabel(f"a batch of {found.batch_size} is worth")
-    axes.set_title(f"{printable(Path(found.path).name)}: {found.row(CHOSEN).description}", fontsize=10)
-    axes.figure.legend(fontsize=8, loc="outside lower center", ncols=3)
-
-
-def _worth(effective_batch: float | None, found: Recommendation) -> float:
-    """The effective batch; where it is not known, the whole batch."""
-    return float(found.batch_size if effective_batch is None else effective_batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -15,10 +14,19 @@ from h5chunk.plan.order import Order
 from h5chunk.tools.model.accesses import sample_accesses
 from h5chunk.tools.model.clustering import Clustering, find_clustering
 from h5chunk.tools.model.cost import Correction, Machine, Reads, stage_times
-from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
+from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache, replay_batches
 from h5chunk.tools.model.mixing import effective_batch
-from h5chunk.tools.model.row_reads import replay_batches
-from h5chunk.tools.model.settings import DATASET, Candidate, Setting, cache_of, grid_of, memory_of, order_of
+from h5chunk.tools.model.settings import (
+    DATASET,
+    Candidate,
+    Setting,
+    cache_of,
+    grid_of,
+    memory_of,
+    order_of,
+    uses_hdf5,
+    window_samples,
+)
 from h5chunk.tools.tune.study import Study
 
 ACCESSES = 20_000  # replayed to predict a setting
@@ -26,137 +34,113 @@ MOST_SAMPLES = 4096  # replayed of single samples that plain h5py reads
 LEAST_REPLAY_S = 2e-3  # for a setting: some batches of it
 
 
-@dataclass
 class Predictor:
     """Predicts the rate, memory and quality of settings.
 
-    Attributes
-    ----------
-    study : Study
-    machine : Machine
-    correction : Correction
-    replay_s : float
-        Upper limit on the time to predict the reads of one setting: a loop over batches, long where these are small.
+    ``replay_s`` is an upper limit on the time to predict the reads of one setting: a loop over batches, long where
+    these are small.
     """
 
-    study: Study
-    machine: Machine
-    correction: Correction = field(default_factory=Correction)
-    replay_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        self.reads = lru_cache(None)(lambda setting: self._reads(setting, self.replay_s))
+    def __init__(self, study: Study, machine: Machine) -> None:
+        self.study, self.facts, self.machine = study, study.facts, machine
+        self.replay_s = math.inf
+        self._correction = Correction(study.facts)
+        self._reads = lru_cache(None)(lambda setting: self.reads(setting, self.replay_s))
         self.effective = lru_cache(None)(self._effective)
         self.clustering = lru_cache(None)(self._clustering)
 
-    def uses_hdf5(self, setting: Setting) -> bool:
-        """Whether reading goes through HDF5."""
-        return setting.way == DATASET or not (self.study.facts.direct or setting.repack)
-
-    def all_reads(self, setting: Setting) -> Reads:
-        """Reads of a setting, per sample, however long it takes to predict them."""
-        return self._reads(setting, math.inf)
-
-    def _reads(self, setting: Setting, seconds: float) -> Reads:
-        grid, order = grid_of(setting, self.study.facts), order_of(setting, self.study.facts)
-        if grid.chunks is None or self.study.matrix or not self.uses_hdf5(setting):
+    def reads(self, setting: Setting, seconds: float = math.inf) -> Reads:
+        """Reads of a setting, per sample; predicting them takes about this long at most."""
+        grid, order = grid_of(setting, self.facts), order_of(setting, self.facts)
+        if grid.chunks is None or self.study.matrix or not uses_hdf5(setting, self.facts):
             return self._direct_reads(setting, grid, order)
         return self._cached_reads(setting, grid, order, seconds)
 
     def _direct_reads(self, setting: Setting, grid: ChunkGrid, order: Order) -> Reads:
         """Reads by byte ranges, of chunks or, where these hold whole samples, of rows."""
         in_pieces = not self.study.matrix and grid.chunks_per_sample > 1
-        amplification = _window_amplification(order) if grid.filtered and not self.study.matrix else 1.0
+        amplification = 1.0
+        if grid.filtered and not self.study.matrix:  # windows that cut a chunk read it again
+            window = order.window_batches * order.batch_size
+            whole = window % order.chunk_samples == 0
+            amplification = _whole_epoch(order, 1.0) if whole else 1 + order.chunk_samples / window
         decoded = grid.sample_bytes * amplification if grid.filtered or in_pieces else 0.0
         calls = (grid.chunks_per_sample if in_pieces else 1) / setting.chunk_samples
-        return Reads(self._bytes_read(setting, grid, amplification), decoded, calls, amplification, None)
+        return Reads(self._bytes_read(grid, amplification, setting.repack), decoded, calls, amplification, None)
 
     def _cached_reads(self, setting: Setting, grid: ChunkGrid, order: Order, seconds: float) -> Reads:
         """Reads of the first worker through HDF5's chunk cache."""
-        workers, cache = max(1, setting.num_workers), cache_of(setting, self.study.facts)
+        workers, cache = max(1, setting.num_workers), cache_of(setting, self.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
         replay = replay_batches(grid, cache, _take_for(batches, seconds), most_accesses=ACCESSES)
         amplification = replay.chunk_bytes / max(1, replay.num_samples * grid.sample_bytes)
         if cache.nbytes >= grid.chunk_bytes and order.window_batches > 1:
             amplification = min(amplification, _whole_epoch(order, grid.band_bytes / max(1, grid.sample_bytes)))
-        decoded = amplification * grid.sample_bytes if grid.filtered else 0.0
-        read, calls = self._bytes_read(setting, grid, amplification), replay.num_calls / max(1, replay.num_samples)
-        return Reads(read, decoded, calls, amplification, replay.hit_rate)
+        return Reads(
+            bytes_read=self._bytes_read(grid, amplification, setting.repack),
+            decoded=amplification * grid.sample_bytes if grid.filtered else 0.0,
+            calls=replay.num_calls / max(1, replay.num_samples),
+            amplification=amplification,
+            hit_rate=1 - replay.misses / max(1, replay.num_accesses),
+        )
 
-    def _bytes_read(self, setting: Setting | None, grid: ChunkGrid, amplification: float) -> float:
+    def _bytes_read(self, grid: ChunkGrid, amplification: float, repack: bool = False) -> float:
         """Stored bytes read per sample: of the largest field with its amplification, and of the other fields."""
-        stored = 1.0 if setting is not None and setting.repack else self.study.stored_share
-        return grid.sample_bytes * amplification * stored + self.study.facts.sample_bytes - grid.sample_bytes
+        stored = 1.0 if repack else self.study.stored_share
+        return grid.sample_bytes * amplification * stored + self.facts.sample_bytes - grid.sample_bytes
 
     def _effective(self, setting: Setting) -> float | None:
         """Effective batch size on the whole data; None where no field marks similar samples."""
         if self.study.groups is None:
             return None
         if setting.shuffle:
-            return float(self.study.facts.batch_samples)
-        return effective_batch(self.clustering(setting.chunk_samples), order_of(setting, self.study.facts))
+            return float(self.facts.batch_samples)
+        return effective_batch(self.clustering(setting.chunk_samples), order_of(setting, self.facts))
 
     def _clustering(self, chunk_samples: int) -> Clustering:
         assert self.study.groups is not None
         return find_clustering(self.study.groups, chunk_samples)
 
-    def memory(self, setting: Setting) -> int:
-        """Bytes that feeding takes."""
-        return memory_of(setting, self.study.facts)
-
-    def window_bytes(self, setting: Setting) -> float:
-        """Bytes of a window."""
-        order = order_of(setting, self.study.facts)
-        return float(order.window_batches * order.batch_size * self.study.facts.sample_bytes)
-
     def stages(self, setting: Setting) -> dict[str, float]:
         """Seconds of each stage, per sample."""
-        order, facts = order_of(setting, self.study.facts), self.study.facts
-        window = min(order.window_batches * order.batch_size, facts.num_samples)
-        return stage_times(setting, facts, window, self.reads(setting), self.machine, hdf5=self.uses_hdf5(setting))
+        window = min(window_samples(setting, self.facts), self.facts.num_samples)
+        return stage_times(setting, self.facts, window, self._reads(setting), self.machine)
 
-    def modelled_rate(self, setting: Setting) -> float:
-        """Samples/s, uncorrected."""
+    def _modelled_rate(self, setting: Setting) -> float:
         return 1 / max(1e-12, sum(self.stages(setting).values()))
 
     def rate(self, setting: Setting, *, alone: bool = False) -> float:
         """Samples/s, corrected by measurements; with ``alone``, by those of other settings only."""
-        hdf5 = self.uses_hdf5(setting)
-        factor = self.correction.factor(setting, self.window_bytes(setting), alone=alone, hdf5=hdf5)
-        return self.modelled_rate(setting) * factor
+        return self._modelled_rate(setting) * self._correction.factor(setting, alone=alone)
 
     def learn(self, setting: Setting, measured: float) -> None:
         """Correct the model by the measured rate of a setting."""
-        modelled, hdf5 = self.modelled_rate(setting), self.uses_hdf5(setting)
-        self.correction.learn(setting, self.window_bytes(setting), modelled=modelled, measured=measured, hdf5=hdf5)
+        self._correction.learn(setting, measured / self._modelled_rate(setting))
 
     def candidate(self, setting: Setting, rate: float) -> Candidate:
         """A setting of this rate, with its memory and quality."""
-        return Candidate(setting, rate, self.memory(setting), self.effective(setting))
+        return Candidate(setting, rate, memory_of(setting, self.facts), self.effective(setting))
 
     def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
         """Reads per sample and samples/s of plain h5py, which reads single random samples."""
-        facts = self.study.facts
-        setting = Setting(DATASET, facts.chunk_samples, 1)
-        if facts.grid.chunks is None or self.study.matrix:
-            reads = Reads(facts.sample_bytes, 0.0, 1.0, 1.0, None)
+        setting = Setting(DATASET, self.facts.chunk_samples, 1)
+        if self.facts.grid.chunks is None or self.study.matrix:
+            reads = Reads(self.facts.sample_bytes, 0.0, 1.0, 1.0, None)
         else:
-            reads = self._plain_reads(facts.grid, cache)
-        stages = stage_times(setting, facts, 1, reads, self.machine, hdf5=True)
-        return reads, 1 / max(1e-12, sum(stages.values()))
+            reads = self._plain_reads(self.facts.grid, cache)
+        return reads, 1 / max(1e-12, sum(stage_times(setting, self.facts, 1, reads, self.machine).values()))
 
     def _plain_reads(self, grid: ChunkGrid, cache: CacheSettings) -> Reads:
         """Reads of random samples: the first half warms the cache, the second half is counted."""
         count = max(16, min(MOST_SAMPLES, ACCESSES // grid.chunks_per_sample))
-        accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.study.facts.num_samples, 2 * count))
+        accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.facts.num_samples, 2 * count))
         half = len(accesses) // 2
         read = ChunkCache(grid, cache).access(accesses).outcomes[half:] != HIT
         straight = not grid.filtered and grid.chunk_bytes > cache.nbytes
         num_bytes = accesses.bytes_each[half:] if straight else np.full(len(read), grid.chunk_bytes)
         amplification = float(num_bytes[read].sum()) / (count * grid.sample_bytes)
         decoded = amplification * grid.sample_bytes if grid.filtered else 0.0
-        bytes_read = self._bytes_read(None, grid, amplification)
-        return Reads(bytes_read, decoded, 1.0, amplification, 1 - float(read.mean()))
+        return Reads(self._bytes_read(grid, amplification), decoded, 1.0, amplification, 1 - float(read.mean()))
 
 
 def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndarray]:
@@ -166,12 +150,6 @@ def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndar
         yield batch
         if time.perf_counter() >= until:
             return
-
-
-def _window_amplification(order: Order) -> float:
-    """Chunks read over chunks of the file: windows that cut a chunk read it again."""
-    window = order.window_batches * order.batch_size
-    return _whole_epoch(order, 1.0) if window % order.chunk_samples == 0 else 1 + order.chunk_samples / window
 
 
 def _whole_epoch(order: Order, band: float) -> float:

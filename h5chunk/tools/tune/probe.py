@@ -32,6 +32,10 @@ def probe(study: Study, device: str, budget: TimeBudget) -> Machine:
     memory = MemoryCopy(1 << 20, cores, available_bytes() // 8)
     copy_rate = max(memory.rate(1, seconds / 2) for _ in range(2))
     read_rate = _read_rate(study, budget, cores, seconds)
+    device_rate = math.inf
+    if device != "cpu":
+        with closing(DeviceCopy(device)) as copy:
+            device_rate = copy.rate(seconds)
     return Machine(
         num_cores=cores,
         read_rate=copy_rate * cores / 2 if read_rate is None else read_rate,
@@ -39,7 +43,7 @@ def probe(study: Study, device: str, budget: TimeBudget) -> Machine:
         call_s=_call_seconds(study, copy_rate, seconds),
         decode_rate=_decode_rate(study, seconds),
         hop_rate=HOP_PART * copy_rate,
-        device_rate=_device_rate(device, seconds),
+        device_rate=device_rate,
     )
 
 
@@ -78,33 +82,18 @@ def _call_seconds(study: Study, copy_rate: float, seconds: float) -> float:
 
 
 def _decode_rate(study: Study, seconds: float) -> float:
-    """Measure bytes/s at which one core decodes chunks or assembles samples; infinite if neither is needed."""
+    """Measure bytes/s at which HDF5 decodes the first chunk, or assembles samples; infinite if neither is needed."""
     main = study.reader.main
     if not isinstance(main, Field) or not main.grid.chunks:
         return math.inf
     if not main.grid.filtered and (main.grid.chunks_per_sample == 1 or not study.facts.direct):
         return math.inf
-    return _hdf5_rate(study, main, seconds)
-
-
-def _hdf5_rate(study: Study, main: Field, seconds: float) -> float:
-    """Decoded bytes/s of the first chunk, through HDF5."""
     with open_file(study.reader.path, rdcc_nbytes=1, rdcc_nslots=1, rdcc_w0=0.0) as file:  # each call decodes
         dataset = file[main.dataset]
-        first = tuple(slice(0, size) for size in main.grid.chunks or ())
+        first = tuple(slice(0, size) for size in main.grid.chunks)
 
         def read_chunk() -> int:
             dataset[first]
             return main.grid.chunk_bytes
 
         return repeated_rate(read_chunk, seconds)
-
-
-def _device_rate(device: str, seconds: float) -> float:
-    if device == "cpu":
-        return math.inf
-    copy = DeviceCopy(device)
-    try:
-        return copy.rate(seconds)
-    finally:
-        copy.close()

@@ -20,61 +20,30 @@ TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runne
 
 @dataclass(frozen=True)
 class TriedSetting(Candidate):
-    """A setting with its predicted and measured rates, in samples/s from the page cache.
+    """A setting with its predicted and measured rates, in samples/s from the page cache."""
 
-    Attributes
-    ----------
-    predicted_rate : float
-        By the cost model, corrected by measurements of other settings, not of this one.
-    measured_rate : float or None
-    num_measured : int
-        How often it was measured.
-    allowed : bool
-        Whether it fits in memory and mixes well enough.
-    """
-
-    predicted_rate: float
+    predicted_rate: float  # by the cost model, corrected by measurements of other settings, not of this one
     measured_rate: float | None
-    num_measured: int
-    allowed: bool
+    num_measured: int  # how often it was measured
+    allowed: bool  # it fits in memory and mixes well enough
 
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One line of the table.
+    """One line of the table; rates, memory and ``effective_batch`` are as in `TriedSetting`."""
 
-    Attributes
-    ----------
-    name : {"today", "h5py default", "recommendation", "runner-up"}
-    setting : Setting or None
-        None for plain h5py.
-    description : str
-        The setting in words.
-    cache : (nslots, nbytes, w0)
-        Of each process that reads through HDF5.
-    rate, measured_rate, predicted_rate, memory_bytes, effective_batch
-        As in `TriedSetting`.
-    hit_rate : float or None
-        Of HDF5's chunk cache; None where it is not used.
-    amplification : float
-        Bytes read over bytes used.
-    slowest : str
-        The stage that takes most of the time.
-    reason : str
-    """
-
-    name: str
-    setting: Setting | None
-    description: str
-    cache: Triple
+    name: str  # TODAY, PLAIN, CHOSEN or SECOND
+    setting: Setting | None  # None for plain h5py
+    description: str  # the setting in words
+    cache: Triple  # (nslots, nbytes, w0) of each process that reads through HDF5
     rate: float
     measured_rate: float | None
     predicted_rate: float
     memory_bytes: int
-    hit_rate: float | None
-    amplification: float
+    hit_rate: float | None  # of HDF5's chunk cache; None where it is not used
+    amplification: float  # bytes read over bytes used
     effective_batch: float | None
-    slowest: str
+    slowest: str  # the stage that takes most of the time
     reason: str
 
     def lines(self) -> list[str]:
@@ -101,32 +70,20 @@ class Recommendation(Report):
         Chunk cache of one process that reads all windows through HDF5.
     window_in_place, cache_in_place : int, (nslots, nbytes, w0)
         The best without a new file: what ``--apply`` stores.
-    path : str
-    converted : bool
-        False: the source has to be converted first.
-    batch_size : int
-    device : str
     num_samples, num_measured : int
         Of the data, and those that rates were measured on.
-    sample_bytes : int
-    rows : list of TuneRow
-    advice : list of Advice
     commands : list of str
         The steps to take.
-    candidates : list of TriedSetting
     min_effective_batch : float
         Minimum worth of a batch, in samples.
     memory_bytes : int
         Upper limit on the memory that feeding takes.
     machine : dict
-        Rates that probes found.
+        Rates that probes found, in bytes/s.
     verify : dict or None
         Predicted and measured reads.
     applied : str or None
         Where the recommendation was stored.
-    notes : list of str
-    seconds, budget_s : float
-    versions : dict of str to str
     """
 
     setting: Setting
@@ -134,7 +91,6 @@ class Recommendation(Report):
     window_in_place: int
     cache_in_place: Triple
     path: str
-    converted: bool
     batch_size: int
     device: str
     num_samples: int
@@ -175,19 +131,14 @@ class Recommendation(Report):
             lines += row.lines()
         for advice in self.advice:
             lines += [*_wrapped(f"{advice.code}: {advice.message}:", "advice: "), f"{'':8s}{advice.remedy}"]
-        return lines + self._tail()
-
-    def _tail(self) -> list[str]:
-        lines = [] if self.verify is None else [_verified(self.verify)]
+        if self.verify is not None:
+            lines.append(_verified(self.verify))
         if self.applied is not None:
             lines.append(f"stored in {self.applied}: readers take window and cache from there")
         for note in self.notes:
             lines += _wrapped(note, "note: ")
-        slowest = self.row(CHOSEN).slowest
-        return [
-            *lines,
-            f"slowest stage: {slowest}; measured on {self.num_measured:,} samples in {self.seconds:.0f} s",
-        ]
+        measured = f"measured on {self.num_measured:,} samples in {self.seconds:.0f} s"
+        return [*lines, f"slowest stage: {self.row(CHOSEN).slowest}; {measured}"]
 
     def _headline(self) -> str:
         chosen, today = self.row(CHOSEN), self.row(TODAY)
@@ -208,7 +159,7 @@ def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
 
 
 def _verified(verify: dict[str, Any]) -> str:
-    if verify.get("note"):
+    if verify["note"]:
         return f"verify: {verify['note']}"
     same = "equal" if verify["predicted_reads"] == verify["measured_reads"] else "NOT EQUAL: please report it"
     return (

@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 from h5chunk.errors import OptionError, OutputError
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.measure.machine import interleaved_rates
-from h5chunk.tools.model.settings import Candidate, Limits, Setting, choose
+from h5chunk.tools.model.settings import (
+    LOADER,
+    Candidate,
+    Limits,
+    Setting,
+    choose,
+    cut_order,
+    memory_of,
+    order_of,
+    window_samples,
+)
 from h5chunk.tools.progress import TimeBudget
-from h5chunk.tools.tune.measure import measure
 from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.report import TriedSetting
 from h5chunk.tools.tune.study import Study
@@ -22,28 +31,30 @@ LOOK, TURN = 0.4, 0.6  # of a slice: the first measurement of a setting, and tho
 FINALISTS, TURNS, LEAST_TURNS = 6, 15, 2
 HOPELESS, WORTH = 0.4, 0.3  # of the best rate: settings that are predicted to be slower are not measured
 BEHIND = 0.88  # of the best rate: slower finalists leave the turns
+MOST_LEAD = 3  # times the seconds of a measurement, to use up what was read ahead
+
+
+def measure(study: Study, setting: Setting, device: str, budget: TimeBudget, seconds: float) -> float:
+    """Measure samples/s of a setting with the loaders themselves, from the page cache."""
+    from h5chunk.tools.measure.batches import BatchRate, make_dataset, open_dataset, open_loader
+
+    path, fields = study.path_of(setting, budget)
+    order = cut_order(order_of(setting, study.facts), study.num_measured)
+    dataset = make_dataset(path, fields, study.reader.trusted)
+    if setting.way == LOADER:
+        epochs = open_loader(dataset, order, device=device)
+    else:
+        epochs = open_dataset(dataset, order, num_workers=setting.num_workers)
+    batches = BatchRate(epochs)
+    try:
+        return batches.rate(seconds, MOST_LEAD * seconds)
+    finally:
+        batches.close()
 
 
 @dataclass
 class Search:
-    """Measures settings within a time budget.
-
-    Attributes
-    ----------
-    study : Study
-    predictor : Predictor
-    limits : Limits
-    device : str
-    budget : TimeBudget
-    settings : list of Setting
-        Today's first.
-    rates : dict of Setting to list of float
-        Samples/s of each measurement.
-    turns : list of dict of Setting to float
-        Rates of the best settings, measured in turns.
-    left_out : set of Setting
-        Not measured, as they take too much memory or time.
-    """
+    """Measures settings, of which today's is the first, within a time budget."""
 
     study: Study
     predictor: Predictor
@@ -51,10 +62,10 @@ class Search:
     device: str
     budget: TimeBudget
     settings: list[Setting]
-    rates: dict[Setting, list[float]] = field(default_factory=dict)
-    turns: list[dict[Setting, float]] = field(default_factory=list)
-    left_out: set[Setting] = field(default_factory=set)
-    _steady: dict[Setting, float] = field(default_factory=dict)
+    rates: dict[Setting, list[float]] = field(default_factory=dict)  # samples/s of each measurement
+    turns: list[dict[Setting, float]] = field(default_factory=list)  # rates of the best settings, measured in turns
+    steady: dict[Setting, float] = field(default_factory=dict)  # one rate for each of these
+    left_out: set[Setting] = field(default_factory=set)  # not measured, as they take too much memory or time
 
     @property
     def today(self) -> Setting:
@@ -64,48 +75,46 @@ class Search:
     def run(self) -> None:
         """Measure one setting of each kind, then the most promising ones; then race the best.
 
-        Raises
-        ------
-        OptionError
-            No setting fits in memory.
+        OptionError if no setting fits in memory.
         """
-        self._check_memory()
-        for setting in self._anchors():
+        least = min(memory_of(setting, self.study.facts) for setting in self.settings)
+        if least > self.limits.memory_bytes:
+            given, needed = human_bytes(self.limits.memory_bytes), human_bytes(least)
+            raise OptionError(f"memory_bytes is {given}, but feeding takes at least {needed}: allow more memory")
+        self.look(self._anchors())
+        measured = [setting for setting in self.settings if setting in self.rates]
+        ranked = sorted(measured, key=lambda setting: self.candidate(setting).rate, reverse=True)
+        allowed = [setting for setting in ranked if self.allows(setting)] or ranked
+        self.race(list(dict.fromkeys([*allowed[:FINALISTS], *self._needed(allowed)])))
+
+    def look(self, anchors: Iterable[Setting]) -> None:
+        """Measure the anchors and today's setting, then the most promising ones, while there is time."""
+        for setting in anchors:
             if self.budget.has(SEARCH_SHARE) or not self.rates:
                 self.measure(setting, LOOK)
         self.measure(self.today, LOOK)
         while self.budget.has(SEARCH_SHARE) and (promising := self._most_promising()) is not None:
             self.measure(promising, LOOK)
-        self._race()
 
-    def _check_memory(self) -> None:
-        least = min(self.predictor.memory(setting) for setting in self.settings)
-        if least > self.limits.memory_bytes:
-            given, needed = human_bytes(self.limits.memory_bytes), human_bytes(least)
-            raise OptionError(f"memory_bytes is {given}, but feeding takes at least {needed}: allow more memory")
-
-    def _race(self) -> None:
-        """Measure the best in turns; a setting that falls behind leaves, unless the report needs it."""
-        runners = self.finalists()
+    def race(self, runners: list[Setting]) -> None:
+        """Measure settings in turns; one that falls behind leaves, unless the report needs it."""
         while len(self.turns) < TURNS and self.budget.has(FINAL_SHARE):
             turn = {setting: rate for setting in runners if (rate := self.measure(setting, TURN)) is not None}
             if not turn:
                 break
             self.turns.append(turn)
-            self._steady = interleaved_rates(self.turns)
-            runners = list(turn) if len(self.turns) < LEAST_TURNS else self._still_running(turn)
-
-    def _still_running(self, turn: Iterable[Setting]) -> list[Setting]:
-        runners = list(turn)
-        best = max((self._steady[setting] for setting in runners if self.allows(setting)), default=0.0)
-        needed = self._needed(runners)
-        return [setting for setting in runners if self._steady[setting] >= BEHIND * best or setting in needed]
+            self.steady = interleaved_rates(self.turns)
+            runners = list(turn)
+            if len(self.turns) >= LEAST_TURNS:
+                best = max((self.steady[setting] for setting in runners if self.allows(setting)), default=0.0)
+                needed = self._needed(runners)
+                runners = [each for each in runners if self.steady[each] >= BEHIND * best or each in needed]
 
     def measure(self, setting: Setting, part: float = 1.0) -> float | None:
         """Samples/s, over this part of a slice; None if it does not fit in memory, or takes too long to start."""
-        window_samples = self.predictor.window_bytes(setting) / self.study.facts.sample_bytes
-        first_s = min(window_samples, self.study.num_measured) / self.predictor.rate(setting)
-        if self.predictor.memory(setting) > self.limits.memory_bytes or first_s > FIRST_SHARE * self.budget.seconds:
+        first = min(window_samples(setting, self.study.facts), self.study.num_measured)
+        too_long = first / self.predictor.rate(setting) > FIRST_SHARE * self.budget.seconds
+        if too_long or memory_of(setting, self.study.facts) > self.limits.memory_bytes:
             self.left_out.add(setting)
             return None
         try:
@@ -123,7 +132,7 @@ class Search:
         """The second best of each kind that is not hopeless, so that the best is predicted from another one."""
         kinds: dict[tuple[str, int, bool], list[Setting]] = {}
         for setting in sorted(self.settings, key=self.predictor.rate, reverse=True):
-            if self.predictor.memory(setting) <= self.limits.memory_bytes:
+            if memory_of(setting, self.study.facts) <= self.limits.memory_bytes:
                 kinds.setdefault((setting.way, setting.num_workers, setting.repack), []).append(setting)
         for ranked in kinds.values():
             anchor = ranked[min(1, len(ranked) - 1)]
@@ -139,19 +148,23 @@ class Search:
         promising = max(unknown, key=self.predictor.rate, default=None)
         return None if promising is None or self.predictor.rate(promising) < WORTH * best else promising
 
+    def _needed(self, ranked: Sequence[Setting]) -> list[Setting]:
+        """The first setting without a new file, and today's."""
+        return [*[setting for setting in ranked if not setting.repack][:1], self.today]
+
     def allows(self, setting: Setting) -> bool:
         """Whether it fits in memory and mixes well enough."""
         return self.limits.allow(self.candidate(setting))
+
+    def measured(self, setting: Setting) -> float | None:
+        """Samples/s: in turns, where it took part in them; None if it was never measured."""
+        rates = self.rates.get(setting)
+        return self.steady.get(setting, statistics.median(rates)) if rates else None
 
     def candidate(self, setting: Setting) -> Candidate:
         """The setting with its rate in turns, else the measured, else the predicted one."""
         measured = self.measured(setting)
         return self.predictor.candidate(setting, self.predictor.rate(setting) if measured is None else measured)
-
-    def measured(self, setting: Setting) -> float | None:
-        """Samples/s: in turns, where it took part in them; None if it was never measured."""
-        rates = self.rates.get(setting)
-        return self._steady.get(setting, statistics.median(rates)) if rates else None
 
     def tried(self, setting: Setting) -> TriedSetting:
         """The setting with its predicted and measured rates, for the report."""
@@ -164,17 +177,6 @@ class Search:
             allowed=self.limits.allow(candidate),
         )
 
-    def finalists(self) -> list[Setting]:
-        """The fastest measured settings that are allowed, the first of them without a new file, and today's."""
-        measured = [setting for setting in self.settings if setting in self.rates]
-        ranked = sorted(measured, key=lambda setting: self.candidate(setting).rate, reverse=True)
-        allowed = [setting for setting in ranked if self.allows(setting)] or ranked
-        return list(dict.fromkeys([*allowed[:FINALISTS], *self._needed(allowed)]))
-
-    def _needed(self, ranked: Sequence[Setting]) -> list[Setting]:
-        """The first setting without a new file, and today's."""
-        return list(dict.fromkeys([*[setting for setting in ranked if not setting.repack][:1], self.today]))
-
     def choose(self, *, in_place: bool = False) -> Candidate | None:
         """The setting to take, of those measured in turns, else once, else predicted; None if none is allowed.
 
@@ -182,7 +184,7 @@ class Search:
         new file are considered.
         """
         settings = [setting for setting in self.settings if not (in_place and setting.repack)]
-        for known in (self._steady.keys(), self.rates.keys(), set(settings)):
+        for known in (self.steady.keys(), self.rates.keys(), set(settings)):
             best = choose([self.candidate(setting) for setting in settings if setting in known], self.limits)
             if best is not None:
                 return best

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, printable
@@ -13,24 +12,22 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.recommendation import write_recommendation
 from h5chunk.store.hdf5.child import in_child
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.checks import check_budget, check_counts, worker_counts
 from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
 from h5chunk.tools.model.clustering import LEAST_CHANCE
 from h5chunk.tools.model.mixing import window_for
-from h5chunk.tools.model.settings import DATASET, LOADER, Candidate, Limits, Setting, enumerate_settings, order_of
+from h5chunk.tools.model.settings import DATASET, LOADER, Limits, Setting, enumerate_settings, order_of
 from h5chunk.tools.progress import Progress, TimeBudget
-from h5chunk.tools.tune.advice import Remedies, default_cache, find_advice, repack_command
+from h5chunk.tools.tune.advice import default_cache, find_advice
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
 from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.probe import probe
 from h5chunk.tools.tune.report import Recommendation, TuneRow
+from h5chunk.tools.tune.rows import cache_triple, commands_for, plain_row, repack_command, rows_of
 from h5chunk.tools.tune.search import Search
-from h5chunk.tools.tune.source import is_source, study_source
-from h5chunk.tools.tune.study import Study, study_file, temporary_folder
-from h5chunk.tools.tune.table import cache_triple, commands_for, plain_row, rows_of
+from h5chunk.tools.tune.study import Study, check_converted, study_file, temporary_folder
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
@@ -39,7 +36,7 @@ PREDICT_SHARE = 0.1  # of the budget, to predict the reads of all settings
 
 
 def tune(
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     batch_size: int = 256,
     memory_bytes: int = MEMORY_BYTES,
@@ -49,7 +46,6 @@ def tune(
     group_by: str | None = None,
     min_effective_batch: float = 0.95,
     budget_s: float = 60.0,
-    size: tuple[int, int] | None = None,
     plot: str | os.PathLike[str] | None = None,
     apply: bool = False,
     verify: bool = False,
@@ -60,8 +56,8 @@ def tune(
 
     Parameters
     ----------
-    source : path
-        An h5chunk file, any other HDF5 file, or what `h5chunk.convert` takes.
+    path : path
+        An h5chunk file, or any other HDF5 file.
     batch_size : int
     memory_bytes : int
         The most that feeding may take, beside the interpreters.
@@ -77,8 +73,6 @@ def tune(
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
         Seconds to take, about.
-    size : (height, width), optional
-        Of images that are not converted yet; default: that of the first one.
     plot : path, optional
         A picture to draw: rate against effective batch, with the choice marked. Needs matplotlib.
     apply : bool
@@ -93,8 +87,8 @@ def tune(
 
     Raises
     ------
-    FileError, FieldError, SourceError
-        The source cannot be used.
+    FileError, FieldError
+        The file cannot be used; what `h5chunk.convert` takes has to be converted first.
     OptionError
         An argument is invalid.
     """
@@ -109,63 +103,28 @@ def tune(
     describe_device(device)
     if plot is not None:
         check_plot(plot)
-    numbers = worker_counts(workers, _usual_workers())
-    budget = TimeBudget("tune", budget_s, progress)
+    usual = [number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, available_cores())]
+    numbers = worker_counts(workers, usual)
+    check_converted(path)
+    budget, named = TimeBudget("tune", budget_s, progress), field_mapping(fields)
     with temporary_folder() as folder:
-        if is_source(source):
-            _check_unconverted(source, apply=apply, verify=verify, group_by=group_by, fields=fields, trusted=trusted)
-            study = study_source(source, batch_size=batch_size, size=size, folder=folder, budget=budget)
-        else:
-            _check_converted(source, size)
-            named = field_mapping(fields)
-            options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
-            study = in_child(lambda _: study_file(source, named, folder=folder, **options), lambda: printable(source))
-        worth = min_effective_batch * study.facts.batch_samples
-        limits = Limits(worth, min(memory_bytes, available_bytes()))
-        found = _tune(study, limits, numbers, device, budget, min_effective_batch)
+        options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
+        study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
+        predictor = Predictor(study, probe(study, device, budget))
+        settings = _settings(study, predictor, numbers, min_effective_batch)
+        predictor.replay_s = PREDICT_SHARE * budget_s / len(settings)
+        limits = Limits(min_effective_batch * study.facts.batch_samples, min(memory_bytes, available_bytes()))
+        search = Search(study, predictor, limits, device, budget, settings)
+        search.run()
+        found = _report(search)
         if verify:
             found = replace(found, verify=_verify(study, found, budget))
         if plot is not None:
             draw(found, plot)
         if apply:
-            found = replace(found, applied=str(_store(study.reader, found)))
+            found = replace(found, applied=_store(study, found))
         budget.report()
         return replace(found, seconds=budget.taken_s)
-
-
-def _usual_workers() -> tuple[int, ...]:
-    return tuple(number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, available_cores()))
-
-
-def _check_unconverted(source: str | os.PathLike[str], **options: object) -> None:
-    """Raise OptionError for an option that only a file can have."""
-    for name, value in options.items():
-        if value:
-            raise OptionError(f"{name} is {value!r}, but {printable(source)} is not converted yet: leave it out")
-
-
-def _check_converted(source: str | os.PathLike[str], size: object) -> None:
-    """Raise OptionError for an option that only a source can have."""
-    if size is not None:
-        raise OptionError(f"size is {size!r}, but {printable(source)} is no source of images: leave it out")
-
-
-def _tune(
-    study: Study,
-    limits: Limits,
-    workers: Sequence[int],
-    device: str,
-    budget: TimeBudget,
-    min_share: float,
-) -> Recommendation:
-    predictor = Predictor(study, probe(study, device, budget))
-    settings = _settings(study, predictor, workers, min_share)
-    predictor.replay_s = PREDICT_SHARE * budget.seconds / len(settings)
-    search = Search(study, predictor, limits, device, budget, settings)
-    search.run()
-    chosen, kept, enough = _choose(search)
-    today, *others = rows_of(search, chosen, enough)
-    return _report(search, chosen.setting, kept, [today, _plain(search), *others])
 
 
 def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_share: float) -> list[Setting]:
@@ -176,7 +135,7 @@ def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_sh
     clustering, order = predictor.clustering(facts.chunk_samples), order_of(_today(study), facts)
     window = window_for(clustering, order, min_share)
     settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
-    if study.converted and not study.anndata and clustering.chance < LEAST_CHANCE:
+    if not study.anndata and clustering.chance < LEAST_CHANCE:
         kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
         settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
     return settings
@@ -184,16 +143,6 @@ def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_sh
 
 def _today(study: Study) -> Setting:
     return Setting(LOADER, study.facts.chunk_samples, study.facts.window_chunks)
-
-
-def _choose(search: Search) -> tuple[Candidate, Setting, bool]:
-    """Choose the recommendation and the best setting without a new file; also whether the limits are kept."""
-    chosen = search.choose()
-    enough = chosen is not None
-    chosen = chosen or search.nearest()
-    in_place = search.choose(in_place=True)
-    kept = search.today if in_place is None else in_place.setting
-    return chosen, kept, enough
 
 
 def _plain(search: Search) -> TuneRow:
@@ -209,30 +158,33 @@ def _plain(search: Search) -> TuneRow:
     return plain_row(search, default_cache(), measured)
 
 
-def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]) -> Recommendation:
-    study, limits, predictor = search.study, search.limits, search.predictor
-    commands = commands_for(search, setting)
-    remedies = Remedies(repack_command(study, _good_chunk(search)), repack_command(study, shuffle=True))
+def _report(search: Search) -> Recommendation:
+    """Choose the recommendation, and the best setting without a new file."""
+    study, facts, predictor = search.study, search.study.facts, search.predictor
+    allowed, in_place = search.choose(), search.choose(in_place=True)
+    chosen = search.nearest() if allowed is None else allowed
+    setting, kept = chosen.setting, search.today if in_place is None else in_place.setting
+    today, *others = rows_of(search, chosen, allowed is not None)
+    commands = commands_for(study, setting)
+    repack, shuffle = repack_command(study, _good_chunk(search)), repack_command(study, shuffle=True)
     if setting.repack:  # then that is done anyway
-        remedies = Remedies(commands[0], commands[0] if setting.shuffle else remedies.shuffle)
-    effective = predictor.effective(_today(study))
+        repack, shuffle = commands[0], commands[0] if setting.shuffle else shuffle
     return Recommendation(
         setting=setting,
         cache=cache_triple(setting, search, 1),
         window_in_place=kept.window_chunks,
         cache_in_place=cache_triple(kept, search, 1),
-        path=study.source or str(study.reader.path),
-        converted=study.converted,
-        batch_size=study.facts.batch_size,
+        path=str(study.reader.path),
+        batch_size=facts.batch_size,
         device=search.device,
-        num_samples=study.facts.num_samples,
+        num_samples=facts.num_samples,
         num_measured=study.num_measured,
-        sample_bytes=study.facts.sample_bytes,
-        rows=rows,
-        advice=find_advice(study, effective, predictor.machine, remedies),
+        sample_bytes=facts.sample_bytes,
+        rows=[today, _plain(search), *others],
+        advice=find_advice(study, predictor.effective(_today(study)), predictor.machine, repack, shuffle),
         commands=commands,
-        min_effective_batch=limits.effective_batch,
-        memory_bytes=limits.memory_bytes,
+        min_effective_batch=search.limits.effective_batch,
+        memory_bytes=search.limits.memory_bytes,
         notes=study.notes,
         seconds=search.budget.taken_s,
         budget_s=search.budget.seconds,
@@ -244,10 +196,9 @@ def _report(search: Search, setting: Setting, kept: Setting, rows: list[TuneRow]
 
 def _good_chunk(search: Search) -> int:
     """Samples per chunk of a new file, for advice where none is recommended."""
-    anew = [each for each in search.settings if each.repack and not each.shuffle]
-    if not anew:
-        return search.study.facts.chunk_samples
-    return max((search.candidate(each) for each in anew), key=lambda each: each.rate).setting.chunk_samples
+    anew = [search.candidate(each) for each in search.settings if each.repack and not each.shuffle]
+    best = max(anew, key=lambda each: each.rate, default=None)
+    return search.study.facts.chunk_samples if best is None else best.setting.chunk_samples
 
 
 def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:
@@ -258,13 +209,15 @@ def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str
     return asdict(count_reads(study.reader, order, cache, seconds))
 
 
-def _store(reader: H5Reader, found: Recommendation) -> Path:
+def _store(study: Study, found: Recommendation) -> str:
     """Write window and cache beside the file, where readers look for them."""
-    return write_recommendation(
+    reader, cache = study.reader, CacheSettings.of(found.cache_in_place)
+    path = write_recommendation(
         reader.path,
         found.window_in_place,
-        CacheSettings.of(found.cache_in_place),
+        cache,
         dataset=reader.main.dataset,
         num_samples=reader.num_samples,
         chunk_samples=reader.chunk_samples,
     )
+    return str(path)

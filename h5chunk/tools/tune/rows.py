@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from pathlib import Path
 
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.model.cost import Reads, slowest
 from h5chunk.tools.model.settings import DATASET, LOADER, Candidate, Setting, cache_of, runner_up
 from h5chunk.tools.report import shell_command
-from h5chunk.tools.tune.advice import repack_command, tuned_path
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, SECOND, TODAY, Triple, TuneRow
 from h5chunk.tools.tune.search import Search
+from h5chunk.tools.tune.study import Study
 
 
 def cache_triple(setting: Setting, search: Search, num_workers: int | None = None) -> Triple:
@@ -21,13 +20,26 @@ def cache_triple(setting: Setting, search: Search, num_workers: int | None = Non
     return cache.nslots, cache.nbytes, cache.w0
 
 
+def rows_of(search: Search, chosen: Candidate, enough: bool) -> list[TuneRow]:
+    """The lines of today's setting, the recommendation and the runner-up."""
+    today = search.candidate(search.today)
+    second = runner_up([search.candidate(setting) for setting in search.rates], chosen, search.limits)
+    rows = [
+        _row(TODAY, today, search, _reason_today(search, today)),
+        _row(CHOSEN, chosen, search, _reason_chosen(search, chosen.setting, enough)),
+    ]
+    if second is not None:
+        rows.append(_row(SECOND, second, search, _reason_second(second.setting, chosen.setting)))
+    return rows
+
+
 def _row(name: str, candidate: Candidate, search: Search, reason: str) -> TuneRow:
     setting, tried = candidate.setting, search.tried(candidate.setting)
-    reads = search.predictor.all_reads(setting)
+    reads = search.predictor.reads(setting)
     return TuneRow(
         name=name,
         setting=setting,
-        description=str(setting if search.study.converted else replace(setting, repack=False)),
+        description=str(setting),
         cache=cache_triple(setting, search),
         rate=candidate.rate,
         measured_rate=tried.measured_rate,
@@ -71,81 +83,74 @@ def _reason_plain(search: Search, reads: Reads) -> str:
     return "one call per sample, under HDF5's lock"
 
 
-def rows_of(search: Search, chosen: Candidate, enough: bool) -> list[TuneRow]:
-    """The lines of today's setting, the recommendation and the runner-up."""
-    today = search.candidate(search.today)
-    second = runner_up([search.candidate(setting) for setting in search.rates], chosen, search.limits)
-    rows = [
-        _row(TODAY, today, search, _reason_today(search, today)),
-        _row(CHOSEN, chosen, search, _reason_chosen(search, chosen.setting, enough)),
-    ]
-    if second is not None:
-        rows.append(_row(SECOND, second, search, _reason_second(search, second.setting, chosen.setting)))
-    return rows
-
-
 def _reason_today(search: Search, today: Candidate) -> str:
-    study = search.study
-    if study.why_not_direct:
-        return f"through HDF5, one thread at a time, as {study.why_not_direct}"
+    if search.study.why_not_direct:
+        return f"through HDF5, one thread at a time, as {search.study.why_not_direct}"
     if not search.allows(today.setting):
         few = today.effective_batch is not None and today.effective_batch < search.limits.effective_batch
         return "mixes too little" if few else "takes more memory than allowed"
-    who = "readers do" if study.converted else "convert and readers do"
-    return f"what {who} by default; {slowest(search.predictor.stages(today.setting))} takes longest"
+    return f"what readers do by default; {slowest(search.predictor.stages(today.setting))} takes longest"
 
 
 def _reason_chosen(search: Search, setting: Setting, enough: bool) -> str:
-    count, converted = len(search.rates), search.study.converted
+    count = len(search.rates)
     if not enough:
         return "nothing mixes well enough within this memory: this mixes best"
     if setting.shuffle:
         return "no window mixes the file as it lies well enough and fast; shuffled once on disk, any does"
     if setting == search.today:
-        change = "and nothing has to change" if converted else "and what convert chooses by itself"
-        return f"within 3 % of the fastest of {count} measured, {change}"
-    if converted and setting.repack:
+        return f"within 3 % of the fastest of {count} measured, and nothing has to change"
+    if setting.repack:
         return f"the fastest of {count} measured; worth a new file"
-    return f"the fastest of {count} measured, or within 3 % of it{', without a new file' if converted else ''}"
+    return f"the fastest of {count} measured, or within 3 % of it, without a new file"
 
 
-def _reason_second(search: Search, second: Setting, chosen: Setting) -> str:
-    if search.study.converted and chosen.repack and not second.repack:
+def _reason_second(second: Setting, chosen: Setting) -> str:
+    if chosen.repack and not second.repack:
         return "the best without a new file"
     if second.way == chosen.way:
         return "the next best"
     return "for training code that has a DataLoader" if second.way == DATASET else "without worker processes"
 
 
-def commands_for(search: Search, setting: Setting) -> list[str]:
+def _tuned_path(study: Study) -> Path:
+    """The file that the recommended command writes."""
+    return study.reader.path.with_name(f"{study.reader.path.stem}-tuned.h5")
+
+
+def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
+    """The command that rewrites a file in other chunks; AnnData's files are not shuffled, but converted."""
+    verb = "convert" if study.anndata and shuffle else "repack"
+    parts = ["h5chunk", verb, str(study.reader.path), str(_tuned_path(study))]
+    if verb == "repack":
+        parts += ["--chunk-samples", str(chunk_samples)] if chunk_samples else []
+        parts += ["--shuffle"] if shuffle else []
+        if not {"images", "X"} & {each.strip("/") for each in study.fields.values()}:
+            parts += ["--fields", study.reader.main.dataset]
+    return shell_command(parts)
+
+
+def commands_for(study: Study, setting: Setting) -> list[str]:
     """The steps to take: a command, if one is needed, and a line of Python."""
-    study = search.study
-    if not study.converted:
-        source = shell_command(["h5chunk", "convert", study.source, "OUT.h5"])
-        return [f"{source} --chunk-samples {setting.chunk_samples}", _code("OUT.h5", setting, study.facts.batch_size)]
     if not setting.repack:
-        same = setting.window_chunks == study.facts.window_chunks
-        return [_code(str(study.reader.path), setting, study.facts.batch_size, study.asked, stored=same)]
+        return [_code(study, study.reader.path, setting, stored=setting.window_chunks == study.facts.window_chunks)]
     command = repack_command(study, None if study.matrix else setting.chunk_samples, shuffle=setting.shuffle)
     if not study.anndata:
         command += f" --window-chunks {setting.window_chunks}"
-    asked = None if study.anndata else study.asked  # convert names the fields of AnnData anew
-    code = _code(str(tuned_path(study)), setting, study.facts.batch_size, asked, stored=not study.anndata)
-    return [command, code]
+    return [command, _code(study, _tuned_path(study), setting, stored=not study.anndata)]
 
 
-def _code(
-    path: str, setting: Setting, batch_size: int, asked: Mapping[str, str] | None = None, *, stored: bool = False
-) -> str:
+def _code(study: Study, path: Path, setting: Setting, *, stored: bool) -> str:
     """The line of Python that feeds training; ``stored``: readers take the window from the file."""
-    name = f'"{path}"' if path.isprintable() and not {'"', "\\"} & set(path) else repr(path)
-    window = "" if stored else f", window_chunks={setting.window_chunks}"
+    shown, batch_size, asked = str(path), study.facts.batch_size, study.asked
+    name = f'"{shown}"' if shown.isprintable() and not {'"', "\\"} & set(shown) else repr(shown)
     fields = ""
-    if asked:
+    if asked and not (study.anndata and setting.repack):  # convert names the fields of AnnData anew
         fields = f", fields={list(asked) if all(key == asked[key] for key in asked) else dict(asked)!r}"
     if setting.way == LOADER and stored:
         opened = f"h5chunk.ChunkDataset({name}{fields})" if fields else name
         return f"h5chunk.ChunkLoader({opened}, {batch_size})"
+    window = "" if stored else f", window_chunks={setting.window_chunks}"
     data, sampler = f"data = h5chunk.ChunkDataset({name}{fields})", f"h5chunk.ChunkSampler(data, {batch_size}{window})"
     if setting.way == LOADER:
         return f"{data}; h5chunk.ChunkLoader(data, sampler={sampler})"
