@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, WorkerError, printable
 from h5chunk.machine import available_cores
@@ -11,7 +11,7 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths, open_reader
 from h5chunk.tools.bench.report import BenchReport, verdict, with_ratios
 from h5chunk.tools.measure.checks import check_budget, check_counts, why_not_direct, worker_counts
-from h5chunk.tools.measure.disk import FileReads, Stored, locate
+from h5chunk.tools.measure.disk import FileReads, locate
 from h5chunk.tools.measure.machine import NotMeasured, available_bytes, describe_device, library_versions
 from h5chunk.tools.measure.stages import (
     CACHED,
@@ -80,33 +80,42 @@ def bench(
     """
     from h5chunk.feed.sample_reader import field_mapping
 
-    num_cores = available_cores()
-    numbers = worker_counts(workers, (0, min(MAX_WORKERS, num_cores)))
+    numbers = worker_counts(workers, (0, min(MAX_WORKERS, available_cores())))
     check_counts(batch_size=batch_size)
     check_budget(budget_s)
     device_name = describe_device(device)
     reader = open_reader(path, field_mapping(fields), trusted=trusted)
-    subject = Subject(path, fields, reader, batch_size, device, num_cores, available_bytes(), reader.num_samples)
+    subject = Subject(
+        path=path,
+        fields=fields,
+        reader=reader,
+        batch_size=batch_size,
+        device=device,
+        num_cores=available_cores(),
+        memory_bytes=available_bytes(),
+        num_samples=reader.num_samples,
+        budget=TimeBudget("bench", budget_s, progress),
+    )
     _check_subject(subject, max(numbers))
-    budget, not_direct = TimeBudget("bench", budget_s, progress), why_not_direct(reader)
-    with _named_errors(str(reader.path)), ExitStack() as closing:
-        stages, notes, stored = _measure(subject, numbers, cold, not_direct, budget, closing)
+    not_direct = why_not_direct(reader)
+    with _named_errors(str(reader.path)), subject.closing:
+        stages, notes, stored_bytes = _measure(subject, numbers, cold, not_direct)
     limits = {(stage.group, stage.name): stage.limits for stage in stages}
     figures = with_ratios([stage.figure() for stage in stages], limits)
     if any(each.ratio is not None and each.ratio > NOISY for each in figures if each.limit == CACHED):
         notes.append("some figures are above their limit: the machine was busy with other things: run it again")
-    fits = stored is None or stored.num_bytes < subject.memory_bytes
+    fits = stored_bytes is None or stored_bytes < subject.memory_bytes
     return BenchReport(
         path=str(reader.path),
         fields=list(reader.fields),
         num_samples=reader.num_samples,
         sample_bytes=subject.sample_bytes,
-        stored_bytes=None if stored is None else stored.num_bytes,
+        stored_bytes=stored_bytes,
         measured_samples=subject.num_samples,
         batch_size=batch_size,
         device=device_name,
-        num_cores=num_cores,
-        seconds=budget.taken_s,
+        num_cores=subject.num_cores,
+        seconds=subject.budget.taken_s,
         figures=figures,
         notes=notes,
         verdict=verdict(figures, not_direct=not_direct, compressed=subject.is_compressed, fits=fits),
@@ -115,36 +124,30 @@ def bench(
 
 
 def _measure(
-    subject: Subject, workers: Sequence[int], cold: bool, not_direct: str, budget: TimeBudget, closing: ExitStack
-) -> tuple[list[Stage], list[str], Stored | None]:
-    """Measure all stages; returns them with notes and the location of the bytes."""
-    reads, stored, notes = _read_stages(subject, cold, budget, closing)
-    memory = memory_stage(subject, budget)
-    batches = batch_stages(subject, workers, not_direct, memory.first_rate, budget, closing)
-    stages = [memory, *reads, device_stage(subject, closing), *batches]
-    measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], budget)
-    measured_bytes = subject.sample_bytes * subject.num_samples
-    if measured_bytes < SMALL_BYTES:
+    subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
+) -> tuple[list[Stage], list[str], int | None]:
+    """Measure all stages; returns them with notes and the stored bytes, None if these do not lie in the file."""
+    notes, stored = [], None
+    try:
+        stored = locate(subject.reader)
+    except NotMeasured as reason:
+        reading = [Stage(LIMITS, name, 1, note=str(reason)) for name in (CACHED, DISK)]
+    else:
+        reads = FileReads(*stored.paths)
+        subject.closing.callback(reads.close)
+        disk = disk_stage(subject, stored, reads) if cold else Stage(LIMITS, DISK, 1, note="not asked for")
+        notes = fill_page_cache(subject, stored, reads)
+        reading = [cached_read_stage(subject, stored, reads), disk]
+    memory = memory_stage(subject)
+    batches = batch_stages(subject, workers, not_direct, memory.first_rate)
+    stages = [memory, *reading, device_stage(subject), *batches]
+    measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
+    if (measured_bytes := subject.sample_bytes * subject.num_samples) < SMALL_BYTES:
         notes.append(
             f"the data is small ({human_bytes(measured_bytes)}): figures are of calls and processors' caches more than "
             "of memory"
         )
-    return stages, notes, stored
-
-
-def _read_stages(
-    subject: Subject, cold: bool, budget: TimeBudget, closing: ExitStack
-) -> tuple[list[Stage], Stored | None, list[str]]:
-    """The stages of page cache and disk, the location of the bytes, and notes."""
-    try:
-        stored = locate(subject.reader)
-    except NotMeasured as reason:
-        return [Stage(LIMITS, CACHED, 1, note=str(reason)), Stage(LIMITS, DISK, 1, note=str(reason))], None, []
-    reads = FileReads(*stored.paths)
-    closing.callback(reads.close)
-    disk = disk_stage(stored, reads, cold, budget)
-    notes = fill_page_cache(subject, stored, reads, budget)
-    return [cached_read_stage(subject, stored, reads, budget), disk], stored, notes
+    return stages, notes, None if stored is None else stored.num_bytes
 
 
 @contextmanager

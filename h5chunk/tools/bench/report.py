@@ -28,24 +28,16 @@ class BenchReport(Report):
 
     Attributes
     ----------
-    path : str
-    fields : list of str
-    num_samples, sample_bytes : int
-        Of the file; of a decoded sample, all fields together.
+    sample_bytes : int
+        Of a decoded sample, all fields together.
     stored_bytes : int or None
         Of the fields, in the file; None if they do not lie in it.
     measured_samples : int
         The first samples, which figures from the page cache are of.
-    batch_size : int
-    device : str
-    num_cores : int
     seconds : float
         Time that measuring took.
-    figures : list of Figure
-    notes : list of str
     verdict : str
         The slowest stage, and what to do about it.
-    versions : dict of str to str
     """
 
     path: str
@@ -111,14 +103,7 @@ def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tupl
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
     """Name the slowest stage, and what to do about it.
 
-    Parameters
-    ----------
-    figures : list of Figure
-    not_direct : str
-        Why the file cannot be read by byte ranges; empty if it can.
-    compressed : bool
-    fits : bool
-        Whether the file fits in memory.
+    ``not_direct`` says why the file cannot be read by byte ranges, if it cannot; ``fits``: whether it fits in memory.
     """
     rates = {(each.group, each.name): each.samples_per_s for each in figures if each.samples_per_s}
     measured = [each for each in figures if each.samples_per_s and each.name != RESIDENT]

@@ -8,70 +8,41 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
-from h5chunk.feed.dataset import ChunkDataset, Fields
+from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import MatrixField
-from h5chunk.store.read.files import Paths
 from h5chunk.store.read.reader import H5Reader
 
-SETTLE_S, SETTLE_STEP_S = (
-    0.5,
-    0.005,
-)  # how long threads that read ahead are waited for, and how often they are looked at
-
-
-@dataclass
-class Epochs:
-    """An open source of batches; each iteration is an epoch of at least one batch of fields.
-
-    Attributes
-    ----------
-    batches : iterable
-    device : str
-        Where the batches are: its work is waited for before a clock is read.
-    read_ahead : int
-        Samples that may have been read ahead.
-    close : callable
-        Ends what gives the batches, and frees what it held.
-    """
-
-    batches: Iterable[Any]
-    device: str
-    read_ahead: int
-    close: Callable[[], None]
+SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # how long idle threads are waited for, and how often they are looked at
 
 
 class BatchRate:
-    """Measures the rate of batches, epoch after epoch.
+    """Measures the rate of batches, epoch after epoch, each of at least one batch of fields.
 
-    Parameters
-    ----------
-    epochs : Epochs
-        Closed with this object, or if its first batch fails.
+    The work of ``device`` is waited for before a clock is read; ``read_ahead`` samples may have been read before.
+    ``close`` ends what gives the batches, also if the first one fails.
     """
 
-    def __init__(self, epochs: Epochs) -> None:
-        self._epochs = epochs
-        self._batches = _endless(epochs.batches)
+    def __init__(self, epochs: Iterable[Any], device: str, read_ahead: int, close: Callable[[], None]) -> None:
+        self._device, self._read_ahead, self._close = device, read_ahead, close
+        self._batches = _endless(epochs)
         try:
             with warnings.catch_warnings():  # more workers than cores, a fork with threads: it was asked for
                 warnings.simplefilter("ignore")
                 next(self._batches)
         except BaseException:
-            epochs.close()
+            close()
             raise
 
     def rate(self, seconds: float, lead_s: float) -> float:
@@ -79,7 +50,7 @@ class BatchRate:
 
         Before that, what was read ahead is used up, as far as ``lead_s`` seconds allow.
         """
-        self._take(lead_s, self._epochs.read_ahead)
+        self._take(lead_s, self._read_ahead)
         self._synchronize()
         started = time.perf_counter()
         num_samples = self._take(seconds)
@@ -94,13 +65,13 @@ class BatchRate:
                 return num_samples
 
     def _synchronize(self) -> None:
-        if self._epochs.device != "cpu":
-            torch.cuda.synchronize(self._epochs.device)
+        if self._device != "cpu":
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Close the source and free its memory."""
         self._batches.close()
-        self._epochs.close()
+        self._close()
 
 
 def _endless(epochs: Iterable[Any]) -> Generator[Any, None, None]:
@@ -118,29 +89,17 @@ def settle() -> None:
             return
 
 
-def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> Epochs:
-    """Open a `ChunkLoader` in this order.
-
-    Raises
-    ------
-    FileError, FieldError, OptionError
-        As `ChunkLoader`.
-    """
+def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> BatchRate:
+    """Open a `ChunkLoader` in this order, up to its first batch."""
     with warnings.catch_warnings():  # why HDF5 reads is said in the report
         warnings.simplefilter("ignore")
         sampler = ChunkSampler.of_order(dataset, order)
         loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
-    return Epochs(loader, device, loader.read_ahead_samples, loader.close)
+    return BatchRate(loader, device, loader.read_ahead_samples, loader.close)
 
 
-def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Epochs:
-    """Open `ChunkDataset` and `ChunkSampler` in torch's DataLoader, in this order.
-
-    Raises
-    ------
-    FileError, FieldError, OptionError
-        As `ChunkDataset` and `ChunkSampler`.
-    """
+def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> BatchRate:
+    """Open `ChunkDataset` and `ChunkSampler` in torch's DataLoader, in this order, up to the first batch."""
     sampler = ChunkSampler.of_order(dataset, order)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -151,12 +110,7 @@ def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Ep
             running._shutdown_workers()  # type: ignore[attr-defined]
         dataset.close()
 
-    return Epochs(epochs, "cpu", (2 * num_workers + 1) * order.batch_size, close)
-
-
-def make_dataset(path: Paths, fields: Fields | None, trusted: bool) -> ChunkDataset:
-    """Open a data set, for callers that do not import torch."""
-    return ChunkDataset(path, fields=fields, trusted=trusted)
+    return BatchRate(epochs, "cpu", (2 * num_workers + 1) * order.batch_size, close)
 
 
 def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> Order:
@@ -169,61 +123,28 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
     return replace(order, num_samples=num_samples, selection=cut)
 
 
-def resident_bytes(device: str) -> int | None:
-    """Upper limit on the bytes of data resident on a GPU; None for the CPU."""
-    return None if device == "cpu" else free_bytes(torch.device(device)) // RESIDENT_SHARE
+def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
+    """Samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
 
-
-class PlainLoop:
-    """Reads single random samples by ``h5py.File(path)[name][i]``, stacked into batches, as most training loops do.
-
-    Parameters
-    ----------
-    reader : H5Reader
-    num_samples : int
-        The first samples, which are drawn from.
-    batch_size : int
-    seed : int
-        Of the random order.
+    The samples are random ones of the first ``num_samples``; at least one is read.
     """
-
-    def __init__(self, reader: H5Reader, num_samples: int, batch_size: int, seed: int = 0) -> None:
-        self._file = open_file(reader.path)
-        fields = [each for each in reader.fields.values() if not isinstance(each, MatrixField)]
-        self._datasets = [self._file[each.dataset] for each in fields]
-        self._matrix = self._file[reader.matrix.dataset] if reader.matrix is not None else None
-        self._num_columns = reader.matrix.num_columns if reader.matrix is not None else 0
-        self._rng = np.random.default_rng(seed)
-        self._num_samples, self._batch_size = num_samples, batch_size
-
-    def rate(self, seconds: float) -> float:
-        """Samples/s over about this many seconds, at least one sample."""
-        started, done = time.perf_counter(), 0
+    rng, done = np.random.default_rng(0), 0
+    with open_file(reader.path) as file:
+        datasets = [file[each.dataset] for each in reader.fields.values() if not isinstance(each, MatrixField)]
+        matrix = None if reader.matrix is None else file[reader.matrix.dataset]
+        started = time.perf_counter()
         while not done or time.perf_counter() < started + seconds:
-            done += self._read_batch(started + seconds)
+            samples: list[list[Any]] = [[] for _ in datasets]
+            for row in rng.integers(0, num_samples, batch_size).tolist():
+                for dataset, column in zip(datasets, samples, strict=True):
+                    column.append(dataset[row])
+                if reader.matrix is not None and matrix is not None:
+                    dense = np.zeros(reader.matrix.num_columns, np.float32)
+                    start, stop = matrix["indptr"][row : row + 2].tolist()
+                    dense[matrix["indices"][start:stop]] = matrix["data"][start:stop]
+                done += 1
+                if time.perf_counter() >= started + seconds:
+                    break
+            for column in samples:
+                np.stack(column)
         return done / (time.perf_counter() - started)
-
-    def _read_batch(self, deadline: float) -> int:
-        """Read a batch, or the part of it that the time allows; returns its samples."""
-        samples: list[list[Any]] = [[] for _ in self._datasets]
-        done = 0
-        for row in self._rng.integers(0, self._num_samples, self._batch_size).tolist():
-            for dataset, column in zip(self._datasets, samples, strict=True):
-                column.append(dataset[row])
-            if self._matrix is not None:
-                self._read_row(self._matrix, row)
-            done += 1
-            if time.perf_counter() >= deadline:
-                break
-        for column in samples:
-            np.stack(column)
-        return done
-
-    def _read_row(self, matrix: h5py.Group, row: int) -> None:
-        start, stop = matrix["indptr"][row : row + 2].tolist()
-        dense = np.zeros(self._num_columns, np.float32)
-        dense[matrix["indices"][start:stop]] = matrix["data"][start:stop]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()

@@ -24,17 +24,12 @@ def check_budget(budget_s: float) -> None:
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-    """Validate DataLoader worker counts; returns them sorted, without duplicates.
-
-    Raises
-    ------
-    OptionError
-        One of them is not a number of workers.
-    """
-    for number in default if workers is None else workers:
+    """DataLoader worker counts, sorted, without duplicates; OptionError if one of them is no such number."""
+    given = default if workers is None else workers
+    for number in given:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise OptionError(f"workers has {number!r}: give whole numbers, at least 0")
-    return tuple(sorted(set(default if workers is None else workers)))
+    return tuple(sorted(set(given)))
 
 
 def why_not_direct(reader: H5Reader) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import IO, Any
 
 import h5py
 import numpy as np
 
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import Order
 from h5chunk.store.hdf5.chunk_table import ChunkTable, list_chunks
 from h5chunk.store.hdf5.claims import same_file
@@ -26,29 +25,16 @@ MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is eno
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Predicted and measured reads of the batches of an order.
-
-    Attributes
-    ----------
-    predicted_reads, measured_reads : int
-        Reads of the file for chunks of the largest field.
-    predicted_bytes, measured_bytes : int
-        Stored bytes that they read.
-    batches, samples : int
-        That were read.
-    cache : (nslots, nbytes, w0)
-    note : str
-        Why there is nothing to count; else empty.
-    """
+    """Predicted and measured reads of chunks of the largest field, and their stored bytes, for batches of an order."""
 
     predicted_reads: int
     measured_reads: int
     predicted_bytes: int
     measured_bytes: int
-    batches: int
+    batches: int  # that were read
     samples: int
-    cache: tuple[int, int, float]
-    note: str = ""
+    cache: tuple[int, int, float]  # (nslots, nbytes, w0)
+    note: str = ""  # why there is nothing to count
 
     @property
     def agrees(self) -> bool:
@@ -82,83 +68,45 @@ class CountingFile:
 
 
 def count_reads(reader: H5Reader, order: Order, cache: CacheSettings, seconds: float) -> ReadCounts:
-    """Read batches of an order through HDF5 and count the reads.
+    """Read batches of an order through HDF5, with this cache of the largest field, and count the reads.
 
-    Parameters
-    ----------
-    reader : H5Reader
-    order : Order
-    cache : CacheSettings
-        Of the largest field.
-    seconds : float
-        After which no further batch is begun.
+    After ``seconds`` no further batch is begun.
     """
     triple, main = (cache.nslots, cache.nbytes, cache.w0), reader.main
-    table, note = _chunk_table(reader)
-    if table is None or isinstance(main, MatrixField):
-        return ReadCounts(0, 0, 0, 0, 0, 0, triple, note)
-    model, until = CacheModel(main.grid, cache, table), time.perf_counter() + seconds
+    table = _chunk_table(reader)
+    if isinstance(table, str) or isinstance(main, MatrixField):
+        return ReadCounts(0, 0, 0, 0, 0, 0, triple, str(table))
+    model, visited, until = ChunkCache(main.grid, cache), 0, time.perf_counter() + seconds
     predicted, measured, batches, samples = np.zeros(2, int), np.zeros(2, int), 0, 0
-    with _counting_reader(reader, cache) as (read, counting):
+    alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
+    alone.set_caches(cache)
+    with reader.path.open("rb", buffering=0) as raw, h5py.File(counting := CountingFile(raw), "r") as file:
+        alone.read_through(file)
         counting.take(table)  # reads of metadata
-        for batch in order.batches():
-            predicted += model.read(batch)
-            read(batch)
-            measured += counting.take(table)
-            batches, samples = batches + 1, samples + len(batch)
-            if model.visited >= MOST_ACCESSES or predicted[1] >= MOST_BYTES or time.perf_counter() >= until:
-                break
+        with closing(alone):
+            for batch in order.batches():
+                _, accesses = batch_accesses(main.grid, cache, batch)
+                replay = model.access(accesses)
+                stored = table.sizes[accesses.chunks[replay.outcomes != HIT]]
+                predicted += replay.num_reads, stored.sum() if main.grid.filtered else replay.bytes_read
+                alone.read(main.name, batch, np.empty((len(batch), *main.sample_shape), main.dtype))
+                measured += counting.take(table)
+                batches, samples, visited = batches + 1, samples + len(batch), visited + len(accesses)
+                if visited >= MOST_ACCESSES or predicted[1] >= MOST_BYTES or time.perf_counter() >= until:
+                    break
     (expected_reads, expected_bytes), (reads, num_bytes) = predicted.tolist(), measured.tolist()
     return ReadCounts(expected_reads, reads, expected_bytes, num_bytes, batches, samples, triple)
 
 
-class CacheModel:
-    """Predicts the reads of batches through HDF5's chunk cache; ``visited`` counts its visits of chunks."""
-
-    def __init__(self, grid: ChunkGrid, cache: CacheSettings, table: ChunkTable) -> None:
-        self._grid, self._cache, self._table = grid, cache, table
-        self._model = ChunkCache(grid, cache)
-        self.visited = 0
-
-    def read(self, batch: np.ndarray) -> tuple[int, int]:
-        """Number of reads for a batch, and their stored bytes."""
-        _, accesses = batch_accesses(self._grid, self._cache, batch)
-        self.visited += len(accesses)
-        replay = self._model.access(accesses)
-        if not self._grid.filtered:
-            return replay.num_reads, replay.bytes_read
-        return replay.num_reads, int(self._table.sizes[accesses.chunks[replay.outcomes != HIT]].sum())
-
-
-@contextmanager
-def _counting_reader(
-    reader: H5Reader, cache: CacheSettings
-) -> Iterator[tuple[Callable[[np.ndarray], None], CountingFile]]:
-    """Open a function that reads batches of the largest field through HDF5, and the file that counts its reads."""
-    main = reader.main
-    alone = H5Reader(reader.path, {main.name: main.dataset}, trusted=reader.trusted)
-    alone.set_caches(cache)
-
-    def read(batch: np.ndarray) -> None:
-        alone.read(main.name, batch, np.empty((len(batch), *main.sample_shape), main.dtype))
-
-    with reader.path.open("rb", buffering=0) as raw, h5py.File(counting := CountingFile(raw), "r") as file:
-        alone.read_through(file)
-        yield read, counting
-        alone.close()
-
-
-def _chunk_table(reader: H5Reader) -> tuple[ChunkTable | None, str]:
+def _chunk_table(reader: H5Reader) -> ChunkTable | str:
     """Where the chunks of the largest field lie, or why there is nothing to count."""
     main = reader.main
     if isinstance(main, MatrixField) or main.grid.chunks is None:
         what = "a sparse matrix is" if isinstance(main, MatrixField) else "data without chunks is"
-        return None, f"{what} not read through the chunk cache: there is nothing to count"
+        return f"{what} not read through the chunk cache: there is nothing to count"
     with opened(reader.path) as file:
         dataset = file[main.dataset]
         if not same_file(dataset, file):
-            return None, "the data lie in another file, of which no reads are counted"
+            return "the data lie in another file, of which no reads are counted"
         table = list_chunks(dataset)
-    if (table.offsets < 0).any():
-        return None, "chunks that were never written cost no read: the model has no such"
-    return table, ""
+    return table if (table.offsets >= 0).all() else "chunks that were never written cost no read: the model has no such"

@@ -28,6 +28,10 @@ DISK_THREADS = 16  # reads under way at a time
 DISK_BYTES = 256 << 20  # dropped from the page cache at a time
 STILL_CACHED = 0.1  # if more of what was dropped is still there, it could not be dropped
 
+_DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
 
 class ByteRange(NamedTuple):
     """Consecutive bytes of a file, which is named by its number."""
@@ -42,14 +46,9 @@ Ranges = Sequence[ByteRange]
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of the bytes of some fields in one or several files, in the order of their samples.
+    """Location of the bytes of some fields in one or several files, chunk by chunk in the order of their samples.
 
-    Attributes
-    ----------
-    paths : tuple of Path
-    num_samples : int
-    files, offsets, sizes, first_samples : (n,) int64
-        Of each chunk, or run of rows.
+    ``files``, ``offsets``, ``sizes`` and ``first_samples`` are (n,) int64: of each chunk, or run of rows.
     """
 
     paths: tuple[Path, ...]
@@ -63,14 +62,13 @@ class Stored:
     def num_bytes(self) -> int:
         return int(self.sizes.sum())
 
-    def select(self, chosen: np.ndarray, num_samples: int) -> Stored:
-        """Only chosen chunks."""
+    def _select(self, chosen: np.ndarray, num_samples: int) -> Stored:
         arrays = (self.files, self.offsets, self.sizes, self.first_samples)
         return Stored(self.paths, num_samples, *(each[chosen] for each in arrays))
 
     def head(self, num_samples: int) -> Stored:
         """Only chunks that hold some of the first samples."""
-        return self.select(self.first_samples < num_samples, num_samples)
+        return self._select(self.first_samples < num_samples, num_samples)
 
     def ranges(self) -> Ranges:
         """All chunks."""
@@ -79,7 +77,7 @@ class Stored:
     def chunks(self) -> Ranges:
         """The chunks, without those that are smaller than a page if there are others."""
         large = self.sizes >= mmap.PAGESIZE
-        return (self.select(large, self.num_samples) if large.any() else self).ranges()
+        return (self._select(large, self.num_samples) if large.any() else self).ranges()
 
     def runs(self) -> Ranges:
         """All bytes, in as few reads as READ_BYTES allows."""
@@ -103,15 +101,7 @@ def cut(ranges: Ranges) -> Ranges:
 
 
 def locate(reader: H5Reader) -> Stored:
-    """Locate the chunks of all fields.
-
-    Raises
-    ------
-    NotMeasured
-        They do not lie in this file, or nowhere yet.
-    FileError
-        The list of chunks makes no sense.
-    """
+    """Locate the chunks of all fields; NotMeasured if they do not lie in the reader's files, or nowhere yet."""
     parts, first = [], 0
     for number, each in enumerate(reader.readers):
         with opened(each.path) as file:
@@ -186,12 +176,7 @@ class FileReads:
     def fill_page_cache(self, stored: Stored, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read the first chunks into the page cache, as many as memory and time allow.
 
-        Returns
-        -------
-        int
-            The first samples, which are in the page cache now; at least one.
-        bool
-            Whether the time sufficed for all that fits.
+        Returns the number of samples, at least one, that are there now, and whether the time sufficed for all that fit.
         """
         fitting = int(np.searchsorted(np.cumsum(stored.sizes), memory_bytes, side="right"))
         done = 0
@@ -202,13 +187,7 @@ class FileReads:
         return max(1, samples), done == fitting
 
     def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
-        """Read a range into a buffer.
-
-        Raises
-        ------
-        FileError
-            It cannot be read, or the file ends before.
-        """
+        """Read a range into a buffer; FileError if it cannot be read, or the file ends before."""
         done = 0
         while done < wanted.size:
             try:
@@ -222,13 +201,7 @@ class FileReads:
             done += more
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges from the page cache; if their neighbours keep them there, all of the file.
-
-        Raises
-        ------
-        NotMeasured
-            They are still there.
-        """
+        """Drop ranges from the page cache; if neighbours keep them there, all of the file; NotMeasured if they stay."""
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
@@ -278,42 +251,23 @@ class FileReads:
         self._descriptors = []
 
 
-_DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
-_mincore = ctypes.CDLL(None, use_errno=True).mincore
-_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+def disk_rates(reads: FileReads, chunks: Ranges, seconds: float) -> Iterator[float]:
+    """Bytes/s of chunks in shuffled order, each read after it was dropped from the page cache, of turn after turn.
 
-
-class DiskRead:
-    """Reads chunks in shuffled order, each after it was dropped from the page cache."""
-
-    def __init__(self, reads: FileReads, chunks: Ranges) -> None:
-        self._reads = reads
-        self._chunks = [chunks[place] for place in np.random.default_rng(0).permutation(len(chunks))]
-        self._start = 0
-
-    def rate(self, seconds: float) -> float:
-        """Bytes/s.
-
-        Raises
-        ------
-        NotMeasured
-            The page cache keeps them.
-        """
+    A turn takes about so many seconds; the next one goes on where it ended. NotMeasured if the page cache keeps them.
+    """
+    shuffled = itertools.cycle([chunks[place] for place in np.random.default_rng(0).permutation(len(chunks))])
+    while True:
         moved = taken = 0.0
         while taken < seconds:
-            group = self._take_group()
-            self._reads.drop(group)
+            group: list[ByteRange] = []
+            num_bytes = 0
+            while num_bytes < DISK_BYTES and len(group) < len(chunks):
+                group.append(next(shuffled))
+                num_bytes += group[-1].size
+            reads.drop(group)
             started = time.perf_counter()
-            rate = self._reads.rate(cut(group), DISK_THREADS, seconds - taken, again=False)
+            rate = reads.rate(cut(group), DISK_THREADS, seconds - taken, again=False)
             step = time.perf_counter() - started
             moved, taken = moved + rate * step, taken + step
-        return moved / taken
-
-    def _take_group(self) -> Ranges:
-        group: list[ByteRange] = []
-        num_bytes = 0
-        while num_bytes < DISK_BYTES and len(group) < len(self._chunks):
-            group.append(self._chunks[self._start])
-            num_bytes += group[-1].size
-            self._start = (self._start + 1) % len(self._chunks)
-        return group
+        yield moved / taken

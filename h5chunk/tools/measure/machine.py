@@ -63,24 +63,14 @@ def repeated_rate(work: Callable[[], int], seconds: float) -> float:
 
 
 def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Compare rates that were measured in turns, independent of the machine's other load.
+    """One rate for each key of the first turn, from rates that were measured in turns on a machine with other load.
 
     A machine that does other things is slow for a while, for all alike. So rates are compared within each turn, and the
-    median is taken of each key's share of that turn.
+    median is taken of each key's share of that turn. A key in the last turn is in all; others may have left before.
 
     >>> found = interleaved_rates([{"a": 100.0, "b": 90.0}, {"a": 50.0, "b": 45.0}, {"a": 98.0, "b": 99.0}])
     >>> round(found["a"] / found["b"], 2)  # twice a is ahead by a ninth, once they are level
     1.11
-
-    Parameters
-    ----------
-    turns : sequence of dict of key to float
-        Rates of each turn, above 0. A key in the last turn is in all; others may have left before.
-
-    Returns
-    -------
-    dict of key to float
-        One rate for each key of the first turn; empty without turns.
     """
     if not turns:
         return {}
@@ -94,16 +84,9 @@ def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 class MemoryCopy:
-    """Copies pieces of memory.
+    """Copies pieces of memory in up to ``num_threads`` threads, within ``memory_bytes``.
 
-    Parameters
-    ----------
-    piece_bytes : int
-        Of a copy; made larger if very small, and smaller if many threads could not each have one.
-    num_threads : int
-        The most that will be asked for.
-    memory_bytes : int
-        That may be taken.
+    A piece is larger than ``piece_bytes`` if that is very small, and smaller if not each thread could have one.
     """
 
     def __init__(self, piece_bytes: int, num_threads: int, memory_bytes: int) -> None:
@@ -156,13 +139,7 @@ class DeviceCopy:
 
 
 def describe_device(device: str) -> str:
-    """Human-readable name of a device.
-
-    Raises
-    ------
-    OptionError
-        It is neither the CPU nor a CUDA device, or it is not there.
-    """
+    """Human-readable name of a device; OptionError if it is not there, or neither the CPU nor a CUDA device."""
     import torch
 
     from h5chunk.feed.budget import find_device

@@ -12,7 +12,7 @@ from typing import Any
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.measure.disk import DISK_THREADS, DiskRead, FileReads, Stored
+from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, Stored, disk_rates
 from h5chunk.tools.measure.machine import DeviceCopy, MemoryCopy, NotMeasured, thread_counts
 from h5chunk.tools.progress import TimeBudget
 
@@ -31,29 +31,17 @@ LEAD_SHARE = 0.15  # of a slice, to use up batches that were read ahead during a
 class Figure:
     """The measured rate of a stage, or the reason why it was not measured.
 
-    Attributes
-    ----------
-    group, name : str
-    samples_per_s, bytes_per_s : float or None
-        Medians; bytes of decoded samples, but as stored for reads of the file. None: not measured.
-    limit : str or None
-        Name of the limit that bounds it: of several, the lowest in samples/s.
-    ratio : float or None
-        Samples/s over those of the limit.
-    rates : list of float
-        Bytes/s of each round.
-    note : str
-        How it was measured, or why not.
+    Rates are medians; bytes are of decoded samples, but as stored for reads of the file.
     """
 
     group: str
     name: str
     samples_per_s: float | None = None
     bytes_per_s: float | None = None
-    limit: str | None = None
-    ratio: float | None = None
-    rates: tuple[float, ...] = ()
-    note: str = ""
+    limit: str | None = None  # name of the limit that bounds it: of several, the lowest in samples/s
+    ratio: float | None = None  # samples/s over those of the limit
+    rates: tuple[float, ...] = ()  # bytes/s of each round
+    note: str = ""  # how it was measured, or why not
 
 
 @dataclass
@@ -79,7 +67,7 @@ class Stage:
 
 @dataclass
 class Subject:
-    """The data under measurement; figures from the page cache are of its first ``num_samples``."""
+    """The data under measurement, the time for that, and what closes the stages that stay open."""
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
@@ -88,7 +76,9 @@ class Subject:
     device: str
     num_cores: int
     memory_bytes: int
-    num_samples: int
+    num_samples: int  # the first ones, which figures from the page cache are of
+    budget: TimeBudget
+    closing: ExitStack = field(default_factory=ExitStack)
 
     @property
     def sample_bytes(self) -> int:
@@ -108,17 +98,15 @@ class Subject:
         return self.device != "cpu"
 
 
-def disk_stage(stored: Stored, reads: FileReads, cold: bool, budget: TimeBudget) -> Stage:
+def disk_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
     """Measure disk reads, of chunks that are first dropped from the page cache."""
-    per_sample = stored.num_bytes / stored.num_samples
-    stage = Stage(LIMITS, DISK, per_sample, note=f"{DISK_THREADS} threads, the file's chunks in shuffled order")
-    if not cold:
-        return replace(stage, note="not asked for")
-    disk = DiskRead(reads, stored.chunks())
+    note = f"{DISK_THREADS} threads, the file's chunks in shuffled order"
+    stage = Stage(LIMITS, DISK, stored.num_bytes / stored.num_samples, note=note)
+    turns = disk_rates(reads, stored.chunks(), COLD_SHARE * subject.budget.seconds / ROUNDS)
     try:
         for _ in range(ROUNDS):
-            stage.rates.append(disk.rate(COLD_SHARE * budget.seconds / ROUNDS))
-            budget.report()
+            stage.rates.append(next(turns))
+            subject.budget.report()
     except NotMeasured as reason:
         return replace(stage, rates=[], note=str(reason))
     if not reads.can_be_checked:
@@ -126,12 +114,12 @@ def disk_stage(stored: Stored, reads: FileReads, cold: bool, budget: TimeBudget)
     return stage
 
 
-def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> list[str]:
+def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads) -> list[str]:
     """Read the measured samples into the page cache, as many as memory and time allow; returns notes."""
     samples, all_that_fit = reads.fill_page_cache(
-        stored, subject.num_cores, WARM_SHARE * budget.seconds, subject.memory_bytes // 2
+        stored, subject.num_cores, WARM_SHARE * subject.budget.seconds, subject.memory_bytes // 2
     )
-    budget.report()
+    subject.budget.report()
     subject.num_samples = min(max(samples, subject.batch_size), stored.num_samples)
     if subject.num_samples == stored.num_samples:
         return []
@@ -141,117 +129,114 @@ def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads, budget: 
     return [f"figures but the disk's are of the first {subject.num_samples:,} samples, {part} of {total}, that {why}"]
 
 
-def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads, budget: TimeBudget) -> Stage:
+def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
     """The stage that reads from the page cache."""
     runs = stored.head(subject.num_samples).runs()
     limits = () if subject.is_compressed else (MEMORY,)
     stage = Stage(LIMITS, CACHED, stored.num_bytes / stored.num_samples, limits=limits)
-    return _with_best_threads(stage, partial(reads.rate, runs, again=True), subject, budget)
+    return _with_best_threads(subject, stage, partial(reads.rate, runs, again=True))
 
 
-def memory_stage(subject: Subject, budget: TimeBudget) -> Stage:
+def memory_stage(subject: Subject) -> Stage:
     """The stage that copies memory, in pieces of a batch."""
     memory = MemoryCopy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
-    return _with_best_threads(Stage(LIMITS, MEMORY, subject.sample_bytes), memory.rate, subject, budget)
+    return _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), memory.rate)
 
 
-def _with_best_threads(
-    stage: Stage, rate: Callable[[int, float], float], subject: Subject, budget: TimeBudget
-) -> Stage:
+def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
     """Choose the fastest number of threads; each is tried twice."""
     counts = thread_counts(subject.num_cores)
-    seconds = CHOICE_SHARE * budget.seconds / 3 / 2 / len(counts)
+    seconds = CHOICE_SHARE * subject.budget.seconds / 3 / 2 / len(counts)
     found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
     best = max(found, key=lambda count: found[count])
-    budget.report()
+    subject.budget.report()
     note = f"{best} thread{'s' if best > 1 else ''}"
     return replace(stage, rate=partial(rate, best), note=note, first_rate=found[best])
 
 
-def device_stage(subject: Subject, closing: ExitStack) -> Stage:
+def device_stage(subject: Subject) -> Stage:
     """The stage that copies to the GPU, if one is used."""
     stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
     if not subject.on_gpu:
         return replace(stage, note="the device is the CPU")
     copy = DeviceCopy(subject.device)
-    closing.callback(copy.close)
+    subject.closing.callback(copy.close)
     return replace(stage, rate=copy.rate, note="pinned memory")
 
 
-def batch_stages(
-    subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float, budget: TimeBudget, closing: ExitStack
-) -> list[Stage]:
+def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
     """All stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
-    opener = _Opener(subject, budget, closing)
-    loaders = [opener.dataset(count) for count in workers]
+    loaders = [_dataset_stage(subject, count) for count in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
     cached = subject.limits
     bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
-    direct = opener.loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
-    h5py = opener.loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
-    plain = opener.loader(LOADER, "reuse=False", bound, why)
+    loader = partial(_loader_stage, subject)
+    direct = loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
+    h5py = loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
+    plain = loader(LOADER, "reuse=False", bound, why)
     if subject.on_gpu:
         reuse = Stage(LOADER, "reuse=True", 1, note="the same on a GPU")
     elif direct.rate is not None:
         reuse = replace(direct, group=LOADER, name="reuse=True", rate=None, note="the direct reader above")
     else:
-        reuse = opener.loader(LOADER, "reuse=True", bound, why, reuse=True)
-    not_resident = why or _why_not_resident(subject, copy_rate, budget)
-    resident = opener.loader(LOADER, RESIDENT, () if subject.on_gpu else (MEMORY,), not_resident, resident=True)
+        reuse = loader(LOADER, "reuse=True", bound, why, reuse=True)
+    not_resident = why or _why_not_resident(subject, copy_rate)
+    resident = loader(LOADER, RESIDENT, () if subject.on_gpu else (MEMORY,), not_resident, resident=True)
     return [direct, h5py, *loaders, plain, reuse, resident]
 
 
-class _Opener:
-    """Opens loaders up to their first batch; ``closing`` closes them."""
+def _loader_stage(
+    subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str, **options: Any
+) -> Stage:
+    from h5chunk.tools.measure.batches import open_loader
 
-    def __init__(self, subject: Subject, budget: TimeBudget, closing: ExitStack) -> None:
-        self._subject, self._budget, self._closing = subject, budget, closing
+    stage = Stage(group, name, subject.sample_bytes, note=why_not, limits=limits)
+    return stage if why_not else _open(subject, stage, open_loader, {"device": subject.device, **options})
 
-    def loader(self, group: str, name: str, limits: tuple[str, ...], why_not: str, **options: Any) -> Stage:
-        from h5chunk.tools.measure.batches import open_loader
 
-        stage = Stage(group, name, self._subject.sample_bytes, note=why_not, limits=limits)
-        return stage if why_not else self._open(stage, open_loader, {"device": self._subject.device, **options})
+def _dataset_stage(subject: Subject, num_workers: int) -> Stage:
+    from h5chunk.tools.measure.batches import open_dataset
 
-    def dataset(self, num_workers: int) -> Stage:
-        from h5chunk.tools.measure.batches import open_dataset
+    name = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    stage = Stage(DATALOADER, name, subject.sample_bytes, limits=subject.limits)
+    return _open(subject, stage, open_dataset, {"num_workers": num_workers})
 
-        name = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
-        stage = Stage(DATALOADER, name, self._subject.sample_bytes, limits=self._subject.limits)
-        return self._open(stage, open_dataset, {"num_workers": num_workers})
 
-    def _open(self, stage: Stage, open_epochs: Callable[..., Any], options: dict[str, Any]) -> Stage:
-        from h5chunk.tools.measure.batches import BatchRate, first_samples, make_dataset, settle
+def _open(subject: Subject, stage: Stage, open_batches: Callable[..., Any], options: dict[str, Any]) -> Stage:
+    """Open a loader up to its first batch."""
+    from h5chunk.feed.dataset import ChunkDataset
+    from h5chunk.tools.measure.batches import first_samples, settle
 
-        subject = self._subject
-        dataset = make_dataset(subject.path, subject.fields, subject.reader.trusted)
-        order = first_samples(dataset, subject.batch_size, subject.num_samples)
-        batches = BatchRate(open_epochs(dataset, order, **options))
-        self._closing.callback(batches.close)
+    dataset = ChunkDataset(subject.path, fields=subject.fields, trusted=subject.reader.trusted)
+    batches = open_batches(dataset, first_samples(dataset, subject.batch_size, subject.num_samples), **options)
+    subject.closing.callback(batches.close)
+    settle()
+    subject.budget.report()
+
+    def rate(seconds: float) -> float:
+        found = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
         settle()
-        self._budget.report()
+        return float(found)
 
-        def rate(seconds: float) -> float:
-            found = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
-            settle()
-            return found
-
-        return replace(stage, rate=rate)
+    return replace(stage, rate=rate)
 
 
-def _why_not_resident(subject: Subject, copy_rate: float, budget: TimeBudget) -> str:
+def _why_not_resident(subject: Subject, copy_rate: float) -> str:
     """Why data is not kept resident on the device; empty if it is."""
-    from h5chunk.tools.measure.batches import resident_bytes
+    import torch
 
+    from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
+
+    room = subject.memory_bytes // 4
+    if subject.on_gpu:
+        room = free_bytes(torch.device(subject.device)) // RESIDENT_SHARE
     data_bytes = subject.sample_bytes * subject.reader.num_samples
-    on_device = resident_bytes(subject.device)
-    room = subject.memory_bytes // 4 if on_device is None else on_device
     if data_bytes > room:
         return f"{human_bytes(data_bytes)} do not fit in a quarter of the free memory"
     seconds = data_bytes / max(1.0, copy_rate) / LOADING_SHARE
-    if subject.num_samples < subject.reader.num_samples or seconds > budget.seconds:
-        needed = max(seconds, 2 * budget.seconds)
+    if subject.num_samples < subject.reader.num_samples or seconds > subject.budget.seconds:
+        needed = max(seconds, 2 * subject.budget.seconds)
         return f"loading {human_bytes(data_bytes)} takes long: give a budget of {needed:.0f} s"
     return ""
 

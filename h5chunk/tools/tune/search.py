@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from h5chunk.errors import OptionError, OutputError
@@ -36,20 +37,18 @@ MOST_LEAD = 3  # times the seconds of a measurement, to use up what was read ahe
 
 def measure(study: Study, setting: Setting, device: str, budget: TimeBudget, seconds: float) -> float:
     """Measure samples/s of a setting with the loaders themselves, from the page cache."""
-    from h5chunk.tools.measure.batches import BatchRate, make_dataset, open_dataset, open_loader
+    from h5chunk.feed.dataset import ChunkDataset
+    from h5chunk.tools.measure.batches import open_dataset, open_loader
 
     path, fields = study.path_of(setting, budget)
     order = cut_order(order_of(setting, study.facts), study.num_measured)
-    dataset = make_dataset(path, fields, study.reader.trusted)
+    dataset = ChunkDataset(path, fields=fields, trusted=study.reader.trusted)
     if setting.way == LOADER:
-        epochs = open_loader(dataset, order, device=device)
+        batches = open_loader(dataset, order, device=device)
     else:
-        epochs = open_dataset(dataset, order, num_workers=setting.num_workers)
-    batches = BatchRate(epochs)
-    try:
+        batches = open_dataset(dataset, order, num_workers=setting.num_workers)
+    with closing(batches):
         return batches.rate(seconds, MOST_LEAD * seconds)
-    finally:
-        batches.close()
 
 
 @dataclass

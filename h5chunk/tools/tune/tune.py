@@ -147,14 +147,10 @@ def _today(study: Study) -> Setting:
 
 def _plain(search: Search) -> TuneRow:
     """Measure plain h5py, with the chunk cache that the library gives."""
-    from h5chunk.tools.measure.batches import PlainLoop
+    from h5chunk.tools.measure.batches import plain_rate
 
     study = search.study
-    loop = PlainLoop(study.reader, study.num_measured, study.facts.batch_samples)
-    try:
-        measured = loop.rate(search.budget.slice_s)
-    finally:
-        loop.close()
+    measured = plain_rate(study.reader, study.num_measured, study.facts.batch_samples, search.budget.slice_s)
     return plain_row(search, default_cache(), measured)
 
 
