@@ -64,6 +64,14 @@ class Progress:
         """A number that grows whenever anything is done."""
         return self.tasks + (0 if self.native is None else self.native.progress)
 
+    def hang(self, path: Path, timeout_s: float | None) -> WorkerError:
+        """Note that something hangs, and return the error that says so."""
+        self.hangs = True
+        return WorkerError(
+            f"{printable(path)}: no data came for {timeout_s:g} s: a reading thread or the file system hangs: see "
+            "whether the file can still be read, or raise timeout"
+        )
+
 
 class WindowRead:
     """A window on its way into a slot; ``path`` names the file in messages."""
@@ -145,11 +153,7 @@ class WindowRead:
         done = self._progress.count
         while not self._ready.wait(timeout_s):
             if self._progress.count == done:
-                self._progress.hangs = True
-                raise WorkerError(
-                    f"{printable(self._path)}: no data came for {timeout_s:g} s: a reading thread or the file system "
-                    "hangs: see whether the file can still be read, or raise timeout"
-                )
+                raise self._progress.hang(self._path, timeout_s)
             done = self._progress.count
 
 
@@ -376,6 +380,15 @@ class ReadPool:
         with self._hdf5:
             self._reader.read(name, samples, values)
 
+    def hangs(self) -> WorkerError:
+        """Note that nothing came for as long as it may take, and return the error that says so."""
+        return self._progress.hang(self.path, self.timeout_s)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long closing waits for threads: not at all for those that hang already."""
+        return 0.0 if self._progress.hangs else self.timeout_s
+
     def close(self) -> None:
         """Stop and join the threads, and close the file. Tasks that no thread has begun are dropped.
 
@@ -391,7 +404,7 @@ class ReadPool:
         threads, self._threads = self._threads, []
         for _ in threads:
             self._tasks.put(None)
-        wait_s = 0.0 if self._progress.hangs else self.timeout_s
+        wait_s = self.wait_s
         if self._native is not None:
             self._native.close(FOREVER_S if wait_s is None else wait_s)
         end = None if wait_s is None else time.monotonic() + wait_s

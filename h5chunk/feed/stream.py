@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -161,12 +161,18 @@ class _Resources:
         return [CudaSlot(layouts, num_samples, part, self._copies) for part in parts]
 
     def close(self) -> None:
-        """End the threads, then give the memory back."""
-        if self.planner is not None and self.planner.is_current:  # the garbage collector's call
-            threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
-            return
-        if self.planner is not None:
-            self.planner.end()
+        """End the threads, then give the memory back; in the background, if the planner hangs or calls this itself."""
+        if self.planner is None or self.planner.close():
+            self._free()
+        else:
+            threading.Thread(target=self._close_later, name="h5chunk-closer", daemon=True).start()
+
+    def _close_later(self) -> None:
+        assert self.planner is not None
+        self.planner.join()
+        self._free()
+
+    def _free(self) -> None:
         if self.pool is not None:
             self.pool.close()
         if self._pinned is not None:
@@ -193,26 +199,58 @@ class _Planner:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_current(self) -> bool:
-        """Whether its thread is the one that asks."""
-        return threading.current_thread() is self._thread
-
     def begin(self, windows: Iterator[tuple[int, Window]]) -> None:
         """Start reading these windows."""
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, args=(windows,), name="h5chunk-planner", daemon=True)
         self._thread.start()
 
+    def get(self) -> _OpenWindow:
+        """Return the next window that was opened.
+
+        Raises
+        ------
+        WorkerError
+            The planner hangs, as in a file system that does not answer.
+        FileError
+            It was closed.
+        """
+        try:
+            opened = self.opened.get(timeout=self._pool.timeout_s)
+        except Empty:
+            raise self._pool.hangs() from None
+        if isinstance(opened, BaseException):
+            raise opened
+        return opened
+
     def end(self) -> None:
-        """End the thread. Windows that it opened stay in the queue."""
+        """End the thread. Windows that it opened stay in the queue.
+
+        Raises
+        ------
+        WorkerError
+            It hangs.
+        """
+        self._stop.set()
+        self.free.put(None)  # it may be waiting for a slot
+        if not self.join(self._pool.timeout_s):
+            raise self._pool.hangs()
+        for slot in filter(None, [self.free.get() for _ in range(self.free.qsize())]):
+            self.free.put(slot)
+
+    def close(self) -> bool:
+        """End the thread, and whoever waits for a window; return whether it has ended."""
+        self._stop.set()
+        self.free.put(None)
+        has_ended = self._thread is not threading.current_thread() and self.join(self._pool.wait_s)
+        self.opened.put(FileError(f"{printable(self._pool.path)}: closed while it was read"))
+        return has_ended
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread, and return whether it has ended."""
         if self._thread is not None:
-            self._stop.set()
-            self.free.put(None)  # it may be waiting for a slot
-            self._thread.join()
-            self._thread = None
-            for slot in filter(None, [self.free.get() for _ in range(self.free.qsize())]):
-                self.free.put(slot)
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self, windows: Iterator[tuple[int, Window]]) -> None:
         try:
@@ -303,9 +341,7 @@ class WindowStream:
         if not self.is_usable:
             path = printable(self._pool.path)
             raise FileError(f"{path}: read ahead by threads that a fork leaves behind: start again")
-        opened = self._planner.opened.get()
-        if isinstance(opened, BaseException):
-            raise opened
+        opened = self._planner.get()
         self._open[opened] = None
         for number, batch in enumerate(opened.read.window.batches):
             self._batches[opened.epoch, batch] = opened, number

@@ -25,6 +25,7 @@ from h5chunk.errors import FileError, OptionError, WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.plan.order import Order, Window
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.reader import H5Reader
 
@@ -168,6 +169,61 @@ def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bo
         list(loader)
     loader.close()
     assert reading_threads()  # it still hangs: nobody can end it, and nobody waits for it
+
+
+@pytest.fixture
+def lagging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The thread that plans windows stops before the second one until this is set."""
+    go_on, windows = threading.Event(), Order.windows
+
+    def lag(order: Order, start: int = 0) -> Iterator[Window]:
+        each = windows(order, start)
+        yield next(each)
+        go_on.wait()
+        yield from each
+
+    monkeypatch.setattr(Order, "windows", lag)
+    yield go_on
+    go_on.set()
+
+
+def test_a_planner_that_hangs(path: Path, lagging: threading.Event) -> None:
+    """Neither the loop nor closing waits for it; what it leaves is closed when it comes back."""
+    loader = make_loader(path, 16, timeout=0.2, window_chunks=1)
+    with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: .* raise timeout"):
+        list(loader)
+    loader.close()
+    lagging.set()
+    end = time.monotonic() + WAIT_S
+    while reading_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not reading_threads()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_closing_while_the_planner_lags(path: Path, lagging: threading.Event, elsewhere: bool) -> None:
+    """Whoever waits for its next window gets an error, in this thread and in others."""
+    loader = make_loader(path, 16, window_chunks=1)
+    batches = iter(loader)
+    errors: list[BaseException] = []
+
+    def iterate() -> None:
+        try:
+            list(batches)
+        except BaseException as error:
+            errors.append(error)
+
+    next(batches)
+    consumer = threading.Thread(target=iterate, daemon=True)
+    if elsewhere:
+        consumer.start()
+    threading.Timer(0.1, lagging.set).start()
+    loader.close()
+    if not elsewhere:
+        consumer.start()
+    consumer.join(WAIT_S)
+    [error] = errors
+    assert isinstance(error, FileError if elsewhere else OptionError) and "close" in str(error)
 
 
 @linux
