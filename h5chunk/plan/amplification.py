@@ -13,14 +13,9 @@ from h5chunk.plan.permutation import Indices
 
 
 def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
-    """How many lie in the chunks that hold any of those wanted.
+    """How many lie in the chunks that hold any of those wanted: (n,) samples or entries, in any order, also repeated.
 
-    Parameters
-    ----------
-    wanted : (n,) int64
-        Samples, or entries, in any order, also repeated.
-    chunk_size, length : int
-        Of a chunk, and of all of them: the last one may be short.
+    ``length`` is that of all chunks together: the last one may be short.
     """
     chunks = np.unique(wanted // chunk_size)
     return int(np.minimum(chunks * chunk_size + chunk_size, length).sum() - (chunks * chunk_size).sum())

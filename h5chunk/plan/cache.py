@@ -1,15 +1,11 @@
 """Settings of HDF5's chunk cache: what they must be for a given number of open chunks.
 
-The rules of the cache itself (HDF5 calls it rdcc) that matter here:
-
-- a chunk has one slot, ``scaled coordinate % nslots`` for whole-sample chunks, and a slot holds one chunk:
-  with ``nslots >= num_chunks`` no two of them fight for a slot (other chunks: `ChunkGrid.num_slots`);
-- an entry costs the full, decoded size of a chunk, edge chunks too;
-- with ``w0 = 0`` the oldest chunk is evicted. The larger ``w0``, the longer a share of the list is searched first
-  for chunks that have been read in full, counted in the bytes of all requests: a request for more rows than are
-  wanted, or for a row twice, counts too much, and the chunk at the end of the data never counts as read in full;
-- a chunk larger than ``nbytes`` is never cached; without a filter, a read then fetches exactly the bytes it wants;
-- with ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits nothing.
+Its rules are those of `h5chunk.tools.model.hdf5_cache`. What follows from them here: with ``nslots >= num_chunks`` no
+two whole-sample chunks fight for a slot (other chunks: `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is
+evicted; the larger ``w0``, the longer a share of the list is searched first for chunks that have been read in full, of
+which a chunk at the end of the data is none. A chunk larger than ``nbytes`` is never cached; without a filter, a read
+then fetches exactly the bytes it wants. With ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits
+nothing.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
 """
@@ -41,11 +37,6 @@ class CacheSettings:
         Bytes of decoded chunks that one dataset may hold in one process; 0 switches the cache off.
     w0 : float
         Preemption, 0 <= w0 < 1.
-
-    Raises
-    ------
-    OptionError
-        A value is out of range; ``w0=1.0`` with the reason.
     """
 
     nslots: int
@@ -86,21 +77,9 @@ class CacheSettings:
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
     """The smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
 
-    There is room for one more, as a chunk of the last round or epoch may still hold its place.
+    There is room for one more, as a chunk of the last round or epoch may still hold its place. The order knows how many
+    are partly read at one time (`Order.open_chunks`).
 
-    Parameters
-    ----------
-    open_chunks : int
-        Most chunks that are partly read at one time; the order knows (`Order.open_chunks`).
-    chunk_bytes : int
-        Decoded bytes of one chunk.
-    num_chunks : int
-        Chunks of the dataset.
-    w0 : float
-        Preemption.
-
-    Examples
-    --------
     >>> cache_for(7, 1_048_576, 1500)
     CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
     """
@@ -113,18 +92,6 @@ class ChunkGrid:
     """How an HDF5 dataset is cut into chunks, and what drawing one sample of it costs.
 
     A sample is one index of the first axis. A contiguous dataset has ``chunks=None`` and costs what it gives.
-
-    Attributes
-    ----------
-    shape, chunks : tuple of int
-        As h5py's ``Dataset.shape`` and ``Dataset.chunks``.
-    itemsize : int
-        Bytes of one element.
-    filtered : bool
-        Whether chunks pass a filter: then a chunk is always read whole.
-
-    Examples
-    --------
     CIFAR-10 as h5py guesses its chunks:
 
     >>> grid = ChunkGrid((50000, 32, 32, 3), (6250, 4, 4, 1), 1)
@@ -135,11 +102,10 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
     itemsize: int
-    filtered: bool = False
+    filtered: bool = False  # chunks pass a filter: then a chunk is always read whole
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample."""
         return math.prod(self.shape[1:]) * self.itemsize
 
     @property
@@ -179,10 +145,10 @@ class ChunkGrid:
         """The least ``nslots`` with which no two chunks fight for a slot: the scaled coordinates' bits, end to end."""
         if not self.chunks:
             return 1
-        counts = [math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True)]
         last = max(0, self.num_bands - 1)
-        for count in counts:
-            last = (last << max(0, count - 1).bit_length()) + max(0, count - 1)
+        for size, chunk in zip(self.shape[1:], self.chunks[1:], strict=True):
+            most = max(0, math.ceil(size / chunk) - 1)
+            last = (last << most.bit_length()) + most
         return last + 1
 
     @property
@@ -197,10 +163,10 @@ class ChunkGrid:
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def amplification(self, cached: bool) -> float:
-        """Bytes read for one single random sample over the bytes of that sample.
+        """Bytes read for one single random sample over the bytes of that sample; ``cached``: a chunk fits the cache.
 
-        ``cached`` says that a chunk fits the cache; HDF5 then reads it whole. A chunk that does not fit is read
-        whole if it is filtered, and by its wanted bytes alone if it is not.
+        HDF5 then reads it whole. A chunk that does not fit is read whole if it is filtered, and by its wanted bytes
+        alone if it is not.
         """
         if not self.chunks or not self.sample_bytes or not (cached or self.filtered):
             return 1.0

@@ -36,27 +36,15 @@ Values = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Coding:
-    """How values become codes.
+    """How values become codes; OptionError if one of the options cannot be, or two exclude each other.
 
-    Attributes
-    ----------
-    scale : float, optional
-        A value is its code over this; chosen among `SCALES` if not given.
-    clip : bool
-        Whether values below 0 become 0, and those above 255, or above 255 over the scale that was asked for, become
-        that. A scale is never chosen so that more has to be clipped.
-    binarize : float, optional
-        Values of at least this become 1, all others 0.
-
-    Raises
-    ------
-    OptionError
-        One of them cannot be, or two exclude each other.
+    With ``clip`` values below 0 become 0, and those above 255, or above 255 over the scale that was asked for, become
+    that. A scale is never chosen so that more has to be clipped.
     """
 
-    scale: float | None = None
+    scale: float | None = None  # a value is its code over this; chosen among `SCALES` if not given
     clip: bool = False
-    binarize: float | None = None
+    binarize: float | None = None  # values of at least this become 1, all others 0
 
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), ("binarize", self.binarize)):
@@ -67,7 +55,6 @@ class Coding:
 
     @property
     def units_per_one(self) -> float:
-        """Units in a value of 1."""
         return UNITS if self.scale is None else self.scale
 
     @property
@@ -88,18 +75,9 @@ class Coding:
         return self.max_unit.bit_length() if self.dtype == np.uint32 else None
 
     def units(self, values: Values) -> tuple[Values, int | None]:
-        """Count entries in units.
+        """Count (n,) entries of any real type in units: (n,) of `dtype`; with ``binarize``, the values themselves.
 
-        Parameters
-        ----------
-        values : (n,) array of any real type
-
-        Returns
-        -------
-        units : (n,) array of `dtype`
-            With ``binarize``, the values themselves.
-        unfit : int or None
-            The first entry that has none; the units mean nothing then.
+        The second result is the first entry that has none: the units mean nothing then.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows does not fit
             return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
@@ -133,19 +111,9 @@ class Coding:
         return np.clip(units, -HUGE, HUGE).astype(self.dtype), None
 
     def settle(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """What sums of units stand for: clipped or binarised.
+        """What (n,) sums of units stand for, clipped or binarised: (n,) int64 units, and (n,) whether above `max_unit`.
 
-        Parameters
-        ----------
-        sums : (n,) array
-            Of what `units` gave, in uint64, int64 or float64.
-
-        Returns
-        -------
-        units : (n,) int64
-            0 for entries that are to be dropped.
-        unfit : (n,) bool
-            Those above `max_unit`.
+        0 is for entries that are to be dropped. The sums are uint64, int64 or float64.
         """
         if self.binarize is not None:
             return (sums >= self.binarize * (1 - ROUNDING)).astype(np.int64), np.zeros(len(sums), bool)
@@ -155,13 +123,7 @@ class Coding:
         return units, units > self.max_unit
 
     def choose_scale(self, units: npt.NDArray[np.int64]) -> float | None:
-        """The smallest scale that makes codes of all these units; None if there is none.
-
-        Parameters
-        ----------
-        units : (n,) int64
-            Those that occur, ascending.
-        """
+        """The smallest scale that makes codes of all units that occur, ascending; None if there is none."""
         if self.scale is not None or self.binarize is not None:
             return 1.0 if self.scale is None else float(self.scale)
         for scale in SCALES:

@@ -14,7 +14,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, cache_for
-from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, human_bytes
+from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, human_bytes, power_of_two_below
 from h5chunk.plan.order import INTERLEAVE
 
 INDEX_CHUNK_BYTES = 1 << 20  # of one HDF5 chunk of indices
@@ -26,37 +26,23 @@ WINDOW_SKEW = 2  # entries of the fullest window there may be, over those of an 
 
 @dataclass(frozen=True)
 class CsrLayout:
-    """Where the rows of a matrix lie in the file.
-
-    Attributes
-    ----------
-    num_rows, num_columns, num_entries : int
-    pattern : bool
-        All values are one, and none is stored.
-    chunk_samples : int
-        Rows of a nominal chunk of rows, which an order permutes.
-    window_chunks : int
-        Recommended number of those that are shuffled together.
-    reasons : tuple of str
-        Why, one sentence each.
-    """
+    """Where the rows of a matrix lie in the file."""
 
     num_rows: int
     num_columns: int
     num_entries: int
-    pattern: bool
-    chunk_samples: int
-    window_chunks: int
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    pattern: bool  # all values are one, and none is stored
+    chunk_samples: int  # rows of a nominal chunk of rows, which an order permutes
+    window_chunks: int  # recommended number of those that are shuffled together
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # one sentence each
 
     @property
     def index_dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of the column of an entry."""
         return index_dtype(self.num_columns)
 
     @property
     def entry_bytes(self) -> int:
-        """Stored bytes of an entry."""
+        """Stored bytes."""
         return self.index_dtype.itemsize + (not self.pattern)
 
     @property
@@ -87,20 +73,7 @@ class CsrLayout:
 def plan_csr(
     num_rows: int, num_columns: int, num_entries: int, *, pattern: bool, chunk_samples: int | None = None
 ) -> CsrLayout:
-    """Choose the nominal chunk of rows, or take the one given.
-
-    Parameters
-    ----------
-    num_rows, num_columns, num_entries : int
-        At least 1, 1 and 0.
-    pattern : bool
-    chunk_samples : int, optional
-
-    Raises
-    ------
-    OptionError
-        ``chunk_samples`` is below 1.
-    """
+    """Choose the nominal chunk of rows, or take the one given; OptionError if that is below 1."""
     whole = CsrLayout(num_rows, num_columns, num_entries, pattern, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:
@@ -181,8 +154,3 @@ def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:
     ['uint8', 'uint8', 'uint16', 'uint16', 'uint32', 'uint32', 'uint64']
     """
     return np.min_scalar_type(max(0, num_columns - 1))
-
-
-def power_of_two_below(value: float) -> int:
-    """The largest power of two that is at most ``value``, and at least 1."""
-    return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1

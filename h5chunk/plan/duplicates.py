@@ -24,19 +24,9 @@ IN_ORDER = ("last", "first")  # those that depend on the order of the entries
 
 
 def combine(how: str, values: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Combine each run of values into one.
+    """Combine each run of values into one: (n,) values, runs that begin at (m,) ``starts``, from 0, give (m,) values.
 
-    Parameters
-    ----------
-    how : str
-        One of `TEXTS`; gives the sum for ``error`` and ``mean``, which need the number of entries as well.
-    values : (n,) array
-    starts : (m,) int64
-        Where the runs begin, ascending, from 0.
-
-    Returns
-    -------
-    (m,) array
+    ``how`` is one of `TEXTS`; ``error`` and ``mean``, which need the number of entries as well, give the sum.
     """
     if how == "first":
         combined: npt.NDArray[Any] = values[starts]

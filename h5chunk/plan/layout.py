@@ -24,26 +24,13 @@ OPEN_WINDOWS_BYTES = 256 << 20  # memory for the windows that are open at one ti
 
 @dataclass(frozen=True)
 class Layout:
-    """Where samples lie in the file. All fields of a file share ``chunk_samples``.
-
-    Attributes
-    ----------
-    num_samples : int
-    sample_bytes : int
-        Of the largest field.
-    chunk_samples : int
-        Samples in one chunk.
-    window_chunks : int
-        Recommended number of chunks that are shuffled together.
-    reasons : tuple of str
-        Why, one sentence each.
-    """
+    """Where samples lie in the file. All fields of a file share ``chunk_samples``."""
 
     num_samples: int
-    sample_bytes: int
+    sample_bytes: int  # of the largest field
     chunk_samples: int
-    window_chunks: int
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    window_chunks: int  # recommended number of chunks that are shuffled together
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # one sentence each
 
     @property
     def chunk_bytes(self) -> int:
@@ -64,20 +51,7 @@ class Layout:
 
 
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
-    """Choose the chunk size, or take the one given.
-
-    Parameters
-    ----------
-    num_samples, sample_bytes : int
-        Both at least 1.
-    chunk_samples : int, optional
-        Samples in one chunk; chosen if not given.
-
-    Raises
-    ------
-    OptionError
-        ``chunk_samples`` is below 1, or a chunk of that many passes HDF5's limit of 4 GiB.
-    """
+    """Choose the chunk size, or take the one given; OptionError if a chunk would pass HDF5's limit of 4 GiB."""
     if sample_bytes > MAX_CHUNK_BYTES:
         raise OptionError(f"one sample is {sample_bytes} bytes but HDF5's limit of a chunk is {MAX_CHUNK_BYTES}")
     if chunk_samples is None:
@@ -95,16 +69,12 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
         )
     num_chunks = math.ceil(num_samples / chunk_samples)
     window_chunks = choose_window_chunks(chunk_bytes, num_chunks)
-    layout = Layout(num_samples, sample_bytes, chunk_samples, window_chunks, tuple(reasons))
-    return replace(layout, reasons=(*reasons, _cache_reason(layout)))
-
-
-def _cache_reason(layout: Layout) -> str:
-    windows = f"windows of {layout.window_chunks} chunks are shuffled together"
-    if not layout.cache.nbytes:
-        size = human_bytes(layout.sample_bytes)
-        return f"{windows}; no chunk cache: samples of {size} are read straight, a cache would only copy them twice"
-    return f"{windows}; the {INTERLEAVE} open ones take {human_bytes(layout.cache.nbytes)} of cache over all processes"
+    layout = Layout(num_samples, sample_bytes, chunk_samples, window_chunks)
+    size, cache = human_bytes(sample_bytes), human_bytes(layout.cache.nbytes)
+    why = f"no chunk cache: samples of {size} are read straight, a cache would only copy them twice"
+    if layout.cache.nbytes:
+        why = f"the {INTERLEAVE} open ones take {cache} of cache over all processes"
+    return replace(layout, reasons=(*reasons, f"windows of {window_chunks} chunks are shuffled together; {why}"))
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
@@ -113,8 +83,8 @@ def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
 
 
 def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, list[str]]:
-    by_bytes = _power_of_two_below(TARGET_CHUNK_BYTES / sample_bytes)
-    by_count = max(_power_of_two_below(num_samples / MIN_CHUNKS), _power_of_two_below(MIN_CHUNK_BYTES / sample_bytes))
+    by_bytes = power_of_two_below(TARGET_CHUNK_BYTES / sample_bytes)
+    by_count = max(power_of_two_below(num_samples / MIN_CHUNKS), power_of_two_below(MIN_CHUNK_BYTES / sample_bytes))
     chosen = min(by_bytes, by_count)
     if chosen >= num_samples:
         return num_samples, [f"{num_samples} samples a chunk: all there are, {human_bytes(num_samples * sample_bytes)}"]
@@ -131,5 +101,6 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
     ]
 
 
-def _power_of_two_below(value: float) -> int:
+def power_of_two_below(value: float) -> int:
+    """The largest power of two that is at most ``value``, and at least 1."""
     return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1

@@ -61,82 +61,44 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Samples that are shuffled together.
+    """Samples that are shuffled together: (n,) int64 each.
 
-    Attributes
-    ----------
-    samples : (n,) int64
-        Batch after batch. All but the epoch's last are full.
-    rows, destinations : (n,) int64
-        The same in the order of the sequence, neighbours in a chunk side by side: ``samples[destinations] == rows``.
-    batches : range
-        Which batches of the epoch they are.
+    ``rows`` are the samples in the order of the sequence, neighbours in a chunk side by side:
+    ``samples[destinations] == rows``.
     """
 
-    samples: Indices
+    samples: Indices  # batch after batch; all but the epoch's last are full
     rows: Indices
     destinations: Indices
-    batches: range
+    batches: range  # which ones of the epoch they are
 
 
 @dataclass(frozen=True)
 class Order:
     """The batches of one epoch, of one rank.
 
-    Attributes
-    ----------
-    num_samples : int
-        Of all ranks; with a ``selection``, how many of those.
-    chunk_samples, batch_size : int
-        At least 1 each. ``batch_size`` is of one rank.
-    window_chunks : int
-        Chunks of a lane that are shuffled together, at least 1; a window is never less than a batch.
-    interleave : int
-        Windows whose batches alternate.
-    seed, epoch : int
-        What the order is drawn from.
-    shuffle : bool
-        False: file order.
-    drop_last : bool
-        Whether a last batch that is not full, on all ranks, is left out.
-    lanes : int
-        Parts that are shuffled each by itself, a multiple of ``world_size``.
-    rank, world_size : int
-        Which of how many processes.
-    pad : bool
-        Whether the last batch of every rank is filled up, with samples that the epoch began with. Without it and
-        ``drop_last`` the last batches of ranks may differ by a sample for each lane, and some may be empty.
-    selection : FixedSelection or WeightedSelection, optional
-        The samples to visit, if not all.
+    Without ``pad`` and ``drop_last`` the last batches of ranks may differ by a sample for each lane, and some may be
+    empty.
     """
 
-    num_samples: int
+    num_samples: int  # of all ranks; with a ``selection``, how many of those
     chunk_samples: int
-    batch_size: int
-    window_chunks: int
-    interleave: int = INTERLEAVE
+    batch_size: int  # of one rank
+    window_chunks: int  # of a lane, that are shuffled together; a window is never less than a batch
+    interleave: int = INTERLEAVE  # windows whose batches alternate
     seed: int = 0
     epoch: int = 0
-    shuffle: bool = True
-    drop_last: bool = False
-    lanes: int = 1
+    shuffle: bool = True  # False: file order
+    drop_last: bool = False  # a last batch that is not full, on all ranks, is left out
+    lanes: int = 1  # parts that are shuffled each by itself, a multiple of ``world_size``
     rank: int = 0
     world_size: int = 1
-    pad: bool = False
-    selection: Selection | None = field(default=None, repr=False)
+    pad: bool = False  # the last batch of every rank is filled up, with samples that the epoch began with
+    selection: Selection | None = field(default=None, repr=False)  # the samples to visit, if not all
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_samples", 0),
-            ("chunk_samples", 1),
-            ("batch_size", 1),
-            ("window_chunks", 1),
-            ("interleave", 1),
-            ("epoch", 0),
-            ("rank", 0),
-            ("world_size", 1),
-            ("lanes", 1),
-        ):
+        at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
+        for name, least in {**at_least, "lanes": 1, "num_samples": 0, "epoch": 0, "rank": 0}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
@@ -193,11 +155,8 @@ class Order:
         """Batches of a full window: as many as ``window_chunks`` hold, at least one; one if nothing is shuffled."""
         if not self.shuffle:
             return 1
-        return self._whole_chunks(max(1, self.window_chunks * self.chunk_samples // self.lane_batch))
-
-    def _whole_chunks(self, num_batches: int) -> int:
-        """The largest number of batches, at most this, that is a whole number of chunks; else as it is."""
-        return num_batches // self._chunk_batches * self._chunk_batches or num_batches
+        num_batches = max(1, self.window_chunks * self.chunk_samples // self.lane_batch)
+        return num_batches // self._chunk_batches * self._chunk_batches or num_batches  # whole chunks, if it can be
 
     @property
     def _chunk_batches(self) -> int:
@@ -269,8 +228,8 @@ class Order:
                 continue
             rows, destinations = _round_rows(self, sequence, lanes, each)
             size = each.window_batches * self.batch_size
+            stop = each.first_batch + each.num_windows * each.window_batches
             for window in range(each.num_windows):
-                stop = each.first_batch + each.num_windows * each.window_batches
                 numbers = range(each.first_batch + window, stop, each.num_windows)
                 if numbers[-1] >= start:
                     some = slice(window * size, (window + 1) * size)
@@ -298,10 +257,8 @@ class Order:
         """The lanes of this rank. Chunks of a selection differ in size: then a lane is one part of the sequence."""
         each = self.lanes // self.world_size
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
-        return [
-            Lane.of(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
-            for number in range(self.rank * each, (self.rank + 1) * each)
-        ]
+        numbers = range(self.rank * each, (self.rank + 1) * each)
+        return [Lane.of(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk) for number in numbers]
 
 
 def with_full_windows(order: Order) -> Order:

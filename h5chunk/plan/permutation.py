@@ -34,34 +34,17 @@ NUM_ROUNDS = 8  # of the network; from 4 on tests of chance find nothing, see te
 
 
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
-    """A random permutation of ``range(size)``, the same on every machine and for every version of NumPy.
+    """A random permutation of ``range(size)``, the same on every machine and for every version of NumPy: (size,) int64.
 
-    Parameters
-    ----------
-    size : int
-    seed : int
-        From 0 to 2**64 - 1.
-    stream : (int, int, int)
-        Names one of the independent streams of this seed.
-
-    Returns
-    -------
-    (size,) int64
+    ``stream`` names one of the independent streams of this seed, which is from 0 to 2**64 - 1.
     """
     check_seed(seed)
     return sorted_order(random_bits(size, seed, stream))
 
 
 class Permutation:
-    """A random permutation that is asked for some of its numbers.
+    """A random permutation that is asked for some of its numbers; up to ``MAX_LISTED`` numbers it is `permutation`.
 
-    Parameters
-    ----------
-    size, seed, stream
-        As for `permutation`, which it is up to ``MAX_LISTED`` numbers.
-
-    Examples
-    --------
     >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
     True
     >>> len(set(Permutation(10**12, 0).at(np.arange(1000)).tolist()))
@@ -103,8 +86,7 @@ def _mixed(words: Words, key: np.uint64) -> Words:
     mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    result: Words = mixed ^ (mixed >> np.uint64(31))
-    return result
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
 def sorted_order(keys: Words) -> Indices:
@@ -154,11 +136,6 @@ class ShuffledSequence:
     Sample ``o`` of the chunk in turn ``t`` is at position ``t * chunk_samples + o``. What the short chunk lacks is
     filled with random samples of the chunk that ends the sequence, so that the borders behind it stay where they are.
     The short chunk comes last less often than the others, so that its samples are no likelier than others to be there.
-
-    Parameters
-    ----------
-    num_samples, chunk_samples : int
-    seed, epoch : int
     """
 
     def __init__(self, num_samples: int, chunk_samples: int, seed: int, epoch: int) -> None:
@@ -195,28 +172,15 @@ class Lane:
     All lanes have the same number of whole chunks. The samples that remain at the end of the sequence are dealt out
     one by one, so that the lengths of lanes differ by one sample at most.
 
-    Attributes
-    ----------
-    number, num_lanes : int
-    own : int
-        Samples in whole chunks of each lane.
-    first : int
-        The position at which the rest of this lane begins.
-    num_samples : int
-        Of this lane.
-
-    Examples
-    --------
     >>> lanes = [Lane.of(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
     >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]
     [[0, 1, 2, 3, 4, 15, 16, 17], [5, 6, 7, 8, 9, 18, 19, 20], [10, 11, 12, 13, 14, 21, 22]]
     """
 
     number: int
-    num_lanes: int
-    own: int
-    first: int
-    num_samples: int
+    own: int  # samples in whole chunks of each lane
+    first: int  # the position at which the rest of this lane begins
+    num_samples: int  # of this lane
 
     @classmethod
     def of(cls, number: int, num_lanes: int, *, num_samples: int, chunk_samples: int) -> Lane:
@@ -224,7 +188,7 @@ class Lane:
         least, more = divmod(num_samples, num_lanes)
         own = least // chunk_samples * chunk_samples
         first = num_lanes * own + number * (least - own) + min(number, more)
-        return cls(number, num_lanes, own, first, least + (number < more))
+        return cls(number, own, first, least + (number < more))
 
     def positions(self, start: int, stop: int) -> Indices:
         """Positions of samples ``start`` to ``stop`` of this lane in the sequence; beyond its end it begins again."""

@@ -34,18 +34,10 @@ MAX_INDEX = 1 << 20  # numbers of such an index
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of the memory goes to what.
+    """How much of the memory goes to what."""
 
-    Attributes
-    ----------
-    memory_bytes : int
-        All of it, but for the interpreter and its libraries.
-    num_threads : int
-        That work at the same time.
-    """
-
-    memory_bytes: int
-    num_threads: int
+    memory_bytes: int  # all of it, but for the interpreter and its libraries
+    num_threads: int  # that work at the same time
 
     @property
     def part_bytes(self) -> int:
@@ -72,13 +64,7 @@ class Shares:
 
 
 def check_memory(memory_bytes: int, num_ordered: int) -> int:
-    """What is left of the memory beside a permutation of so many samples.
-
-    Raises
-    ------
-    OptionError
-        Too little.
-    """
+    """What is left of the memory beside a permutation of so many samples; OptionError if that is too little."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
     left = memory_bytes - num_ordered * ORDER_BYTES
@@ -93,18 +79,10 @@ def check_memory(memory_bytes: int, num_ordered: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Rows to be read together, in order.
+    """Rows to be read together, in order, about ``step_bytes`` at a time, and at least a row.
 
-    Parameters
-    ----------
-    num_rows, row_bytes : int
-    band_rows : int
-        Rows that share their chunks: whole bands are read where they fit, and no step crosses a border of one
-        otherwise.
-    step_bytes : int
-        Of a step, about; at least a row.
-    unit_rows : int
-        Rows that are best written together: steps are a multiple of them where they can.
+    Rows of a band share their chunks: whole bands are read where they fit, and no step crosses a border of one
+    otherwise. ``unit_rows`` are best written together: steps are a multiple of them where they can.
     """
     rows = max(1, step_bytes // row_bytes)
     for unit in (math.lcm(band_rows, unit_rows), band_rows, unit_rows):
@@ -128,15 +106,9 @@ def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: in
 def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarray:
     """Borders of runs of rows of different lengths, each of at most ``part_bytes`` if more than a row.
 
-    Parameters
-    ----------
-    ends : (num_rows + 1,) int64
-        Row i has the elements from ``ends[i]`` to ``ends[i + 1]``, excluded.
-    part_bytes, item_bytes : int
-        An element counts ``item_bytes``, and a row 8 more.
+    Row i has the elements from ``ends[i]`` to ``ends[i + 1]``, excluded: (num_rows + 1,) int64. An element counts
+    ``item_bytes``, and a row 8 more.
 
-    Examples
-    --------
     >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
     [0, 2, 3, 5]
     """
@@ -152,27 +124,15 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 class Packing:
     """How samples that are cut into several chunks are put together.
 
-    The bytes of one row of each chunk, chunk after chunk, make a packed sample, edges and all.
-
-    Attributes
-    ----------
-    chunk_row_bytes : int
-        Of a row of one chunk.
-    num_chunks : int
-        Of a sample.
-    slices : tuple of tuple of slice
-        Of each chunk: where it goes in a sample; on the edge it holds more than that.
-    unit_bytes : int
-        Of what ``index`` counts.
-    index : (n,) intp, or None
-        The units of a sample, by number in the packed sample. None where pieces are so long that they are better
-        copied one by one.
+    The bytes of one row of each chunk, chunk after chunk, make a packed sample, edges and all. ``index``, (n,) intp,
+    has the units of a sample by number in the packed sample; None where pieces are so long that they are better copied
+    one by one.
     """
 
-    chunk_row_bytes: int
-    num_chunks: int
-    slices: tuple[tuple[slice, ...], ...]
-    unit_bytes: int
+    chunk_row_bytes: int  # of a row of one chunk
+    num_chunks: int  # of a sample
+    slices: tuple[tuple[slice, ...], ...]  # where each chunk goes in a sample; on the edge it holds more than that
+    unit_bytes: int  # of what ``index`` counts
     index: np.ndarray | None
 
 
@@ -192,19 +152,21 @@ def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tupl
 def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
     """How to put together samples that lie in chunks of ``chunk_shape`` (without the first axis).
 
-    Examples
-    --------
-    Samples of 3 x 2 bytes, in chunks of 2 x 1:
-
     >>> plan_packing((3, 2), (2, 1), 1).index.tolist()
     [0, 2, 1, 3, 4, 6]
+
+    These are samples of 3 x 2 bytes, in chunks of 2 x 1.
     """
     grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
     slices = find_pieces(sample_shape, chunk_shape)
     chunk_items, num_items = math.prod(chunk_shape), math.prod(sample_shape)
-    run_bytes = item_bytes * _run_items(sample_shape, chunk_shape)
+    run_items = 1  # elements that lie side by side in a chunk and in a sample
+    for size, chunk in zip(reversed(sample_shape), reversed(chunk_shape), strict=True):
+        run_items *= min(size, chunk)
+        if chunk != size:
+            break
     index = None
-    if run_bytes < LONG_RUN_BYTES and num_items <= MAX_INDEX:
+    if run_items * item_bytes < LONG_RUN_BYTES and num_items <= MAX_INDEX:
         packed = np.arange(len(slices) * chunk_items, dtype=np.intp).reshape(*grid, *chunk_shape)
         axes = [axis + side for axis in range(len(grid)) for side in (0, len(grid))]
         whole = packed.transpose(axes).reshape([g * c for g, c in zip(grid, chunk_shape, strict=True)])
@@ -214,16 +176,6 @@ def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_b
         index, unit_items = index[::2] // 2, 2 * unit_items
     index = None if index is None else np.ascontiguousarray(index)
     return Packing(chunk_items * item_bytes, len(slices), slices, unit_items * item_bytes, index)
-
-
-def _run_items(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> int:
-    """Elements that lie side by side in a chunk and in a sample."""
-    run = 1
-    for size, chunk in zip(reversed(sample_shape), reversed(chunk_shape), strict=True):
-        run *= min(size, chunk)
-        if chunk != size:
-            break
-    return run
 
 
 def _doubles(index: np.ndarray, chunk_units: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,32 +15,13 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.permutation import CHUNKS, SPLIT, WEIGHTS, Indices, permutation, random_bits
 
 
-class Selection(Protocol):
-    """Samples to visit in epochs: `FixedSelection` or `WeightedSelection`."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks that hold a sample which may be visited."""
-
-    def resolve(self, seed: int, epoch: int, /) -> FixedSelection:
-        """The samples of one epoch."""
-
-
 @dataclass(frozen=True, eq=False)
 class FixedSelection:
     """The same samples in each epoch: a subset, or all samples of chunks of different sizes.
 
-    Attributes
-    ----------
-    starts : (num_chunks + 1,) int64
-        The number of the first selected sample of each chunk that has any.
-    samples : (n,) int64, or None
-        The selected samples, ascending, possibly repeated; None: all samples.
+    ``starts``, (num_chunks + 1,) int64, counts the selected samples before each chunk that has any; ``samples``, (n,)
+    int64, are their numbers, ascending, possibly repeated; None: all samples.
 
-    Examples
-    --------
     >>> selection = FixedSelection.of(np.array([1, 2, 5, 5, 40]), chunk_samples=4)
     >>> len(selection), selection.starts.tolist()
     (5, [0, 2, 4, 5])
@@ -91,27 +72,16 @@ class WeightedSelection:
 
     A sample that is expected 2.3 times in an epoch comes two or three times: never five times, or not at all.
 
-    Attributes
-    ----------
-    chunks : (n,) int64
-        The chunk of each sample, ascending.
-    samples : (n,) int64, or None
-        Their numbers; None: 0 to n - 1.
-    expected : (n + 1,) float64
-        The cumulative expected number of draws, from 0 to the number of samples that are drawn.
-
     Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
 
-    Examples
-    --------
     >>> selection = WeightedSelection.of(np.array([1.0, 0.0, 3.0, 4.0]), np.array([0, 0, 1, 1]), None, num_draws=4)
     >>> selection.resolve(seed=0, epoch=0).samples.tolist()
     [2, 2, 3, 3]
     """
 
-    chunks: Indices
-    samples: Indices | None
-    expected: np.ndarray
+    chunks: Indices  # (n,): the chunk of each sample, ascending
+    samples: Indices | None  # (n,): their numbers; None: 0 to n - 1
+    expected: np.ndarray  # (n + 1,): the cumulative expected number of draws, from 0 to how many are drawn
 
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, samples: Indices | None, num_draws: int) -> WeightedSelection:
@@ -144,6 +114,9 @@ class WeightedSelection:
         return FixedSelection(starts, numbers if self.samples is None else self.samples[numbers])
 
 
+Selection = FixedSelection | WeightedSelection
+
+
 def _starts_of_runs(chunks: Indices) -> Indices:
     """The start of each run of equal numbers, and the length of the array: (num_runs + 1,) int64."""
     if not len(chunks):
@@ -154,17 +127,7 @@ def _starts_of_runs(chunks: Indices) -> Indices:
 def select_samples(samples: Any, num_samples: int) -> Indices:
     """Validate a subset, and return its sample numbers, ascending: (n,) int64.
 
-    Parameters
-    ----------
-    samples : array of bool or of int
-        A mask of all samples, or the numbers of the selected samples, in any order.
-    num_samples : int
-        Of the data set.
-
-    Raises
-    ------
-    OptionError
-        A number is out of range or repeated, or the mask has another length.
+    It is a mask of all samples, or the numbers of the selected samples, in any order, each once.
     """
     given = as_array("subset", samples)
     if given.dtype == bool:
@@ -184,13 +147,7 @@ def select_samples(samples: Any, num_samples: int) -> Indices:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Convert an argument to an array.
-
-    Raises
-    ------
-    OptionError
-        It is not possible, as with lists of different lengths.
-    """
+    """Convert an argument to an array; OptionError if it cannot be one."""
     try:
         return np.asarray(values)
     except (TypeError, ValueError):
@@ -200,13 +157,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
 
 
 def check_weights(weights: Any, num_samples: int) -> np.ndarray:
-    """Validate weights, and return them as (n,) float64.
-
-    Raises
-    ------
-    OptionError
-        Their number is not that of the samples, one is negative or not finite, or none is positive.
-    """
+    """Validate weights, one for each sample, and return them as (n,) float64."""
     given = as_array("weights", weights)
     if given.dtype.kind not in "biuf":
         raise OptionError(f"weights are of type {given.dtype}: give numbers, or the name of a field")
@@ -232,49 +183,26 @@ def balanced_weights(groups: np.ndarray) -> np.ndarray:
 
 
 def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndarray | None, seed: int) -> list[Indices]:
-    """Cut shuffled samples into parts of the given sizes.
+    """Cut samples, (n,) int64 in random order, into parts of these sizes, each ascending.
 
-    Parameters
-    ----------
-    shuffled : (n,) int64
-        The samples in random order.
-    fractions : sequence of float
-        The size of each part; their sum is 1, or less where samples are left out.
-    groups : (n,) array, optional
-        The group of each sample, by its number: each group is cut in the same proportions.
-    seed : int
+    The sum of ``fractions`` is 1, or less where samples are left out. ``groups``, (n,), has the group of each sample,
+    by its number: each group is cut in the same proportions.
 
-    Returns
-    -------
-    list of (m,) int64, ascending
-
-    Raises
-    ------
-    OptionError
-        The fractions are not numbers from 0 to 1, or their sum is more than 1.
-
-    Examples
-    --------
     >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
     [[1, 3], [0, 2]]
     """
-    shares = _check_fractions(fractions)
-    if groups is None:
-        return _cut([shuffled], shares)
-    by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
-    members = np.split(by_group, _starts_of_runs(groups[by_group])[1:-1])
-    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # who gets the sample that cannot be cut
-    return _cut([members[number] for number in turn], shares)
-
-
-def _check_fractions(fractions: Sequence[float]) -> np.ndarray:
     shares = as_array("fractions", fractions)
     are_numbers = shares.dtype.kind in "biuf" and shares.ndim == 1 and len(shares)
     if not are_numbers or not (np.isfinite(shares).all() and (shares >= 0).all()):
         raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
     if shares.sum() > 1 + 1e-9:
         raise OptionError(f"fractions are {fractions!r} and make {shares.sum():g}: give at most 1 in all")
-    return shares.astype(np.float64)
+    if groups is None:
+        return _cut([shuffled], shares)
+    by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
+    members = np.split(by_group, _starts_of_runs(groups[by_group])[1:-1])
+    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # who gets the sample that cannot be cut
+    return _cut([members[number] for number in turn], shares)
 
 
 def _cut(groups: list[Indices], shares: np.ndarray) -> list[Indices]:

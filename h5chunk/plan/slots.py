@@ -33,21 +33,12 @@ AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwi
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Windows under way.
+    """Windows under way."""
 
-    Attributes
-    ----------
-    order : Order
-        With the windows that fit.
-    num_slots : int
-    window_samples, window_bytes : int
-        Of the largest window, all copies of it.
-    """
-
-    order: Order
+    order: Order  # with the windows that fit
     num_slots: int
-    window_samples: int
-    window_bytes: int
+    window_samples: int  # of the largest window
+    window_bytes: int  # of the largest window, all copies of it
 
     @property
     def num_bytes(self) -> int:
@@ -65,22 +56,9 @@ def plan_slots(
 ) -> SlotPlan:
     """Choose how many windows are under way: those whose batches alternate, and some that are read ahead.
 
-    Parameters
-    ----------
-    order : Order
-    window_bytes : callable
-        Memory of a window of so many samples, all copies of it.
-    other_bytes : callable
-        Memory that reading in an order takes beside the windows.
-    memory_bytes : int, optional
-        Bound of both.
-    least_chunks : int, optional
-        Windows may be made as small as this to fit; None: they stay as they are.
-
-    Raises
-    ------
-    OptionError
-        They do not fit.
+    ``window_bytes`` gives the memory of a window of so many samples, all copies of it, and ``other_bytes`` that which
+    reading in an order takes beside the windows; ``memory_bytes`` bounds both, or they are an OptionError. Windows may
+    be made as small as ``least_chunks`` to fit; None: they stay as they are.
     """
     while True:
         window_samples = largest_window(order)
