@@ -19,8 +19,8 @@ from h5chunk import errors as _errors
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AppendPlan": "h5chunk.tools.convert.append_report",
-    "AppendReport": "h5chunk.tools.convert.append_report",
+    "AppendPlan": "h5chunk.tools.convert.report",
+    "AppendReport": "h5chunk.tools.convert.report",
     "BenchReport": "h5chunk.tools.bench.report",
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",

@@ -8,8 +8,9 @@ import click
 
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.kinds import KindsCommand, given_options, source_format
+from h5chunk.cli.kinds import given_options, options_of, source_format
 from h5chunk.cli.output import note, progress_bar, show
+from h5chunk.tools.convert.options import append_options
 
 AS_BEFORE = "as when FILE was made"
 EXAMPLES = {
@@ -19,32 +20,25 @@ EXAMPLES = {
 }
 
 
-def _groups() -> list[Any]:
-    from h5chunk.tools.convert.append import option_groups
-
-    return option_groups()
-
-
-@main.command(
-    cls=KindsCommand,
-    groups=_groups,
-    left_out=("size", "color", "layout", "animated"),
-    defaults={"fit": AS_BEFORE, "split_folders": AS_BEFORE},
-    examples=EXAMPLES,
-)
+@main.command(examples=EXAMPLES)
 @click.argument("file", type=click.Path())
 @click.argument("source", type=click.Path())
 @source_format
+@options_of(
+    append_options(),
+    left_out=("size", "color", "layout", "animated"),
+    defaults={"fit": AS_BEFORE, "split_folders": AS_BEFORE},
+)
 @shared.dry_run
 @shared.quiet
 @shared.as_json
 def append(
     file: str, source: str, format: str | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Append the samples of SOURCE to FILE, which convert made of samples with the same fields.
+    """Append the samples of SOURCE to FILE, which convert made.
 
-    A longer file replaces FILE once it is complete and on disk; until then FILE stays as it is, so there must be room
-    for both. Images are decoded with the options that FILE was made with.
+    SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk; until then FILE
+    stays as it is, so there must be room for both. Images are decoded with the options that FILE was made with.
     """
     from h5chunk.tools.convert.append import append as run
     from h5chunk.tools.convert.append import plan_append

@@ -8,9 +8,10 @@ import click
 
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.kinds import KindsCommand, given_options, source_format
+from h5chunk.cli.kinds import given_options, options_of, source_format
 from h5chunk.cli.options import option
 from h5chunk.cli.output import note, progress_bar, show
+from h5chunk.tools.convert.options import convert_options
 
 EXAMPLES = {
     "Convert a folder with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
@@ -19,17 +20,11 @@ EXAMPLES = {
 }
 
 
-def _groups() -> list[Any]:
-    from h5chunk.tools.convert.options import MATRICES, MatrixOptions, SampleOptions, all_kinds
-
-    groups = [*(kind.Options for kind in all_kinds()), SampleOptions, MatrixOptions]
-    return sorted(groups, key=lambda group: group.heading == MATRICES)
-
-
-@main.command(cls=KindsCommand, groups=_groups, examples=EXAMPLES)
+@main.command(examples=EXAMPLES)
 @click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
 @source_format
+@options_of(convert_options())
 @option(
     "--tuned",
     type=click.Path(),
@@ -52,7 +47,7 @@ def convert(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Convert SOURCE into the HDF5 file OUTPUT, or into a folder of such files.
+    """Convert SOURCE into the HDF5 file OUTPUT, or a folder of such files.
 
     SOURCE is a folder of images with one folder per class, a flat folder, or either in a .zip or .tar; arrays in .npy
     or .npz; a table or a folder of tables in .parquet; or a sparse matrix: ratings.csv and other (row, column[, value])

@@ -25,6 +25,9 @@ class Command(click.Command):
         super().__init__(*args, **attributes)
         self.examples = dict(examples or {})
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return super().get_short_help_str(1000)  # a summary is wrapped rather than cut off
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):

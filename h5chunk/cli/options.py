@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from h5chunk.errors import H5ChunkError
+from h5chunk.tools.convert.options import parse_bytes
 
 SOURCE = "Source"
 FIELDS = "Fields"
@@ -38,93 +38,69 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
     return click.option(*names, cls=Option, heading=heading, **attributes)
 
 
-class Number(click.ParamType):
-    """A whole number from a minimum to a maximum, shown as ``N``."""
+class Parsed(click.ParamType):
+    """A type of values: its name in help, and a function that parses a text, or raises ValueError with the reason."""
 
-    name = "N"
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name, self._parse = name, parse
 
-    def __init__(self, minimum: int = 0, maximum: int | None = None) -> None:
-        self._minimum, self._maximum = minimum, maximum
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            number = int(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
-        if number < self._minimum:
-            self.fail(f"{number} is below {self._minimum}", param, ctx)
-        if self._maximum is not None and number > self._maximum:
-            self.fail(f"{number} is above {self._maximum}", param, ctx)
-        return number
-
-
-class Fraction(click.ParamType):
-    """A number between 0 and 1, both excluded."""
-
-    name = "FRACTION"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < 1:
-            self.fail(f"{value!r} is not a number between 0 and 1", param, ctx)
-        return number
-
-
-class ChunkSamples(click.ParamType):
-    """A number of samples, or None for ``auto``."""
-
-    name = "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value in (None, "auto"):
-            return None
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither auto nor a number", param, ctx)
-
-
-class Bytes(click.ParamType):
-    """A number of bytes, such as 512M or 1GiB."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from h5chunk.tools.convert.options import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except H5ChunkError as error:
+            return self._parse(value)
+        except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Seconds(click.ParamType):
-    """A time such as 60s or 2m, in seconds."""
+def number(minimum: int = 0, maximum: int | None = None) -> Parsed:
+    """A whole number from a minimum to a maximum."""
 
-    name = "TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip().lower()
-        factor = 60.0 if text.endswith("m") else 1.0
+    def parse(value: Any) -> int:
         try:
-            seconds = factor * float(text.rstrip("ms"))
+            count = int(value)
         except ValueError:
-            seconds = 0.0
-        if not 0 < seconds < math.inf:
-            self.fail(f"{value!r} is no time above 0 such as 60s or 2m", param, ctx)
-        return seconds
+            raise ValueError(f"{value!r} is not a whole number") from None
+        if count < minimum:
+            raise ValueError(f"{count} is below {minimum}")
+        if maximum is not None and count > maximum:
+            raise ValueError(f"{count} is above {maximum}")
+        return count
+
+    return Parsed("N", parse)
 
 
-class Names(click.ParamType):
-    """Names with commas between."""
+def _parse_fraction(value: Any) -> float:
+    try:
+        fraction = float(value)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < 1:
+        raise ValueError(f"{value!r} is not a number between 0 and 1")
+    return fraction
 
-    name = "A,B[,C[,D]]"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+def _parse_chunk_samples(value: Any) -> int | None:
+    try:
+        return None if value in (None, "auto") else int(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is neither auto nor a number") from None
+
+
+def _parse_seconds(value: Any) -> float:
+    text = str(value).strip().lower()
+    try:
+        seconds = (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{value!r} is no time above 0 such as 60s or 2m")
+    return seconds
+
+
+FRACTION = Parsed("FRACTION", _parse_fraction)
+CHUNK_SAMPLES = Parsed("N|auto", _parse_chunk_samples)
+SECONDS = Parsed("TIME", _parse_seconds)
+BYTES = Parsed("SIZE", lambda value: value if isinstance(value, int) else parse_bytes(value))
+NAMES = Parsed("A,B[,C[,D]]", lambda value: tuple(value.split(",")) if isinstance(value, str) else tuple(value))
 
 
 # ---- options that several commands share
@@ -136,23 +112,19 @@ overwrite = option("--overwrite", is_flag=True, heading=OUTPUT, help="Replace OU
 no_shuffle = option("--no-shuffle", is_flag=True, heading=LAYOUT, help="Keep the order of SOURCE.")
 seed = option(
     "--seed",
-    type=Number(0, (1 << 64) - 1),
+    type=number(0, (1 << 64) - 1),
     default=0,
     heading=LAYOUT,
     help="Seed of the permutation that samples are written in.",
 )
 chunk_samples = option(
     "--chunk-samples",
-    type=ChunkSamples(),
-    metavar="N|auto",
+    type=CHUNK_SAMPLES,
     default="auto",
     heading=LAYOUT,
     help="Samples in one HDF5 chunk.",
 )
-encoders = option(
-    "--workers", type=Number(), show_default="one per core", heading=RUNNING, help="Number of processes that decode."
-)
-batch_size = option("--batch-size", type=Number(1), default=256, heading=FIELDS, help="Samples in a batch.")
+batch_size = option("--batch-size", type=number(1), default=256, heading=FIELDS, help="Samples in a batch.")
 device = option(
     "--device",
     metavar="DEVICE",
@@ -178,7 +150,7 @@ trusted = option(
 
 def memory_bytes(default: str, help: str) -> Decorator:
     """The option of an upper limit on memory."""
-    return option("--memory-bytes", type=Bytes(), default=default, heading=RUNNING, help=help)
+    return option("--memory-bytes", type=BYTES, default=default, heading=RUNNING, help=help)
 
 
 def budget(default: str) -> Decorator:
@@ -186,7 +158,7 @@ def budget(default: str) -> Decorator:
     return option(
         "--budget",
         "budget_s",
-        type=Seconds(),
+        type=SECONDS,
         default=default,
         heading=RUNNING,
         help="Time that measuring may take, such as 10s or 2m.",
@@ -197,7 +169,7 @@ def loader_workers(default: str) -> Decorator:
     """The option of the DataLoader workers to measure."""
     return option(
         "--workers",
-        type=Number(),
+        type=number(),
         multiple=True,
         show_default=default,
         heading=RUNNING,

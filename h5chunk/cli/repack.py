@@ -8,7 +8,7 @@ import click
 
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import FIELDS, LAYOUT, Number, option
+from h5chunk.cli.options import FIELDS, LAYOUT, number, option
 from h5chunk.cli.output import progress_bar, show
 
 EXAMPLES = {
@@ -37,7 +37,7 @@ EXAMPLES = {
     help="Copy this dataset unchanged although its length matches (repeatable).",
 )
 @shared.chunk_samples
-@option("--window-chunks", type=Number(1), heading=LAYOUT, help="Recommended shuffle window to store, in chunks.")
+@option("--window-chunks", type=number(1), heading=LAYOUT, help="Recommended shuffle window to store, in chunks.")
 @option(
     "--compression",
     metavar="NAME[:LEVEL]",
@@ -60,10 +60,10 @@ EXAMPLES = {
 @shared.quiet
 @shared.as_json
 def repack(file: str, output: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Write any HDF5 FILE anew as OUTPUT, with whole samples in its chunks; everything else is kept.
+    """Write any HDF5 FILE anew as OUTPUT, with whole samples in its chunks.
 
-    Fields are the datasets whose first axis is as long as that of the main one. The report compares the layout of each
-    field before and after.
+    Everything else is kept. Fields are the datasets whose first axis is as long as that of the main one. The report
+    compares the layout of each field before and after.
     """
     from h5chunk.tools.repack.repack import plan_repack
     from h5chunk.tools.repack.repack import repack as run

@@ -8,7 +8,7 @@ import click
 
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
-from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, Fraction, option
+from h5chunk.cli.options import FIELDS, FRACTION, OUTPUT, RUNNING, option
 from h5chunk.cli.output import progress_bar, show
 
 EXAMPLES = {
@@ -32,7 +32,7 @@ EXAMPLES = {
 @shared.batch_size
 @option(
     "--min-effective-batch",
-    type=Fraction(),
+    type=FRACTION,
     default=0.95,
     heading=FIELDS,
     help="Minimum shuffle quality, as a fraction of a full shuffle.",
@@ -55,9 +55,10 @@ EXAMPLES = {
 def tune(
     file: str, fields: tuple[str, ...], workers: tuple[int, ...], quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Find the fastest chunks, window, cache and workers for FILE on this machine that still mix well.
+    """Find the settings that feed FILE fastest on this machine and still mix well.
 
-    FILE is one that h5chunk made, or any other HDF5 file. The best few settings are measured on its data.
+    Settings are chunks, window, cache and workers. FILE is one that h5chunk made, or any other HDF5 file. The best few
+    settings are measured on its data.
     """
     from h5chunk.tools.tune.tune import tune as run
 

@@ -23,62 +23,20 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from h5chunk.errors import OptionError, SampleError
-from h5chunk.sources.options import Options, option
+from h5chunk.errors import SampleError
+from h5chunk.sources.kinds import ImageOptions
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
-MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
 DRAFT_GAP = 2  # decode JPEGs at no less than this many times the wanted size
 
 _TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}
 _KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")
 _FILTER = Image.Resampling.BICUBIC
-
-
-@dataclass(frozen=True)
-class ImageOptions(Options):
-    """Options of decoding images."""
-
-    heading: ClassVar[str] = "Images"
-
-    size: tuple[int, int] | None = option(
-        None, "Height and width of all images.", metavar="H W", shown_default="all images must have one size"
-    )
-    fit: str = option(
-        "error",
-        "How to bring an image of another size to --size: refuse it, scale both sides, scale and cut out the middle, "
-        "or scale and fill with black.",
-        choices=("error", "stretch", "crop", "pad"),
-    )
-    color: str = option(
-        "rgb", "Channels in the file; keep: those of the images, with alpha.", choices=("rgb", "gray", "keep")
-    )
-    layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
-    animated: str = option("error", "Refuse images of several frames, or take the first.", choices=("error", "first"))
-    max_pixels: int = option(MAX_PIXELS, "Refuse images of more pixels.", minimum=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size is not None and not _is_size(self.size):
-            raise OptionError(f"size is {self.size!r}: give height and width, whole numbers of at least 1")
-        if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
-
-    def recorded(self) -> dict[str, Any]:
-        """What a file records of the options: those that decide the pixels."""
-        return {name: getattr(self, name) for name in ("size", "fit", "color", "layout", "animated")}
-
-
-def _is_size(size: object) -> bool:
-    """Whether this is (height, width)."""
-    return isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)
 
 
 @contextmanager

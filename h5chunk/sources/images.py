@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,38 +11,16 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, as_text
+from h5chunk.errors import SampleError, ShapeError, SourceError, as_text
 from h5chunk.source import OpenContext, SampleField, shape_text
-from h5chunk.sources.decode import ImageOptions, decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
 from h5chunk.sources.listing import Listing, Names, list_images
 from h5chunk.sources.manifest import list_manifest
-from h5chunk.sources.options import option
 from h5chunk.sources.recognise import is_path
-from h5chunk.sources.splits import CHOICES as SPLIT_CHOICES
 
 IMAGES = "images"
 LABELS = "labels"
-
-
-@dataclass(frozen=True)
-class ImageSourceOptions(ImageOptions):
-    """Options of a folder or an archive of images."""
-
-    manifest: str | os.PathLike[str] | None = option(
-        None, "Table of paths below SOURCE; its further columns become fields.", metavar="TABLE.csv", is_path=True
-    )
-    split_folders: str = option(
-        "auto",
-        "Whether the top folders are splits (train, val, ...), which become a field, with classes one level down.",
-        choices=SPLIT_CHOICES,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.manifest is not None and self.split_folders != "auto":
-            raise OptionError(
-                f"split_folders is {self.split_folders!r}, but a manifest has columns for that: leave it out"
-            )
 
 
 @dataclass

@@ -26,7 +26,8 @@ from PIL import Image
 
 from h5chunk.errors import SampleError, ShapeError, SourceError, printable
 from h5chunk.source import OpenContext, SampleField, shape_text
-from h5chunk.sources.decode import ImageOptions, adapt, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.decode import adapt, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import LABELS, Samples, field_dtype
 

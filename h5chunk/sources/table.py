@@ -20,9 +20,8 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import PIL
@@ -30,8 +29,8 @@ import PIL
 from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, printable
 from h5chunk.source import OpenContext, SampleField, shape_text
 from h5chunk.sources.arrow import byte_lengths, compute, parquet, pyarrow, to_fixed_bytes
-from h5chunk.sources.decode import ImageOptions, decode, pillow_limits, sample_shape, write_pixels
-from h5chunk.sources.options import option
+from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.kinds import TableOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import Samples, field_dtype
 from h5chunk.stamp import stamp_of
@@ -40,17 +39,6 @@ MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 BATCH_ROWS = 1024
 MAX_STRING_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class TableOptions(ImageOptions):
-    """Options of tables."""
-
-    heading: ClassVar[str] = "Tables"
-
-    columns: tuple[str, ...] | None = option(
-        None, "Columns of a table to take.", metavar="A,B[,C[,D]]", shown_default="all of a table"
-    )
 
 
 class _Spool:

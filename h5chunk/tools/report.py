@@ -27,6 +27,24 @@ def list_some(names: Sequence[str]) -> str:
     return f"{len(names):,}: {', '.join([*names[:MOST_SHOWN], *more])}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Count things.
+
+    >>> count_text(1, "chunk"), count_text(2000, "chunk")
+    ('1 chunk', '2,000 chunks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def codes_text(scale: float) -> str:
+    """Say how the values of a matrix are stored.
+
+    >>> codes_text(1.0), codes_text(2.0)
+    ('stored as they are', 'stored times 2')
+    """
+    return "stored as they are" if scale == 1 else f"stored times {scale:g}"
+
+
 class Report:
     """Base of the dataclasses that commands print.
 

@@ -13,8 +13,7 @@ from support.commands import run
 import h5chunk
 from h5chunk import errors
 from h5chunk.cli import main
-from h5chunk.tools.convert.append import option_groups
-from h5chunk.tools.convert.options import MatrixOptions, SampleOptions, all_kinds
+from h5chunk.tools.convert.options import append_options, convert_options
 
 COMMANDS = [*main.commands]
 OWN = {"dry_run", "quiet", "as_json", "help", "tuned"}  # of the command line alone; repack has tuned as well
@@ -57,10 +56,9 @@ def test_examples_parse(name: str) -> None:
 def test_options_are_arguments_of_the_function(name: str) -> None:
     arguments = {*inspect.signature(getattr(h5chunk, name)).parameters}
     if name == "convert":
-        kinds = [kind.Options for kind in all_kinds()]
-        arguments |= {option for options in (*kinds, SampleOptions, MatrixOptions) for option in options.names()}
+        arguments |= {option for options in convert_options() for option in options.names()}
     if name == "append":
-        arguments |= {option for options in option_groups() for option in options.names()}
+        arguments |= {option for options in append_options() for option in options.names()}
     for parameter in main.commands[name].params:
         python = RENAMED.get(parameter.name, parameter.name)
         if parameter.name in OWN - {"tuned"} or (name, parameter.name) == ("convert", "tuned"):

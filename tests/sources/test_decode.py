@@ -13,7 +13,8 @@ from PIL import Image, ImageCms, ImageFile, ImageOps
 from support.pictures import pixels
 
 from h5chunk.errors import OptionError, SampleError
-from h5chunk.sources.decode import ImageOptions, decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.kinds import ImageOptions
 
 KEEP, GRAY, RGB = (ImageOptions(color=color) for color in ("keep", "gray", "rgb"))
 

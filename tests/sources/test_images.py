@@ -13,8 +13,8 @@ from support.pictures import pixels
 
 from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.source import SampleField, shape_text
-from h5chunk.sources.decode import ImageOptions
 from h5chunk.sources.images import ImageSource
+from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.listing import list_images
 
 

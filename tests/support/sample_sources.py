@@ -18,8 +18,7 @@ from h5chunk.sources.listing import Names
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.options import SampleOptions
-from h5chunk.tools.convert.resume import say_nothing
-from h5chunk.tools.convert.samples import prepare, write_file
+from h5chunk.tools.convert.samples import prepare, say_nothing, write_file
 
 FIELDS = {
     "depth": SampleField((7, 5), np.dtype(np.float32), "NHW"),

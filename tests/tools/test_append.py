@@ -35,7 +35,8 @@ import h5chunk.store.write.old_file
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.convert.append import SET_BY_FILE, append, option_groups, plan_append
+from h5chunk.tools.convert.append import SET_BY_FILE, append, plan_append
+from h5chunk.tools.convert.options import append_options
 
 Make = Callable[..., Path]
 
@@ -237,7 +238,7 @@ def test_progress_and_small_chunks(tmp_path: Path) -> None:
     report = append(path, make_source(tmp_path / "new", range(22, 82)), workers=2, progress=lambda *it: told.append(it))
     assert [stage for stage, done, total in told if done == total] == ["copy", "convert"]
     assert ("list", 60, None) in told and told[-1] == ("convert", 60, 60)
-    assert len(report.notes) == 2 and "chunks keep their 1 samples; of so many they would get" in report.notes[1]
+    assert len(report.notes) == 2 and "chunks keep 1 sample each; of so many they would get" in report.notes[1]
     assert len(append(path, make_source(tmp_path / "more", range(82, 85)), workers=0, new_classes=True).notes) == 2
 
 
@@ -718,7 +719,7 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_of_the_command_are_those_of_the_function() -> None:
     names = {parameter.name for parameter in main.commands["append"].params}
-    known = {name for options in option_groups() for name in options.names()} - {*SET_BY_FILE, "shuffle"}
+    known = {name for options in append_options() for name in options.names()} - {*SET_BY_FILE, "shuffle"}
     assert names == known | {"file", "source", "format", "no_shuffle", "dry_run", "quiet", "as_json"}
 
 

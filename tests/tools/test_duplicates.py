@@ -17,12 +17,12 @@ from support.matrix_conversions import Source, read_back, run
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SourceError
-from h5chunk.plan.duplicates import TEXTS
 from h5chunk.source import OpenContext
 from h5chunk.sources.open import open_source
 from h5chunk.tools.convert.matrix_sort import Entries
+from h5chunk.tools.convert.options import DUPLICATES
 
-CHOICES = [how for how in TEXTS if how != "error"]
+CHOICES = [how for how in DUPLICATES if how != "error"]
 
 
 def combined(how: str, values: list[float], times: list[int]) -> float:

@@ -16,26 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from h5chunk.source import OpenContext
-from h5chunk.sources.options import Options, option
+from h5chunk.sources.kinds import MatrixSourceOptions
+from h5chunk.sources.options import Options
 from h5chunk.stamp import stamp_of
-
-MATRICES = "Matrices"  # the heading of their options
-
-
-@dataclass(frozen=True)
-class MatrixSourceOptions(Options):
-    """Options of a source of a matrix: none."""
-
-    heading: ClassVar[str] = MATRICES
-
-
-@dataclass(frozen=True)
-class LayerOptions(MatrixSourceOptions):
-    """Options of a file that holds several matrices."""
-
-    layer: str | None = option(
-        None, "Matrix to take from an .h5ad (X, raw, or the name of a layer), or genome of a 10x file.", metavar="NAME"
-    )
 
 
 @dataclass(frozen=True)

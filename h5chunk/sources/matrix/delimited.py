@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,11 +28,11 @@ import numpy as np
 from h5chunk.errors import OptionError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, csv, pyarrow, to_fixed_bytes
-from h5chunk.sources.matrix.block import Block, MatrixSourceOptions, SparseSource
+from h5chunk.sources.kinds import DelimitedOptions
+from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.dialect import guess_dialect, is_number, is_whole
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, Piece, TextFile, first_bad_line, shown
 from h5chunk.sources.matrix.times import are_unix_times, ordered, time_type
-from h5chunk.sources.options import option
 from h5chunk.sources.recognise import has_suffix, text_lines
 
 # names of columns, in small letters and without anything between them
@@ -56,17 +55,6 @@ NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
 PARTS = ("row", "column", "value", "time")
 AS_STRING = ":str"
-
-
-@dataclass(frozen=True)
-class DelimitedOptions(MatrixSourceOptions):
-    """Options of a delimited file."""
-
-    columns: tuple[str, ...] | None = option(
-        None,
-        "Columns of a delimited file that are row, column, value and time (names, or 0, 1, ...).",
-        metavar="A,B[,C[,D]]",
-    )
 
 
 class DelimitedSource(SparseSource):

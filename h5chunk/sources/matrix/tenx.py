@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from h5chunk.source import OpenContext
+from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix import compressed
-from h5chunk.sources.matrix.block import Block, LayerOptions, SparseSource
+from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
 from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.tenx_files import find_tenx_files

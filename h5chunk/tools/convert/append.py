@@ -5,62 +5,46 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.source import OpenContext, SampleSource
+from h5chunk.plan.layout import Layout, plan_layout
+from h5chunk.source import SampleSource
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.open import all_kinds, choose_options, describe, find_kind, open_kind
-from h5chunk.sources.options import Options, flag_of, option
+from h5chunk.sources.open import choose_options, describe, find_kind, open_kind
+from h5chunk.sources.options import flag_of
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.hdf5.open import translate_errors
-from h5chunk.store.write.fill_task import Failure
-from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.old_file import OldFile, open_old
 from h5chunk.store.write.part_file import check_not_source, check_room
-from h5chunk.store.write.samples import write_samples
-from h5chunk.tools.convert.append_fit import Addition, plan_addition, recorded_image_options
-from h5chunk.tools.convert.append_report import AppendPlan, AppendReport, small_chunks, unmixed
-from h5chunk.tools.convert.options import SampleOptions
-from h5chunk.tools.convert.resume import Notify, TaskLog, command_id, is_complete, keeping, left_out, say_nothing
-from h5chunk.tools.convert.samples import count_written, estimate_s, prepare
-from h5chunk.tools.convert.skipped import save_skipped
-from h5chunk.tools.progress import Progress, count_up
+from h5chunk.store.write.samples import SampleJob
+from h5chunk.tools.convert.append_fit import plan_addition, recorded_image_options
+from h5chunk.tools.convert.options import AppendOptions, SampleOptions
+from h5chunk.tools.convert.report import AppendPlan, AppendReport
+from h5chunk.tools.convert.samples import (
+    Notify,
+    estimate_s,
+    is_complete,
+    left_out,
+    open_context,
+    prepare,
+    save_skipped,
+    say_nothing,
+    write_file,
+)
+from h5chunk.tools.progress import Progress
+from h5chunk.tools.report import count_text
 from h5chunk.tools.verify.tables import look_at_tables
 
 AGAIN = (
     "this very command appended the same samples last: they are not appended twice (with another seed they would be)"
 )
 SET_BY_FILE = ("size", "color", "layout", "animated")  # options of images that are as when the file was made
-
-
-@dataclass(frozen=True)
-class AppendOptions(Options):
-    """Options of `append`, besides those of the kind of source."""
-
-    heading: ClassVar[str] = "Samples"
-
-    seed: int = option(0, "Seed of the permutation of the new samples.", minimum=0, maximum=(1 << 64) - 1)
-    shuffle: bool = option(True, "Keep the order of SOURCE.")
-    workers: int | None = option(
-        None, "Number of processes that read samples; 0: none but this one.", minimum=0, shown_default="one per core"
-    )
-    on_error: str = option(
-        "fail",
-        "Stop at samples that cannot be used, or leave them out and list them in FILE.skipped.csv.",
-        choices=("fail", "skip"),
-    )
-    new_classes: bool = option(False, "Add classes that FILE does not have, after its own; old labels stay.")
-
-
-def option_groups() -> list[type[Options]]:
-    """Return the classes of the options that `append` takes."""
-    return [*(kind.Options for kind in all_kinds() if not issubclass(kind, SparseSource)), AppendOptions]
 
 
 def append(
@@ -98,8 +82,9 @@ def append(
     notify : callable, optional
         Called with a line for people: that what an earlier call had done of the same samples is used, or is kept.
     **options
-        The fields of `AppendOptions`, and options of the kind of source as for `h5chunk.convert`. Images are decoded
-        as those of the file were, and get their size; ``fit`` and ``split_folders`` may be given anew.
+        The fields of `h5chunk.tools.convert.options.AppendOptions`, and options of the kind of source as for
+        `h5chunk.convert`. Images are decoded as those of the file were, and get their size; ``fit`` and
+        ``split_folders`` may be given anew.
 
     Raises
     ------
@@ -113,10 +98,34 @@ def append(
         An option is invalid. The file is as it was after any of these.
     """
     started = time.perf_counter()
-    with _settled(path, source, format, progress, options) as addition:
-        if is_complete(addition.job, 1):
-            return _already_appended(addition, started)
-        return _append(addition, progress, notify or say_nothing, started)
+    with _settled(path, source, format, progress, options) as (old, job, new_classes):
+        notes = [_unmixed(old.shown)]
+        facts: dict[str, Any]
+        if already_complete := is_complete(job, 1):
+            last, index = old.options["appended"][-1], job.old.source_index
+            failures = left_out(job, index[len(index) - last["samples"] :] - last["first_index"])
+            facts = {"num_added": last["samples"], "num_samples": len(index), "counts": {}}
+            notes = [AGAIN, *notes]
+        else:
+            duplicates = _duplicate_names(job)
+            written, filled = write_file(job, True, progress, notify or say_nothing, old)
+            failures, layout = filled.failures, written.layout
+            facts = {"num_added": len(written.order), "num_samples": layout.num_samples}
+            facts |= {"counts": dict(filled.notes.most_common()), "new_classes": new_classes}
+            notes = [*duplicates, *notes, *_small_chunks(layout)]
+        skipped = [(job.name(failure.row), failure.reason) for failure in failures]
+        return AppendReport(
+            path=str(job.path),
+            num_bytes=job.path.stat().st_size,
+            seconds=time.perf_counter() - started,
+            class_names=list(job.categories.get("labels", ())),
+            skipped=skipped,
+            skipped_list=save_skipped(job.path, skipped, behind=True),
+            ignored=list(job.source.ignored),
+            notes=notes,
+            already_complete=already_complete,
+            **facts,
+        )
 
 
 def plan_append(
@@ -134,8 +143,8 @@ def plan_append(
     ------
     As `append`, as far as a look at the source and at a few samples shows it.
     """
-    with _settled(path, source, format, progress, options) as addition:
-        job, num_bytes = addition.job, addition.job.spec().num_bytes
+    with _settled(path, source, format, progress, options) as (old, job, new_classes):
+        num_bytes = job.spec().num_bytes
         check_room(job.path, num_bytes)
         return AppendPlan(
             path=str(job.path),
@@ -144,15 +153,23 @@ def plan_append(
             num_bytes=num_bytes,
             free_bytes=shutil.disk_usage(job.path.absolute().parent).free,
             estimated_s=estimate_s(job),
-            new_classes=addition.new_classes,
-            notes=[*([AGAIN] if is_complete(job, 1) else addition.duplicate_names()), unmixed(job.old.shown)],
+            new_classes=new_classes,
+            notes=[*([AGAIN] if is_complete(job, 1) else _duplicate_names(job)), _unmixed(old.shown)],
         )
+
+
+class _Addition(NamedTuple):
+    """A file, the job of the longer file, and the names of classes that the old one does not have."""
+
+    old: OldFile
+    job: SampleJob
+    new_classes: list[str]
 
 
 @contextmanager
 def _settled(
     path: str | os.PathLike[str], source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
-) -> Iterator[Addition]:
+) -> Iterator[_Addition]:
     """Open the file and the source, and compare them."""
     given = {name: value for name, value in given.items() if value is not None}
     with _open_checked(Path(path), source, given.get("manifest")) as old:
@@ -163,7 +180,7 @@ def _settled(
             opened, options = _open_source(old, source, format, progress, given)
         how = {name: getattr(options, name) for name in ("seed", "shuffle", "workers", "on_error")}
         job = prepare(opened, old.path, SampleOptions(**how))
-        yield plan_addition(old, job, new_classes=options.new_classes, source=shown)
+        yield _Addition(old, *plan_addition(old, job, new_classes=options.new_classes, source=shown))
 
 
 @contextmanager
@@ -189,22 +206,9 @@ def _open_source(
     old: OldFile, source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
     """Open a source of any kind; images as the file's own were read."""
-
-    def report_found(count: int) -> None:
-        if progress:
-            progress("list", count, None)
-
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(f"{describe(source)}: {kind.noun} are not appended to: convert it into one more file")
-    given = {**_recorded_options(old, kind, given), **given}
-    source_options, options = choose_options(kind, source, given, (kind.Options, AppendOptions))
-    context = OpenContext(skips_bad_samples=options.on_error == "skip", report_found=report_found)
-    return open_kind(kind, source, source_options, context), options
-
-
-def _recorded_options(old: OldFile, kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a kind of source that are as when the file was made."""
     fixed = next((name for name in SET_BY_FILE if name in given and name in kind.Options.names()), None)
     if fixed is not None:
         raise OptionError(f"{flag_of(fixed)}: images are decoded as those of {old.shown} were: leave it out")
@@ -212,70 +216,37 @@ def _recorded_options(old: OldFile, kind: Any, given: Mapping[str, Any]) -> dict
         recorded = recorded_image_options(old)
         if "manifest" in given:
             del recorded["split_folders"]
-        return recorded
-    recorded = {name: old.options[name] for name in (*SET_BY_FILE, "fit") if name in old.options}
-    if recorded.get("size") is not None:
-        recorded["size"] = tuple(recorded["size"])
-    return {name: value for name, value in recorded.items() if name in kind.Options.names()}
+    else:
+        names = [name for name in (*SET_BY_FILE, "fit") if name in kind.Options.names()]
+        recorded = {name: old.options[name] for name in names if name in old.options}
+        if recorded.get("size") is not None:
+            recorded["size"] = tuple(recorded["size"])
+    source_options, options = choose_options(kind, source, {**recorded, **given}, (kind.Options, AppendOptions))
+    return open_kind(kind, source, source_options, open_context(options, progress)), options
 
 
-def _append(addition: Addition, progress: Progress | None, notify: Notify, started: float) -> AppendReport:
-    job, old, notes = addition.job, addition.file, addition.duplicate_names()
-    new = NewFile(old.path, overwrite=True)
-    with keeping(new, job, notify), new:
-        old.check_unchanged()  # by who had the lock before
-        new.journal.open(addition.key())
-        log = TaskLog(new.journal, [job], notify)
-        written, filled = write_samples(
-            new,
-            job,
-            claims=log.claims(0),
-            finished=log.adder(0),
-            written=count_written(len(job.order), progress),
-            carried=count_up("copy", job.carried_bytes, progress),
-        )
-        log.finish()
-        new.command_id = command_id(job, 1, filled.stamp)
-        new.part.chmod(old.mode)
-        old.check_unchanged()
-        new.commit()
-    return _report(
-        addition,
-        filled.failures,
-        started,
-        num_added=len(written.order),
-        num_samples=written.layout.num_samples,
-        counts=dict(filled.notes.most_common()),
-        new_classes=addition.new_classes,
-        notes=[*notes, unmixed(old.shown), *small_chunks(written.layout)],
-    )
+def _duplicate_names(job: SampleJob) -> list[str]:
+    """Return a warning of new samples with names that the file has, as if they had been appended before."""
+    old, source = job.old, job.source
+    if source.names is None:
+        return []
+    new = {source.names[index] for index in range(len(source))}
+    again = {old.names[start:stop] for start, stop in pairwise([0, *old.name_ends.tolist()])} & new
+    if not again:
+        return []
+    return [
+        f"{len(again):,} of {len(source):,} new names, such as {printable(min(again))}, were in the file before: "
+        "if they are the same samples, these come twice"
+    ]
 
 
-def _already_appended(addition: Addition, started: float) -> AppendReport:
-    """Report what the same command did before."""
-    job, last, index = addition.job, addition.file.options["appended"][-1], addition.job.old.source_index
-    return _report(
-        addition,
-        left_out(job, index[len(index) - last["samples"] :] - last["first_index"]),
-        started,
-        num_added=last["samples"],
-        num_samples=len(index),
-        counts={},
-        notes=[AGAIN, unmixed(job.old.shown)],
-        already_complete=True,
-    )
+def _unmixed(shown: str) -> str:
+    return f"old and new samples are not mixed: h5chunk repack {shown} NEW.h5 --shuffle does that, where they differ"
 
 
-def _report(addition: Addition, failures: Sequence[Failure], started: float, **facts: Any) -> AppendReport:
-    job = addition.job
-    skipped = [(job.name(failure.row), failure.reason) for failure in failures]
-    return AppendReport(
-        path=str(job.path),
-        num_bytes=job.path.stat().st_size,
-        seconds=time.perf_counter() - started,
-        class_names=list(job.categories.get("labels", ())),
-        skipped=skipped,
-        skipped_list=save_skipped(job.path, skipped, behind=True),
-        ignored=list(job.source.ignored),
-        **facts,
-    )
+def _small_chunks(layout: Layout) -> list[str]:
+    """Return a note if chunks are much smaller than a longer file needs."""
+    size, chosen = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
+    if chosen < 4 * size:
+        return []
+    return [f"chunks keep {count_text(size, 'sample')} each; of so many they would get {chosen}: repack does that"]

@@ -3,75 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, SourceError, as_text, printable
+from h5chunk.errors import FileError, SourceError, as_text
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.source import SampleSource, shape_text
 from h5chunk.sources.images import IMAGES
-from h5chunk.store.format.header import Header, checksums_of
+from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
-from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
-from h5chunk.tools.convert.resume import job_key
 
 IMAGE_OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the file records them
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
 
 
-@dataclass(frozen=True)
-class Addition:
-    """New samples, fitted to the file that they are appended to.
-
-    Attributes
-    ----------
-    file : OldFile
-    job : SampleJob
-        Of the longer file; its order is that of the new samples.
-    new_classes : list of str
-        Names that the file does not have.
-    """
-
-    file: OldFile
-    job: SampleJob
-    new_classes: list[str]
-
-    def key(self) -> str | None:
-        """Return the key of the journal: all that decides the bytes of new chunks but the samples' own bytes."""
-        key, header = job_key(self.job, 1), self.file.header
-        was = {"num_samples": header.num_samples, "chunk_samples": header.chunk_samples}
-        return key and key_of({"append": was, "checksums": checksums_of(self.file.file), "source": key})
-
-    def duplicate_names(self) -> list[str]:
-        """Return a warning of new samples with names that the file has, as if they had been appended before."""
-        old, source = self.job.old, self.job.source
-        if source.names is None:
-            return []
-        new = {source.names[index] for index in range(len(source))}
-        borders = [0, *old.name_ends.tolist()]
-        again = {name for name in (old.names[start:stop] for start, stop in pairwise(borders)) if name in new}
-        if not again:
-            return []
-        return [
-            f"{len(again):,} of {len(source):,} new names, such as {printable(min(again))}, were in the file before: "
-            "if they are the same samples, these come twice"
-        ]
-
-
 def recorded_image_options(old: OldFile) -> dict[str, Any]:
     """Return how new images are to be decoded: as those of the file, and to their size.
 
-    Raises
-    ------
-    FileError
-        The file does not say.
+    Raises FileError if the file does not say.
     """
     if IMAGES not in old.datasets or any(name not in old.options for name in IMAGE_OPTIONS):
         what = "what its images were converted with" if IMAGES in old.datasets else repr(IMAGES)
@@ -82,8 +37,8 @@ def recorded_image_options(old: OldFile) -> dict[str, Any]:
     return recorded | {"split_folders": str(old.options.get("split_folders", "auto"))}
 
 
-def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> Addition:
-    """Fit the job of the new samples to the file: a job of the longer file.
+def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
+    """Fit the job of the new samples to the file.
 
     Parameters
     ----------
@@ -95,6 +50,13 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
     source : str
         Names the source, for messages.
 
+    Returns
+    -------
+    SampleJob
+        Of the longer file.
+    list of str
+        Names of classes that the file does not have.
+
     Raises
     ------
     FileError
@@ -105,22 +67,30 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
     _check_file(old)
     _check_fields(old, job.source, source)
     types = {name: old.datasets[name].dtype for name in old.fields if name not in job.fields}
-    columns = fit_columns(types, job.columns, shown=old.shown, source=source)
+    columns = _fit_columns(types, job.columns, shown=old.shown, source=source)
+    old_categories = _old_categories(old)
     categories, added = {}, []
-    for name in sorted({*job.categories, *_old_categories(old)}):
-        matched = _match(old, job, name, new_classes=new_classes, source=source)
-        categories[name] = matched.names
-        added += matched.added
-        if name in columns:
-            columns[name] = matched.relabel(columns[name])
-        elif not np.array_equal(matched.numbers, np.arange(len(matched.numbers))):
+    for name in sorted({*job.categories, *old_categories}):
+        before, now = old_categories.get(name, []), job.categories.get(name, [])
+        if bool(before) != bool(now):
+            named, other = (old.shown, source) if before else (source, old.shown)
+            raise SourceError(f"{source}: {name} have names in {named} but are numbers in {other}: give both alike")
+        new = _new_names(before, now, new_classes=new_classes, shown=old.shown, source=source)
+        categories[name] = [*before, *new]
+        added += new
+        codes = {category: code for code, category in enumerate(categories[name])}
+        numbers = np.array([codes[category] for category in now], np.int64)
+        if name in columns:  # -1, which is no class, stays
+            labels = columns[name]
+            columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
+        elif not np.array_equal(numbers, np.arange(len(numbers))):
             raise SourceError(f"{source}: field {name!r} counts its categories otherwise than {old.shown} does")
     num_samples, largest = old.header.num_samples + len(job.order), max(f.sample_bytes for f in job.fields.values())
     layout, cache = _longer_layout(old.header, num_samples, largest)
     options = {name: value for name, value in job.options.items() if name in ("seed", "shuffle", "fit")}
-    before = _old_samples(old, job.source, cache)
-    job = replace(job, layout=layout, options=options, columns=columns, categories=categories, old=before)
-    return Addition(old, job, added)
+    first = _old_samples(old, job.source, cache)
+    job = replace(job, layout=layout, options=options, columns=columns, categories=categories, old=first)
+    return job, added
 
 
 def _check_file(old: OldFile) -> None:
@@ -159,19 +129,26 @@ def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
     """Return what the codes of each field mean in the file."""
-    found = {"labels": list(old.header.class_names)} if old.header.class_names else {}
+    categories = {"labels": list(old.header.class_names)} if old.header.class_names else {}
     for path in old.datasets:
         if path.startswith(CATEGORIES):
-            found[path.removeprefix(CATEGORIES)] = [as_text(name) for name in old.datasets[path][()].tolist()]
-    return found
+            categories[path.removeprefix(CATEGORIES)] = [as_text(name) for name in old.datasets[path][()].tolist()]
+    return categories
 
 
-def _match(old: OldFile, job: SampleJob, name: str, *, new_classes: bool, source: str) -> Matched:
-    before, now = _old_categories(old).get(name, []), job.categories.get(name, [])
-    if bool(before) != bool(now):
-        named, other = (old.shown, source) if before else (source, old.shown)
-        raise SourceError(f"{source}: {name} have names in {named} but are numbers in {other}: give both alike")
-    return match_classes(before, now, new_classes=new_classes, shown=old.shown, source=source)
+def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> list[str]:
+    """Return the names of classes that the file does not have; raise SourceError if that is an error."""
+    twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
+    if twice is not None:
+        raise SourceError(f"{shown}: two of its class names are {twice!r}: which of them is meant cannot be told")
+    known = {*old}
+    added = [name for name in new if name not in known]
+    if added and not new_classes:
+        raise SourceError(
+            f"{source}: has class {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
+            "--new-classes (new_classes=True) puts them behind the others"
+        )
+    return added
 
 
 def _longer_layout(header: Header, num_samples: int, sample_bytes: int) -> tuple[Layout, CacheSettings | None]:
@@ -202,76 +179,13 @@ def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None
     )
 
 
-@dataclass(frozen=True)
-class Matched:
-    """Classes of a source, matched with those of a file.
-
-    Attributes
-    ----------
-    names : list of str
-        Those of the file, then those that are new.
-    numbers : (num_new,) int64
-        Of each name of the source among them.
-    added : list of str
-    """
-
-    names: list[str]
-    numbers: np.ndarray
-    added: list[str]
-
-    def relabel(self, labels: np.ndarray) -> np.ndarray:
-        """Return labels of the source as those of the file; -1, which is no class, stays."""
-        return np.where(labels < 0, labels, self.numbers[np.maximum(labels, 0)]) if len(self.numbers) else labels
-
-
-def match_classes(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> Matched:
-    """Match the classes of a source with those of a file, by their names.
-
-    Parameters
-    ----------
-    old, new : sequence of str
-    new_classes : bool
-        Whether those that the file does not have go behind its own; old labels keep their numbers.
-    shown, source : str
-        The file and the source, for messages.
-
-    Raises
-    ------
-    SourceError
-        The source has others, or the names are not all different.
-    """
-    numbers = {name: number for number, name in enumerate(old)}
-    if len(numbers) < len(old):
-        twice = next(name for name in old if list(old).count(name) > 1)
-        raise SourceError(f"{shown}: two of its class names are {twice!r}: which of them is meant cannot be told")
-    added = [name for name in new if name not in numbers]
-    if added and not new_classes:
-        raise SourceError(
-            f"{source}: has class {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
-            "--new-classes (new_classes=True) puts them behind the others"
-        )
-    numbers |= {name: len(old) + number for number, name in enumerate(added)}
-    return Matched([*old, *added], np.array([numbers[name] for name in new], np.int64), added)
-
-
-def fit_columns(
+def _fit_columns(
     old: Mapping[str, np.dtype], new: Mapping[str, np.ndarray], *, shown: str, source: str
 ) -> dict[str, np.ndarray]:
-    """Return the columns of a source in the types and the order that the file has.
+    """Return the columns of a source in the types and the order that the file has, or raise SourceError.
 
     The type of a column follows from its values, and those of a part may all be small: what the file's type holds
     exactly becomes that.
-
-    Parameters
-    ----------
-    old : dict of str to np.dtype
-    new : dict of str to (num_samples,) array
-    shown, source : str
-
-    Raises
-    ------
-    SourceError
-        Fields are missing, or there are more, or a value does not fit.
     """
     lacking = [name for name in old if name not in new]
     more = [name for name in new if name not in old]

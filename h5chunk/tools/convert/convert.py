@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OutputError
-from h5chunk.plan.duplicates import IN_ORDER
+from h5chunk.errors import OutputError, human_bytes
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
@@ -26,15 +25,25 @@ from h5chunk.store.write.new_folder import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, check_room, parse_output
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.matrix import convert_matrix, naming_memory, plan_matrix
-from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
-from h5chunk.tools.convert.report import ConvertPlan, ConvertReport
-from h5chunk.tools.convert.report_matrix import MatrixPlan, MatrixReport
-from h5chunk.tools.convert.resume import Notify, is_complete, left_out, say_nothing
-from h5chunk.tools.convert.samples import estimate_s, prepare, write_file
-from h5chunk.tools.convert.shards import check_shards, describe, folder_bytes, split_job, write_shards
-from h5chunk.tools.convert.skipped import save_skipped, skipped_path
+from h5chunk.tools.convert.options import IN_ORDER, MatrixOptions, SampleOptions
+from h5chunk.tools.convert.report import ConvertPlan, ConvertReport, MatrixPlan, MatrixReport
+from h5chunk.tools.convert.samples import (
+    Notify,
+    estimate_s,
+    is_complete,
+    left_out,
+    open_context,
+    prepare,
+    save_skipped,
+    say_nothing,
+    skipped_path,
+    write_file,
+)
+from h5chunk.tools.convert.shards import split_job, write_shards
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import COMPLETE
+
+APPLIED = ("rotated", "resized", "first frame")  # what is counted of images, besides their modes
 
 
 def convert(
@@ -91,75 +100,69 @@ def convert(
     OptionError
         An option does not exist, does not apply to the source, or has an invalid value.
     """
-    request = _parse(source, format, options)
-    path = _check_output(request, output, overwrite)
-    if isinstance(request.how, MatrixOptions):
-        matrix = _open(request, progress)
-        how = request.source_options.given()
-        return convert_matrix(matrix, path, request.how, how=how, overwrite=overwrite, progress=progress)
-    return _convert_samples(request, path, overwrite, progress, notify or say_nothing)
+    settled = _settle(source, output, format, overwrite, options)
+    if isinstance(settled.how, MatrixOptions):
+        matrix = _open(settled, progress)
+        how = settled.source_options.given()
+        return convert_matrix(matrix, settled.path, settled.how, how=how, overwrite=overwrite, progress=progress)
+    return _convert_samples(settled, overwrite, progress, notify or say_nothing)
 
 
-class _Request(NamedTuple):
-    """A source of a known kind, and its options, checked."""
+class _Settled(NamedTuple):
+    """A source of a known kind, its options, and where the output goes; all checked."""
 
     kind: Any
     source: Any
     source_options: Options
     how: SampleOptions | MatrixOptions
+    path: Path
 
 
-def _parse(source: Any, format: str | None, options: dict[str, Any]) -> _Request:
+def _settle(
+    source: Any, output: str | os.PathLike[str], format: str | None, overwrite: bool, options: dict[str, Any]
+) -> _Settled:
+    """Find the kind of a source, check all options, and refuse an output that cannot be written."""
     kind = find_kind(source, format)
     mine, others = SampleOptions, MatrixOptions
     if issubclass(kind, SparseSource):
         mine, others = others, mine  # type: ignore[assignment]
-    return _Request(kind, source, *choose_options(kind, source, options, (kind.Options, mine), others))
-
-
-def _open(request: _Request, progress: Progress | None) -> Any:
-    def report_found(count: int) -> None:
-        if progress:
-            progress("list", count, None)
-
-    if isinstance(request.how, SampleOptions):
-        context = OpenContext(skips_bad_samples=request.how.on_error == "skip", report_found=report_found)
-        return open_kind(request.kind, request.source, request.source_options, context)
-    memory_bytes = request.how.memory_bytes
-    with naming_memory(memory_bytes):
-        context = OpenContext(memory_bytes, with_times=request.how.duplicates in IN_ORDER)
-        return open_kind(request.kind, request.source, request.source_options, context)
-
-
-def _is_sharded(request: _Request) -> bool:
-    how = request.how
-    return isinstance(how, SampleOptions) and (how.shards is not None or how.shard_bytes is not None)
-
-
-def _check_output(request: _Request, output: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Refuse an output that cannot be written, before the source is read."""
-    is_folder = _is_sharded(request)
-    if isinstance(request.how, SampleOptions):
-        check_shards(request.how.shards, request.how.shard_bytes)
+    source_options, how = choose_options(kind, source, options, (kind.Options, mine), others)
+    is_folder = isinstance(how, SampleOptions) and how.is_sharded
     path = parse_output(output, folder=is_folder)
-    sources = [request.source] if is_path(request.source) else []
-    check_not_source(path, *sources, *request.source_options.paths())
+    check_not_source(path, *([source] if is_path(source) else []), *source_options.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
-    return path
+    return _Settled(kind, source, source_options, how, path)
 
 
-def _convert_samples(
-    request: _Request, path: Path, overwrite: bool, progress: Progress | None, notify: Notify
-) -> ConvertReport:
+def _open(settled: _Settled, progress: Progress | None) -> Any:
+    kind, source, source_options, how, _ = settled
+    if isinstance(how, SampleOptions):
+        return open_kind(kind, source, source_options, open_context(how, progress))
+    with naming_memory(how.memory_bytes):
+        context = OpenContext(how.memory_bytes, with_times=how.duplicates in IN_ORDER)
+        return open_kind(kind, source, source_options, context)
+
+
+def _prepare(settled: _Settled, progress: Progress | None) -> tuple[SampleJob, list[SampleJob]]:
+    """Open the source; return the job of all samples, and those of the shards, if there are any."""
+    how = settled.how
+    assert isinstance(how, SampleOptions)
+    job = prepare(_open(settled, progress), settled.path, how)
+    if not how.is_sharded:
+        return job, []
+    return job, split_job(job, how.shards, how.shard_bytes, chosen=how.chunk_samples is None)
+
+
+def _convert_samples(settled: _Settled, overwrite: bool, progress: Progress | None, notify: Notify) -> ConvertReport:
     started = time.perf_counter()
-    job, shards = _prepare(request, path, progress)
+    job, shards = _prepare(settled, progress)
     complete = False
     try:
         if shards:
             files, filled = write_shards(job, shards, overwrite, progress, notify)
         else:
-            left, filled = write_file(job, overwrite, progress, notify)
-            files = [left]
+            written, filled = write_file(job, overwrite, progress, notify)
+            files = [written]
     except OutputError:
         complete = not overwrite and is_complete(job, len(shards) or 1)
         if not complete:
@@ -170,15 +173,15 @@ def _convert_samples(
         skipped_path(job.path).unlink(missing_ok=True)  # of the file that was replaced
     return ConvertReport(
         path=str(job.path),
-        source_kind=request.kind.kind,
-        num_samples=sum(len(each.order) for each in files),
-        num_bytes=folder_bytes(job.path) if shards else job.path.stat().st_size,
+        source_kind=settled.kind.kind,
+        num_samples=sum(len(file.order) for file in files),
+        num_bytes=sum(file.path.stat().st_size for file in shards or [job]),
         sample_shape=_main_shape(job),
-        fields=[spec.name for spec in job.spec().fields],
+        fields=[*job.source.fields, *job.source.columns],
         chunk_samples=files[0].layout.chunk_samples,
         seconds=time.perf_counter() - started,
-        modes={note: n for note, n in filled.notes.most_common() if note not in _APPLIED},
-        applied={note: filled.notes[note] for note in _APPLIED if note in filled.notes},
+        modes={note: n for note, n in filled.notes.most_common() if note not in APPLIED},
+        applied={note: filled.notes[note] for note in APPLIED if note in filled.notes},
         skipped=skipped,
         skipped_list=save_skipped(job.path, skipped),
         ignored=list(job.source.ignored),
@@ -188,9 +191,6 @@ def _convert_samples(
     )
 
 
-_APPLIED = ("rotated", "resized", "first frame")
-
-
 def _main_shape(job: SampleJob) -> tuple[int, ...]:
     """The shape of a sample of the largest field."""
     return max(job.source.fields.values(), key=lambda field: field.sample_bytes).shape
@@ -198,22 +198,12 @@ def _main_shape(job: SampleJob) -> tuple[int, ...]:
 
 def _read_back(files: list[SampleJob], job: SampleJob) -> tuple[list[SampleJob], Filled]:
     """What was written of files that are complete, without what only reading all of their samples could tell."""
-    left = []
+    written = []
     for each in files:
         with opened(each.path) as file:
-            left.append(each.with_order(file[f"{GROUP}/source_index"][()]))
-    kept = np.concatenate([each.order for each in left])
-    return left, Filled(failures=left_out(job, kept))
-
-
-def _prepare(request: _Request, path: Path, progress: Progress | None) -> tuple[SampleJob, list[SampleJob]]:
-    """Open the source, and settle the conversion and those of its shards, if it has any."""
-    how = request.how
-    assert isinstance(how, SampleOptions)
-    job = prepare(_open(request, progress), path, how)
-    if not _is_sharded(request):
-        return job, []
-    return job, split_job(job, how.shards, how.shard_bytes, chosen=how.chunk_samples is None)
+            written.append(each.with_order(file[f"{GROUP}/source_index"][()]))
+    kept = np.concatenate([each.order for each in written])
+    return written, Filled(failures=left_out(job, kept))
 
 
 def plan_convert(
@@ -232,49 +222,33 @@ def plan_convert(
     ------
     As `convert`, as far as a look at the source and at a few samples shows it.
     """
-    plan = foresee_convert(source, output, format=format, overwrite=overwrite, progress=progress, **options)
-    if isinstance(plan, ConvertPlan):
-        check_room(Path(output), plan.num_bytes)
-    return plan
-
-
-def foresee_convert(
-    source: Any,
-    output: str | os.PathLike[str],
-    *,
-    format: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    **options: Any,
-) -> ConvertPlan | MatrixPlan:
-    """Predict as `plan_convert` does, whether or not the disk has room for the output."""
-    request = _parse(source, format, options)
-    path = _check_output(request, output, overwrite)
-    if isinstance(request.how, MatrixOptions):
-        how = request.source_options.given()
-        return plan_matrix(_open(request, progress), path, request.how, how=how, overwrite=overwrite)
-    job, shards = _prepare(request, path, progress)
+    settled = _settle(source, output, format, overwrite, options)
+    if isinstance(settled.how, MatrixOptions):
+        how = settled.source_options.given()
+        return plan_matrix(_open(settled, progress), settled.path, settled.how, how=how, overwrite=overwrite)
+    job, shards = _prepare(settled, progress)
+    specs = [shard.spec() for shard in shards or [job]]
+    num_bytes = sum(spec.num_bytes for spec in specs)
     complete = not overwrite and is_complete(job, len(shards) or 1)
     if not complete:
         (check_folder if shards else check_output)(job.path, overwrite)
-    return _plan_samples(job, shards, complete)
-
-
-def _plan_samples(job: SampleJob, shards: list[SampleJob], complete: bool) -> ConvertPlan:
-    specs = [each.spec() for each in shards or [job]]
-    layout = job.layout
+        check_room(job.path, num_bytes)
+    fields = {spec.name: spec for spec in specs[0].fields}
+    source, layout = job.source, job.layout
     if shards:
-        first = shards[0].layout
-        layout = replace(first, num_samples=len(job.order), reasons=(*first.reasons, describe(shards)))
-    source = job.source
+        num_samples, size = len(shards[0].order), human_bytes(specs[0].num_bytes)
+        reason = f"{len(shards)} shards of up to {num_samples:,} samples, {size}, such as {shards[0].path.name}"
+        layout = shards[0].layout
+        layout = replace(layout, num_samples=len(job.order), reasons=(*layout.reasons, reason))
+    names = [*source.fields, *source.columns]
     return ConvertPlan(
         num_samples=len(source),
         source_kind=source.kind,
         sample_shape=_main_shape(job),
-        shapes={spec.name: tuple(spec.sample_shape) for spec in specs[0].fields},
+        shapes={name: tuple(fields[name].sample_shape) for name in names},
         layout=layout,
-        fields={each.name: str(each.dtype) for each in specs[0].fields},
-        num_bytes=sum(spec.num_bytes for spec in specs),
+        fields={name: str(fields[name].dtype) for name in names},
+        num_bytes=num_bytes,
         free_bytes=shutil.disk_usage(job.path.parent).free,
         estimated_s=estimate_s(job),
         num_workers=job.num_workers,

@@ -11,7 +11,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,24 +24,26 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, human_bytes, printable
+from h5chunk.machine import available_cores
 from h5chunk.plan.csr import index_dtype, plan_csr
-from h5chunk.plan.duplicates import describe
+from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.matrix.transposed import Transposed
-from h5chunk.store.format.spec import GROUP, FileSpec
-from h5chunk.store.write.columns import write_columns
+from h5chunk.store.format.header import header_attributes
+from h5chunk.store.format.matrix import DENSE, MATRIX, read_matrix
+from h5chunk.store.format.spec import GROUP, GZIP_LEVEL, FieldSpec, FileSpec
+from h5chunk.store.hdf5.open import opened
+from h5chunk.store.write.columns import checksum_tables, column_specs, write_columns
 from h5chunk.store.write.command_id import is_made_by
 from h5chunk.store.write.csr import CsrWriter, csr_spec
 from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_output
-from h5chunk.tools.convert.matrix_dense import DenseFile
-from h5chunk.tools.convert.matrix_fields import field_name, fields_of, tables_of
-from h5chunk.tools.convert.matrix_read import Budget, read_source
-from h5chunk.tools.convert.matrix_select import Kept, choose_what_to_keep
+from h5chunk.tools.convert.matrix_read import READ_SHARE, SORT_SHARE, SPOOL_SHARE, SortedMatrix, check_shape
+from h5chunk.tools.convert.matrix_select import Part, Selection, select
 from h5chunk.tools.convert.options import MatrixOptions
-from h5chunk.tools.convert.report_matrix import MatrixPlan, MatrixReport, read_report
-from h5chunk.tools.convert.resume import facts_of_all
+from h5chunk.tools.convert.report import MatrixPlan, MatrixReport
+from h5chunk.tools.convert.samples import facts_of_all
 from h5chunk.tools.progress import Progress, count_up
 
 PROBE_S = 1.0  # time to read the start of a source for a plan
@@ -55,26 +60,13 @@ def convert_matrix(
 ) -> MatrixReport:
     """Write a matrix to one HDF5 file, or report that the same call has done so before.
 
-    Parameters
-    ----------
-    source : SparseSource
-    path : Path
-    options : MatrixOptions
-    how : mapping
-        Options that the source was opened with.
-    overwrite : bool
-    progress : callable, optional
-
-    Raises
-    ------
-    SourceError, OutputError, OptionError
-        As `h5chunk.convert`.
+    ``how`` are the options that the source was opened with. Raises as `h5chunk.convert` does.
     """
     started = time.perf_counter()
     source, options = _prepare(source, options)
     command_id = _command_id(source, options, how)
     if not overwrite and command_id is not None and is_made_by(path, command_id):
-        return replace(read_report(path, source), seconds=time.perf_counter() - started)
+        return replace(_report_complete(path, source), seconds=time.perf_counter() - started)
     check_output(path, overwrite)
 
     def report_read(done: int) -> None:
@@ -84,30 +76,33 @@ def convert_matrix(
     with ExitStack() as stack:
         stack.enter_context(naming_memory(options.memory_bytes))
         new = stack.enter_context(NewFile(path, overwrite))
-        read = read_source(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
-        kept = choose_what_to_keep(read, options.min_row_count, options.min_column_count)
-        if kept.num_columns < 1 or not len(kept.row_entries):
+        matrix = SortedMatrix(source, options, Path(os.path.realpath(path)).parent, stack)
+        matrix.read(report_read)
+        kept = select(matrix)
+        if kept.num_columns < 1 or not kept.num_rows:
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
-        report_written = count_up("write", int(kept.row_entries.sum()), progress)
-        chunk_samples = write(new, kept, options, fields, tables, report_written)
+        chunk_samples = write(new, kept, options, fields, tables, count_up("write", kept.num_entries, progress))
+        write_columns(new, fields, chunk_samples)
+        for name, values in tables.items():
+            new.write(f"{GROUP}/{name}", values)
         new.command_id = command_id
         new.commit()
-        num_ranges = read.entries.num_ranges
+        num_ranges = matrix.entries.num_ranges
     return MatrixReport(
         path=str(path),
         source_kind=source.kind,
         kind="dense" if options.dense else "csr",
-        num_rows=len(kept.row_entries),
+        num_rows=kept.num_rows,
         num_columns=kept.num_columns,
-        num_entries=int(kept.row_entries.sum()),
+        num_entries=kept.num_entries,
         num_bytes=path.stat().st_size,
         scale=kept.scale,
         pattern=kept.pattern,
         chunk_samples=chunk_samples,
         seconds=time.perf_counter() - started,
-        counts={what: count for what, count in kept.counts.items() if count},
+        counts=kept.counts,
         num_ranges=num_ranges,
         fields=list(fields),
         axes=source.axes,
@@ -137,66 +132,199 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
         ) from None
 
 
+def _report_complete(path: Path, source: SparseSource) -> MatrixReport:
+    """Report a conversion that was complete before, as far as the file tells."""
+    with opened(path) as file:
+        matrix, checksums = read_matrix(file), file[f"{GROUP}/checksums"]
+        assert matrix is not None
+        return MatrixReport(
+            path=str(path),
+            source_kind=source.kind,
+            kind=matrix.kind,
+            num_rows=matrix.num_rows,
+            num_columns=matrix.num_columns,
+            num_entries=matrix.num_entries,
+            num_bytes=path.stat().st_size,
+            scale=matrix.scale,
+            pattern=matrix.pattern,
+            chunk_samples=int(file[GROUP].attrs["chunk_samples"]),
+            seconds=0.0,
+            fields=[name for name in checksums if name != MATRIX],
+            axes=source.axes,
+            already_complete=True,
+        )
+
+
+# ---- fields with one value per row, and the names of rows, columns and categories
+
+
+def fields_of(kept: Selection) -> dict[str, np.ndarray]:
+    """Return the row fields of the source, in the order of the file's rows."""
+    fields: dict[str, np.ndarray] = {}
+    source, order = kept.matrix.source, kept.matrix.order
+    for name, values in source.row_fields.items():
+        where = f"{printable(source.path)}: field {name!r}"
+        if len(values) != len(order):
+            raise SourceError(f"{where} has {len(values)} values, the matrix {len(order)} rows")
+        if values.dtype.kind not in "biufS":
+            raise SourceError(f"{where} is of type {values.dtype}")
+        stored = field_name(name)
+        if stored in fields:
+            raise SourceError(f"{printable(source.path)}: two fields would be called {stored!r}")
+        kind = values.dtype.newbyteorder("<") if values.dtype.kind in "iuf" else values.dtype
+        fields[stored] = values[order[kept.rows]].astype(np.uint8 if values.dtype.kind == "b" else kind, copy=False)
+    return fields
+
+
+def field_name(name: str) -> str:
+    """The name of a dataset at the root for a column of a source.
+
+    >>> field_name("cell type"), field_name("n/a"), field_name("X")
+    ('cell type', 'n_a', 'X_')
+    """
+    name = name.replace("/", "_").replace("\0", "_")
+    return f"{name}_" if name in (MATRIX, GROUP, "", ".", "..") else name
+
+
+def tables_of(kept: Selection) -> dict[str, np.ndarray]:
+    """Return the tables of names and indices, by the names of their datasets."""
+    matrix, source = kept.matrix, kept.matrix.source
+    index = matrix.order[kept.rows]
+    tables: dict[str, np.ndarray] = {"source_index": index}
+    rows = matrix.row_ids if matrix.row_ids is not None else source.row_names
+    columns = matrix.column_ids if matrix.column_ids is not None else source.column_names
+    if rows is not None:
+        tables["row_ids"] = rows[index]
+    if columns is not None:
+        tables["column_ids"] = columns if kept.columns is None else columns[kept.columns]
+    if kept.columns is not None:
+        tables["column_index"] = np.flatnonzero(kept.columns).astype(np.int64)
+    for name, names in source.categories.items():
+        if name in source.row_fields and names:
+            encoded = np.array([category.encode() for category in names], "S")
+            tables[f"categories/{field_name(name)}"] = encoded
+            if name == "labels":
+                tables["class_names"] = encoded
+    # HDF5 has no strings of length 0
+    return {name: v.astype("S1") if v.dtype == np.dtype("S0") else v for name, v in tables.items()}
+
+
+# ---- writing rows
+
+
 def _write_csr(
     new: NewFile,
-    kept: Kept,
+    kept: Selection,
     options: MatrixOptions,
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
-    wrote: Callable[[int], None],
+    report_written: Callable[[int], None],
 ) -> int:
-    num_entries = int(kept.row_entries.sum())
+    """Write compressed rows; return the rows of a nominal chunk."""
     layout = plan_csr(
-        len(kept.row_entries),
-        kept.num_columns,
-        num_entries,
-        pattern=kept.pattern,
-        chunk_samples=options.chunk_samples,
+        kept.num_rows, kept.num_columns, kept.num_entries, pattern=kept.pattern, chunk_samples=options.chunk_samples
     )
     new.allocate(csr_spec(layout, scale=kept.scale, attributes=_attributes(options), fields=fields, tables=tables))
     writer = CsrWriter(new, layout)
     with new.flusher():
         for part in kept.parts(layout.index_dtype):
             writer.append(part.columns, None if layout.pattern else part.values)
-            wrote(len(part.rows))
+            report_written(len(part.rows))
         writer.finish(kept.row_entries)
-        _write_rest(new, fields, tables, layout.chunk_samples)
     return layout.chunk_samples
 
 
 def _write_dense(
     new: NewFile,
-    kept: Kept,
+    kept: Selection,
     options: MatrixOptions,
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
-    wrote: Callable[[int], None],
+    report_written: Callable[[int], None],
 ) -> int:
-    num_rows, num_columns = len(kept.row_entries), kept.num_columns
-    file = DenseFile(num_rows, num_columns, options.chunk_samples, options.is_compressed, options.memory_bytes)
-    spec: FileSpec = file.spec(
-        scale=kept.scale, pattern=kept.pattern, attributes=_attributes(options), fields=fields, tables=tables
+    """Write rows of uint8, in compressed chunks of whole rows; return the rows of a chunk."""
+    layout = plan_layout(kept.num_rows, kept.num_columns, options.chunk_samples)
+    threads, memory_bytes = available_cores(), options.memory_bytes
+    need = layout.chunk_bytes * 3 * (threads + 1)
+    if need > memory_bytes // 2:
+        raise OptionError(
+            f"dense chunks of {human_bytes(layout.chunk_bytes)} take {human_bytes(need)} while they are made, but half "
+            f"of memory_bytes is {human_bytes(memory_bytes // 2)}: allow more, or give a smaller chunk_samples"
+        )
+    is_compressed = options.compression != "none"
+    rows = FieldSpec(MATRIX, (kept.num_columns,), np.dtype(np.uint8), gzip=is_compressed)
+    spec = FileSpec(
+        num_samples=layout.num_samples,
+        chunk_samples=layout.chunk_samples,
+        fields=(rows, *column_specs(fields)),
+        tables={
+            **checksum_tables((MATRIX, *fields), layout.num_chunks),
+            **{name: (values.shape, values.dtype) for name, values in tables.items()},
+        },
+        attributes=header_attributes(
+            num_samples=layout.num_samples,
+            chunk_samples=layout.chunk_samples,
+            window_chunks=layout.window_chunks,
+            cache=layout.cache,
+            kind=DENSE,
+            **_attributes(options),
+        ),
+        field_attributes={MATRIX: {"scale": np.float64(kept.scale), "pattern": np.uint8(kept.pattern)}},
     )
     new.allocate(spec)
-    file.write(new, kept.parts(index_dtype(num_columns)), wrote)
-    _write_rest(new, fields, tables, file.layout.chunk_samples)
-    return file.layout.chunk_samples
+    chunks = _dense_chunks(layout, kept.num_columns, kept.parts(index_dtype(kept.num_columns)), report_written)
+    if is_compressed:
+        with new.chunk_writer(MATRIX) as writer:
+            for data in _compressed(chunks, threads):
+                writer.write(data)
+            checksums = writer.checksums
+    else:
+        checksums = []
+        for number, chunk in enumerate(chunks):
+            new.write_bytes(MATRIX, number * layout.chunk_bytes, chunk.data.cast("B"))
+            checksums.append(zlib.crc32(chunk.data))
+    new.write(f"{GROUP}/checksums/{MATRIX}", np.array(checksums, np.uint32))
+    return layout.chunk_samples
 
 
-def _write_rest(
-    new: NewFile, fields: Mapping[str, np.ndarray], tables: Mapping[str, np.ndarray], chunk_samples: int
-) -> None:
-    write_columns(new, fields, chunk_samples)
-    for name, values in tables.items():
-        new.write(f"{GROUP}/{name}", values)
+def _dense_chunks(
+    layout: Layout, num_columns: int, parts: Iterable[Part], report_written: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """(chunk_samples, columns) uint8 each; rows behind the last are zero."""
+    size, shape = layout.chunk_samples, (layout.chunk_samples, num_columns)
+    number, chunk = 0, np.zeros(shape, np.uint8)
+    for rows, columns, codes in parts:
+        start = 0
+        while start < len(rows):
+            while rows[start] >= (number + 1) * size:
+                yield chunk
+                number, chunk = number + 1, np.zeros(shape, np.uint8)
+            stop = int(np.searchsorted(rows, (number + 1) * size, "left"))
+            chunk[rows[start:stop] - number * size, columns[start:stop]] = codes[start:stop]
+            start = stop
+        report_written(len(rows))
+    yield chunk
+    for _ in range(number + 1, layout.num_chunks):
+        yield np.zeros(shape, np.uint8)
+
+
+def _compressed(chunks: Iterable[np.ndarray], threads: int) -> Iterator[bytes]:
+    """Compress chunks in threads; yield them in order."""
+    waiting: deque[Future[bytes]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for chunk in chunks:
+            waiting.append(pool.submit(zlib.compress, chunk.data, GZIP_LEVEL))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _attributes(options: MatrixOptions) -> dict[str, Any]:
-    return {
-        "seed": options.seed,
-        "shuffled": options.shuffle,
-        "options": options.recorded(),
-    }
+    return {"seed": options.seed, "shuffled": options.shuffle, "options": options.recorded()}
+
+
+# ---- planning
 
 
 def plan_matrix(
@@ -209,9 +337,7 @@ def plan_matrix(
 ) -> MatrixPlan:
     """Predict what `convert_matrix` would do; reads the start of the source, for a second, and writes nothing.
 
-    Raises
-    ------
-    As `convert_matrix`, as far as that shows it.
+    Raises as that, as far as the start of the source shows it.
     """
     source, options = _prepare(source, options)
     command_id = _command_id(source, options, how)
@@ -223,16 +349,16 @@ def plan_matrix(
 
 
 def _plan(source: SparseSource, path: Path, options: MatrixOptions) -> MatrixPlan:
-    coding, budget = options.coding(), Budget(options.memory_bytes, counts_columns=options.min_column_count > 0)
-    budget.check_shape(source, source.shape[0] or 0, source.shape[1] or 0)
+    coding, memory_bytes = options.coding(), options.memory_bytes
+    check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
     started = time.perf_counter()
-    num_entries, done, whole, largest = 0, 0, True, [0, 0]
-    for block, done in source.blocks(budget.source_bytes):
+    num_entries, done, whole, largest = 0, 0, True, 0
+    for block, done in source.blocks(memory_bytes // READ_SHARE):
         num_entries += len(block.rows)
         if block.values is not None:
             coding.units(block.values)
-        if not source.has_ids and len(block.rows):
-            largest = [max(largest[0], int(block.rows.max())), max(largest[1], int(block.columns.max()))]
+        if not source.has_ids:
+            largest = max(largest, int(block.columns.max(initial=0)))
         if time.perf_counter() - started > PROBE_S:
             whole = done >= source.num_bytes
             break
@@ -241,14 +367,14 @@ def _plan(source: SparseSource, path: Path, options: MatrixOptions) -> MatrixPla
         share = source.num_bytes / max(1, done)
         num_entries, seconds = int(num_entries * share), seconds * share
     rows, num_columns = source.shape
-    width = index_dtype(num_columns or max(largest[1] + 1, 1 << 16)).itemsize + 1
+    width = index_dtype(num_columns or max(largest + 1, 1 << 16)).itemsize + 1
     num_bytes = num_entries * width + 24 * (rows or 0)
     if options.dense:
         num_bytes = (rows or 0) * (num_columns or 0)
-    record = 8 + (coding.dtype.itemsize if coding.num_bits is None else 0)
-    temporary = num_entries * record if num_entries * record > budget.sort_bytes // 2 else 0
-    waiting = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
-    temporary += waiting if waiting > budget.spool_bytes else 0
+    sorted_bytes = num_entries * (8 + (coding.dtype.itemsize if coding.num_bits is None else 0))
+    spooled_bytes = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
+    temporary = sorted_bytes if sorted_bytes > memory_bytes // SORT_SHARE // 2 else 0
+    temporary += spooled_bytes if spooled_bytes > memory_bytes // SPOOL_SHARE else 0
     return MatrixPlan(
         source_kind=source.kind,
         num_rows=rows,
@@ -259,8 +385,8 @@ def _plan(source: SparseSource, path: Path, options: MatrixOptions) -> MatrixPla
         num_bytes=num_bytes,
         temporary_bytes=temporary,
         free_bytes=shutil.disk_usage(path.absolute().parent).free,
-        memory_bytes=options.memory_bytes,
+        memory_bytes=memory_bytes,
         estimated_s=seconds * 2,  # sorting and writing take about as long as reading
         axes=source.axes,
-        duplicates=describe(options.duplicates, source.time_name),
+        duplicates=options.duplicates_text(source.time_name),
     )

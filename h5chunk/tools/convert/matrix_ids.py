@@ -8,27 +8,6 @@ TABLE_START = 1 << 16
 NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several orders, and copies of itself
 
 
-class Numbers:
-    """Rows, or columns, that the source numbers itself, so that nothing is renumbered.
-
-    Attributes
-    ----------
-    size : int
-        One more than the largest number seen.
-    """
-
-    num_bytes = 0  # of memory
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def number(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) int64 of numbers, as they are."""
-        if len(ids):
-            self.size = max(self.size, int(ids.max()) + 1)
-        return ids
-
-
 class Ids:
     """Ids that are numbered as they appear.
 
@@ -41,7 +20,7 @@ class Ids:
     def __init__(self, table_ids: int) -> None:
         self._table_ids = table_ids
         self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
-        self._fresh: list[np.ndarray] = []  # ids in the order of their numbers
+        self._parts: list[np.ndarray] = []  # ids in the order of their numbers
         self._sorted = np.empty(0, np.int64)
         self._numbers = np.empty(0, np.int64)
         self._width = 8
@@ -53,85 +32,74 @@ class Ids:
         return self.size * (NUMBERS_BYTES + ID_COPIES * self._width)
 
     def number(self, ids: np.ndarray) -> np.ndarray:
-        """Return the numbers of ids; new ids get the next numbers.
-
-        Parameters
-        ----------
-        ids : (n,) int64 or fixed-length bytes
-
-        Returns
-        -------
-        (n,) integers
-        """
+        """Return the numbers of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
         if not len(ids):
             return np.empty(0, np.int64)
         if self._table is not None:
             if ids.dtype.kind == "i" and ids.min() >= 0 and (largest := int(ids.max())) < self._table_ids:
-                return self._look_up(ids, largest)
+                return self._look_up(self._table, ids, largest)
             self._table = None
-            known = self.in_order_of_numbers()
+            known = self._in_order_of_numbers()
             order = np.argsort(known, kind="stable")
             self._sorted, self._numbers = known[order], order.astype(np.int64)
         return self._search(ids)
 
-    def _look_up(self, ids: np.ndarray, largest: int) -> np.ndarray:
-        table = self._table
-        assert table is not None
+    def _look_up(self, table: np.ndarray, ids: np.ndarray, largest: int) -> np.ndarray:
         if largest >= len(table):
             size = min(max(largest + 1, 2 * len(table)), self._table_ids)
-            table = np.concatenate([table, np.full(size - len(table), -1, np.int32)])
-            self._table = table
+            self._table = table = np.concatenate([table, np.full(size - len(table), -1, np.int32)])
         numbers = table[ids]
         unknown = numbers < 0
         if unknown.any():
-            fresh = np.unique(ids[unknown])
-            table[fresh] = self._add(fresh)
+            new = np.unique(ids[unknown])
+            table[new] = self._add(new)
             numbers = table[ids]
         return numbers
 
-    def _add(self, fresh: np.ndarray) -> np.ndarray:
-        self._fresh.append(fresh)
-        self._width = max(self._width, fresh.dtype.itemsize)
-        self.size += len(fresh)
-        return np.arange(self.size - len(fresh), self.size, dtype=np.int64)
-
     def _search(self, ids: np.ndarray) -> np.ndarray:
-        found, inverse = _unique(ids)
+        distinct, inverse = (_unique_bytes if ids.dtype.kind == "S" else _unique)(ids)
         if not len(self._sorted):
-            self._sorted = self._sorted.astype(found.dtype)
-        places = np.searchsorted(self._sorted, found)
-        known = np.zeros(len(found), bool)
+            self._sorted = self._sorted.astype(distinct.dtype)
+        places = np.searchsorted(self._sorted, distinct)
+        known = np.zeros(len(distinct), bool)
         inside = places < len(self._sorted)
-        known[inside] = self._sorted[places[inside]] == found[inside]
-        numbers = np.empty(len(found), np.int64)
+        known[inside] = self._sorted[places[inside]] == distinct[inside]
+        numbers = np.empty(len(distinct), np.int64)
         numbers[known] = self._numbers[places[known]]
-        fresh = found[~known]
-        if len(fresh):
-            numbers[~known] = self._add(fresh)
-            width = max(self._sorted.dtype, fresh.dtype, key=lambda dtype: dtype.itemsize)
-            self._sorted = np.insert(self._sorted.astype(width, copy=False), places[~known], fresh)
+        new = distinct[~known]
+        if len(new):
+            numbers[~known] = self._add(new)
+            width = max(self._sorted.dtype, new.dtype, key=lambda dtype: dtype.itemsize)
+            self._sorted = np.insert(self._sorted.astype(width, copy=False), places[~known], new)
             self._numbers = np.insert(self._numbers, places[~known], numbers[~known])
         return numbers[inverse]
 
-    def in_order_of_numbers(self) -> np.ndarray:
-        """The id of each number."""
-        return np.concatenate(self._fresh) if self._fresh else np.empty(0, np.int64)
+    def _add(self, new: np.ndarray) -> np.ndarray:
+        self._parts.append(new)
+        self._width = max(self._width, new.dtype.itemsize)
+        self.size += len(new)
+        return np.arange(self.size - len(new), self.size, dtype=np.int64)
+
+    def _in_order_of_numbers(self) -> np.ndarray:
+        return np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids in ascending order, and the place there of each number."""
-        ids = self.in_order_of_numbers()
+        ids = self._in_order_of_numbers()
         order = np.argsort(ids, kind="stable")
-        ranks = np.empty(len(ids), np.int64)
-        ranks[order] = np.arange(len(ids))
-        return ids[order], ranks
+        return ids[order], inverse_of(order)
+
+
+def inverse_of(order: np.ndarray) -> np.ndarray:
+    """The place of each number in a permutation."""
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order), dtype=np.int64)
+    return places
 
 
 def _unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct ids in ascending order, and where each one is among them."""
-    if ids.dtype.kind == "S":
-        return _unique_bytes(ids)
-    found, inverse = np.unique(ids, return_inverse=True)
-    return found, inverse
+    return np.unique(ids, return_inverse=True)
 
 
 def _unique_bytes(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -143,10 +111,8 @@ def _unique_bytes(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     _, first, inverse = np.unique(mixed, return_index=True, return_inverse=True)
-    some = ids[first]
-    if not np.array_equal(some[inverse], ids):  # two ids with one hash: somebody chose them so
-        return np.unique(ids, return_inverse=True)
-    order = np.argsort(some, kind="stable")
-    ranks = np.empty(len(order), np.int64)
-    ranks[order] = np.arange(len(order))
-    return some[order], ranks[inverse]
+    distinct = ids[first]
+    if not np.array_equal(distinct[inverse], ids):  # two ids with one hash: somebody chose them so
+        return _unique(ids)
+    order = np.argsort(distinct, kind="stable")
+    return distinct[order], inverse_of(order)[inverse]

@@ -4,102 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.plan.codes import MAX_CODE, Coding
-from h5chunk.plan.duplicates import IN_ORDER
+from h5chunk.plan.codes import MAX_CODE
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.memory import MemoryLimit
 from h5chunk.store.write.spool import Spool
-from h5chunk.tools.convert.matrix_ids import Ids, Numbers
+from h5chunk.tools.convert.matrix_ids import Ids, inverse_of
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries
-from h5chunk.tools.convert.options import MatrixOptions
+from h5chunk.tools.convert.options import IN_ORDER, MatrixOptions
 
+# Shares of the memory limit, which do not peak at the same time: one eighth for reading, and so on.
+READ_SHARE, SPOOL_SHARE, SORT_SHARE, TABLE_SHARE = 8, 4, 2, 16
 TABLE_BYTES = 4  # of an id in a table of ids
 # Of memory for a row (its number while rows are permuted, its entries, its source), and for a column whose entries are
 # counted: 49 and 25 were measured (tracemalloc, as in tests/sources/test_claims.py).
 ROW_BYTES, COLUMN_BYTES = 56, 32
 
-Told = Callable[[int], None]
 
+def check_shape(
+    source: SparseSource,
+    options: MatrixOptions,
+    num_rows: int,
+    num_columns: int,
+    *,
+    id_bytes: int = 0,
+    part_read: float = 1.0,
+) -> None:
+    """Refuse a matrix whose rows and columns alone do not fit in memory, however few entries it has.
 
-@dataclass(frozen=True)
-class Budget:
-    """Shares of the memory limit for reading, spooling and sorting, which do not peak at the same time.
-
-    Attributes
-    ----------
-    memory_bytes : int
-    counts_columns : bool
-        Whether the entries of each column will be counted.
+    ``id_bytes`` is the memory that ids take, ``part_read`` the part of the source that all this was found in, from 0
+    to 1.
     """
-
-    memory_bytes: int
-    counts_columns: bool = False
-
-    def check_shape(
-        self, source: SparseSource, num_rows: int, num_columns: int, id_bytes: int = 0, part_read: float = 1.0
-    ) -> None:
-        """Refuse a matrix whose rows and columns alone do not fit in memory, however few entries it has.
-
-        Parameters
-        ----------
-        source : SparseSource
-        num_rows, num_columns : int
-        id_bytes : int
-            Memory that the ids of rows and columns take.
-        part_read : float
-            Part of the source that this was found in, from 0 to 1.
-
-        Raises
-        ------
-        SourceError
-            Says how much they would take.
-        """
-        column_bytes = COLUMN_BYTES if self.counts_columns or source.has_ids else 0
-        MemoryLimit(source.path, self.memory_bytes).check(
-            f"{num_rows:,} rows and {num_columns:,} columns",
-            num_rows * ROW_BYTES + num_columns * column_bytes + id_bytes,
-            part_read,
-        )
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes for reading."""
-        return self.memory_bytes // 8
-
-    @property
-    def spool_bytes(self) -> int:
-        """Bytes for entries whose ids are not ranked yet."""
-        return self.memory_bytes // 4
-
-    @property
-    def sort_bytes(self) -> int:
-        """Bytes for sorting."""
-        return self.memory_bytes // 2
-
-    @property
-    def table_ids(self) -> int:
-        """Largest number of ids in the lookup table of an axis."""
-        return min(max(1024, self.memory_bytes // 16 // TABLE_BYTES), 1 << 31)
+    column_bytes = COLUMN_BYTES if options.min_column_count or source.has_ids else 0
+    MemoryLimit(source.path, options.memory_bytes).check(
+        f"{num_rows:,} rows and {num_columns:,} columns",
+        num_rows * ROW_BYTES + num_columns * column_bytes + id_bytes,
+        part_read,
+    )
 
 
-@dataclass
-class Read:
-    """The sorted entries of a source, with its row order and ids.
+class SortedMatrix:
+    """The entries of a source, sorted into the order of the file.
 
-    Attributes
+    Parameters
     ----------
     source : SparseSource
     options : MatrixOptions
+    folder : Path
+        For temporary data.
+    stack : ExitStack
+        Closes what `read` opens.
+
+    Attributes
+    ----------
     entries : Entries
-        Sorted; their rows are those of the file, before any is left out.
+        Their rows are those of the file, before any is left out.
     order : (rows,) int64
         Row i is row ``order[i]`` of the source.
     num_columns : int
@@ -109,20 +73,120 @@ class Read:
         Entries of the source.
     """
 
-    source: SparseSource
-    options: MatrixOptions
     entries: Entries
     order: np.ndarray
     num_columns: int
-    row_ids: np.ndarray | None = None
-    column_ids: np.ndarray | None = None
-    num_read: int = 0
 
-    @cached_property
-    def coding(self) -> Coding:
-        return self.options.coding()
+    def __init__(self, source: SparseSource, options: MatrixOptions, folder: Path, stack: ExitStack) -> None:
+        self.source, self.options, self.coding = source, options, options.coding()
+        self._folder, self._stack = folder, stack
+        self._uses_times = source.time_name is not None and options.duplicates in IN_ORDER
+        self.row_ids: np.ndarray | None = None
+        self.column_ids: np.ndarray | None = None
+        self.num_read = 0
 
-    def ids(self, source_row: int, column: int) -> tuple[object, object]:
+    def read(self, report_read: Callable[[int], None]) -> None:
+        """Read all entries and sort them.
+
+        Raises
+        ------
+        SourceError
+            A value that has no code, more rows and columns than fit in memory, or what the source raises.
+        """
+        rows, columns = self.source.shape
+        if self.source.has_ids or rows is None or columns is None:
+            self._read_unnumbered(report_read)
+        else:
+            self._read_numbered(rows, columns, report_read)
+        self.entries.finish()
+
+    def _read_numbered(self, num_rows: int, num_columns: int, report_read: Callable[[int], None]) -> None:
+        destination = self._open_entries(num_rows, num_columns)
+        for block, done in self.source.blocks(self.options.memory_bytes // READ_SHARE):
+            units = self._units(block)
+            if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
+                raise SourceError(f"{printable(self.source.path)}: an entry lies outside of {num_rows} x {num_columns}")
+            self.entries.append(destination[block.rows], block.columns, units, block.times)
+            report_read(done)
+
+    def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
+        """The same where only the whole source tells how many rows there are, and in which order their ids come."""
+        source, memory_bytes = self.source, self.options.memory_bytes
+        number = np.uint32 if source.has_ids else np.int64
+        times = [("time", np.int64)] if self._uses_times else []
+        record = np.dtype([("row", number), ("column", number), *times, ("value", self.coding.dtype)])
+        table_ids = min(max(1024, memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31)
+        ids = (Ids(table_ids), Ids(table_ids)) if source.has_ids else None
+        column_ranks = None
+        num_rows = num_columns = 0
+        with Spool(self._folder, record, memory_bytes // SPOOL_SHARE) as spool:
+            for block, done in source.blocks(memory_bytes // READ_SHARE):
+                units = self._units(block)
+                records = np.empty(len(units), record)
+                records["value"] = units
+                if times:
+                    records["time"] = block.times
+                if ids is None:
+                    records["row"], records["column"] = block.rows, block.columns
+                    num_rows = max(num_rows, int(block.rows.max(initial=-1)) + 1)
+                    num_columns = max(num_columns, int(block.columns.max(initial=-1)) + 1)
+                else:
+                    records["row"], records["column"] = ids[0].number(block.rows), ids[1].number(block.columns)
+                    num_rows, num_columns = ids[0].size, ids[1].size
+                part_read = min(1.0, done / max(1, source.num_bytes))
+                id_bytes = sum(axis.num_bytes for axis in ids or ())
+                check_shape(source, self.options, num_rows, num_columns, id_bytes=id_bytes, part_read=part_read)
+                spool.append(records)
+                report_read(done)
+            if ids is None:
+                rows, columns = source.shape  # a source may know by now
+                num_rows = rows or max([num_rows, *map(len, source.row_fields.values())])
+                num_columns = columns or num_columns
+                destination = self._open_entries(num_rows, num_columns)
+            else:
+                self.row_ids, row_ranks = ids[0].ranks()
+                self.column_ids, column_ranks = ids[1].ranks()
+                ids = None  # gives its memory back before entries are sorted
+                destination = self._open_entries(num_rows, num_columns)[row_ranks]
+            for records in spool.take(PART_ENTRIES):
+                numbers = records["column"] if column_ranks is None else column_ranks[records["column"]]
+                made = records["time"] if times else None
+                self.entries.append(destination[records["row"]], numbers, records["value"], made)
+
+    def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
+        """Settle the order of rows, and get ready to sort; return the row in the file of each row of the source."""
+        if num_rows < 1 or num_columns < 1:
+            raise SourceError(
+                f"{printable(self.source.path)}: {num_rows} rows and {num_columns} columns: nothing to convert"
+            )
+        options, coding = self.options, self.coding
+        check_shape(self.source, options, num_rows, num_columns)
+        self.order = permutation(num_rows, options.seed) if options.shuffle else np.arange(num_rows, dtype=np.int64)
+        self.num_columns = num_columns
+        entries = Entries(
+            self._folder,
+            num_rows,
+            num_columns,
+            coding.dtype,
+            coding.num_bits,
+            options.memory_bytes // SORT_SHARE,
+            options.duplicates,
+            has_times=self._uses_times,
+        )
+        self.entries = self._stack.enter_context(entries)
+        return inverse_of(self.order) if options.shuffle else self.order
+
+    def _units(self, block: Block) -> np.ndarray:
+        """The units of all entries, zeros among them: a zero may be the last of some duplicates."""
+        values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
+        units, unfit = self.coding.units(values)
+        if unfit is not None:
+            place = place_text(block.rows[unfit], block.columns[unfit])
+            raise self.unfit_error(place, values[unfit].item())
+        self.num_read += len(units)
+        return units
+
+    def ids_of(self, source_row: int, column: int) -> tuple[object, object]:
         """What the source calls a row and a column: their ids, or else their numbers."""
         return (
             source_row if self.row_ids is None else self.row_ids[source_row],
@@ -131,7 +195,29 @@ class Read:
 
     def place(self, row: int, column: int) -> str:
         """Name a place for people; ``row`` is one of the file."""
-        return place_text(*self.ids(int(self.order[row]), column))
+        return place_text(*self.ids_of(int(self.order[row]), column))
+
+    def unfit_error(self, place: str, value: float, *, why: str = "") -> SourceError:
+        """Return the error of a value that has no code, with the remedy."""
+        scale = self.coding.scale
+        if not np.isfinite(value):
+            reason, remedy = "is not finite", "remove it from the source"
+        elif scale is not None and value * scale != round(value * scale):
+            reason = f"times the scale {scale:g} is not a whole number"
+            remedy = "use another --scale, or --binarize MIN"
+        elif value < 0:
+            reason, remedy = "is negative", "use --clip to make such values 0, or --binarize MIN"
+        elif value * (scale or 1) > MAX_CODE:
+            times = f"times the scale {scale:g} " if scale else ""
+            reason = f"{times}is more than {MAX_CODE}"
+            remedy = f"use --clip to make such values {MAX_CODE}, --scale S with a smaller S, or --binarize MIN"
+        elif why:
+            reason = "has no exact code from 1 to 255" + why
+            remedy = f"use --scale S with --clip, which makes what is above {MAX_CODE} / S that, or --binarize MIN"
+        else:
+            reason = "has no exact code from 1 to 255"
+            remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
+        return SourceError(f"{printable(self.source.path)}: {place}: value {value} {reason}: {remedy}")
 
 
 def place_text(row: object, column: object) -> str:
@@ -141,162 +227,3 @@ def place_text(row: object, column: object) -> str:
         for name in (row, column)
     ]
     return f"row {shown[0]}, column {shown[1]}"
-
-
-def read_source(source: SparseSource, options: MatrixOptions, folder: Path, stack: ExitStack, told: Told) -> Read:
-    """Read all entries and sort them.
-
-    Parameters
-    ----------
-    source : SparseSource
-    options : MatrixOptions
-    folder : Path
-        For temporary data.
-    stack : ExitStack
-        Closes what was opened here.
-    told : callable
-        Told the bytes of the source that were read.
-
-    Raises
-    ------
-    SourceError
-        A value that has no code, more rows and columns than fit in memory, or what the source raises.
-    """
-    rows, columns = source.shape
-    budget = Budget(options.memory_bytes, counts_columns=options.min_column_count > 0)
-    if source.has_ids or rows is None or columns is None:
-        return _read_unnumbered(source, options, folder, budget, stack, told)
-    budget.check_shape(source, rows, columns)
-    order, destination = order_of(rows, options)
-    read = Read(source, options, _entries(folder, source, rows, columns, options, budget, stack), order, columns)
-    for block, done in source.blocks(budget.source_bytes):
-        units = _units(read, block)
-        if len(block) and (int(block.rows.max()) >= rows or int(block.columns.max()) >= columns):
-            raise SourceError(f"{printable(source.path)}: an entry lies outside of {rows} x {columns}")
-        read.entries.append(destination[block.rows], block.columns, units, block.times)
-        told(done)
-    read.entries.finish()
-    return read
-
-
-def _read_unnumbered(
-    source: SparseSource, options: MatrixOptions, folder: Path, budget: Budget, stack: ExitStack, told: Told
-) -> Read:
-    """The same where only the whole source tells how many rows there are, and in which order their ids come."""
-    number = np.uint32 if source.has_ids else np.int64
-    times = [("time", np.int64)] if _uses_times(source, options) else []
-    record = np.dtype([("row", number), ("column", number), *times, ("value", options.coding().dtype)])
-    spool = stack.enter_context(Spool(folder, record, budget.spool_bytes))
-    axes = [Ids(budget.table_ids) if source.has_ids else Numbers() for _ in range(2)]
-    read = Read(source, options, None, np.empty(0, np.int64), 0)  # type: ignore[arg-type]
-    for block, done in source.blocks(budget.source_bytes):
-        units = _units(read, block)
-        records = np.empty(len(units), record)
-        records["row"], records["column"] = axes[0].number(block.rows), axes[1].number(block.columns)
-        records["value"] = units
-        if times:
-            records["time"] = block.times
-        id_bytes = sum(axis.num_bytes for axis in axes)
-        budget.check_shape(source, *_shape(source, axes), id_bytes, min(1.0, done / max(1, source.num_bytes)))
-        spool.append(records)
-        told(done)
-    rows, columns = _shape(source, axes)
-    read.order, destination = order_of(rows, options)
-    read.num_columns = columns
-    ranks = None
-    if isinstance(axes[0], Ids) and isinstance(axes[1], Ids):
-        read.row_ids, row_ranks = axes[0].ranks()
-        read.column_ids, ranks = axes[1].ranks()
-        destination = destination[row_ranks]
-    axes.clear()
-    read.entries = _entries(folder, source, rows, columns, options, budget, stack)
-    for records in spool.take(PART_ENTRIES):
-        numbers = records["column"] if ranks is None else ranks[records["column"]]
-        read.entries.append(destination[records["row"]], numbers, records["value"], records["time"] if times else None)
-    spool.__exit__(None, None, None)
-    read.entries.finish()
-    return read
-
-
-def _uses_times(source: SparseSource, options: MatrixOptions) -> bool:
-    return source.time_name is not None and options.duplicates in IN_ORDER
-
-
-def _entries(
-    folder: Path,
-    source: SparseSource,
-    rows: int,
-    columns: int,
-    options: MatrixOptions,
-    budget: Budget,
-    stack: ExitStack,
-) -> Entries:
-    if rows < 1 or columns < 1:
-        raise SourceError(f"{printable(source.path)}: {rows} rows and {columns} columns: nothing to convert")
-    coding = options.coding()
-    entries = Entries(
-        folder,
-        rows,
-        columns,
-        coding.dtype,
-        coding.num_bits,
-        budget.sort_bytes,
-        options.duplicates,
-        has_times=_uses_times(source, options),
-    )
-    return stack.enter_context(entries)
-
-
-def _shape(source: SparseSource, axes: list[Ids | Numbers]) -> tuple[int, int]:
-    """Rows and columns, after all was read."""
-    if source.has_ids:
-        return axes[0].size, axes[1].size
-    rows, columns = source.shape  # a source may know by now
-    lengths = [len(values) for values in source.row_fields.values()]
-    return rows or max([axes[0].size, *lengths]), columns or axes[1].size
-
-
-def order_of(num_rows: int, options: MatrixOptions) -> tuple[np.ndarray, np.ndarray]:
-    """The source row of each row, and the row of each source row."""
-    if not options.shuffle:
-        order = np.arange(num_rows, dtype=np.int64)
-        return order, order
-    order = permutation(num_rows, options.seed)
-    destination = np.empty_like(order)
-    destination[order] = np.arange(num_rows, dtype=np.int64)
-    return order, destination
-
-
-def _units(read: Read, block: Block) -> np.ndarray:
-    """The units of all entries, zeros among them: a zero may be the last of some duplicates."""
-    values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
-    units, unfit = read.coding.units(values)
-    if unfit is not None:
-        place = place_text(block.rows[unfit], block.columns[unfit])
-        raise unfit_error(read.source, place, values[unfit].item(), read.coding)
-    read.num_read += len(units)
-    return units
-
-
-def unfit_error(source: SparseSource, place: str, value: float, coding: Coding, *, why: str = "") -> SourceError:
-    """Return the error of a value that has no code, with the remedy."""
-    if not np.isfinite(value):
-        reason, remedy = "is not finite", "remove it from the source"
-    elif coding.scale is not None and value * coding.scale != round(value * coding.scale):
-        reason = f"times the scale {coding.scale:g} is not a whole number"
-        remedy = "use another --scale, or --binarize MIN"
-    elif value < 0:
-        reason, remedy = "is negative", "use --clip to make such values 0, or --binarize MIN"
-    elif value * (coding.scale or 1) > MAX_CODE:
-        times = f" times the scale {coding.scale:g}" if coding.scale else ""
-        reason, remedy = (
-            f"{times.strip()} is more than {MAX_CODE}".strip(),
-            f"use --clip to make such values {MAX_CODE}",
-        )
-        remedy += ", --scale S with a smaller S, or --binarize MIN"
-    else:
-        reason = "has no exact code from 1 to 255" + why
-        remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
-        if why:
-            remedy = f"use --scale S with --clip, which makes what is above {MAX_CODE} / S that, or --binarize MIN"
-    return SourceError(f"{printable(source.path)}: {place}: value {value} {reason}: {remedy}")

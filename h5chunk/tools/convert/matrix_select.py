@@ -11,9 +11,8 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.plan.codes import MAX_CODE, UNITS
-from h5chunk.plan.duplicates import describe
-from h5chunk.tools.convert.matrix_duplicates import settle_duplicates
-from h5chunk.tools.convert.matrix_read import Read, unfit_error
+from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, place_text
+from h5chunk.tools.convert.matrix_sort import Places
 
 
 class Part(NamedTuple):
@@ -25,12 +24,12 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The selected rows, columns and entries of a matrix.
+class Selection:
+    """The rows, columns and entries of a matrix that are kept.
 
     Attributes
     ----------
-    read : Read
+    matrix : SortedMatrix
     rows : (rows,) bool
         Of the rows in the order of the file.
     columns : (columns,) bool, or None
@@ -42,7 +41,7 @@ class Kept:
         Of what was left out.
     """
 
-    read: Read
+    matrix: SortedMatrix
     rows: np.ndarray
     columns: np.ndarray | None
     row_entries: np.ndarray
@@ -51,20 +50,23 @@ class Kept:
     counts: dict[str, int]
 
     @property
-    def source_index(self) -> np.ndarray:
-        """(kept rows,) int64: which rows of the source they are."""
-        return self.read.order[self.rows]
+    def num_rows(self) -> int:
+        return len(self.row_entries)
 
     @property
     def num_columns(self) -> int:
-        return self.read.num_columns if self.columns is None else int(self.columns.sum())
+        return self.matrix.num_columns if self.columns is None else int(self.columns.sum())
+
+    @property
+    def num_entries(self) -> int:
+        return int(self.row_entries.sum())
 
     def parts(self, index_dtype: np.dtype) -> Iterator[Part]:
         """The entries: rows as they are in the file, columns of ``index_dtype``, codes uint8."""
-        codes = self.read.coding.codes(self.scale)
+        codes = self.matrix.coding.codes(self.scale)
         new_rows = None if self.rows.all() else np.cumsum(self.rows) - 1
         new_columns = None if self.columns is None else (np.cumsum(self.columns) - 1).astype(index_dtype)
-        for rows, columns, units in _settled(self.read, self.columns):
+        for rows, columns, units in _settled(self.matrix, self.columns):
             if new_rows is not None:
                 keep = self.rows[rows]
                 rows, columns, units = new_rows[rows[keep]], columns[keep], units[keep]
@@ -72,7 +74,7 @@ class Kept:
             yield Part(rows, indices, codes[units])
 
 
-def choose_what_to_keep(read: Read, min_row_count: int, min_column_count: int) -> Kept:
+def select(matrix: SortedMatrix) -> Selection:
     """Count entries, settle on the scale, and leave out columns, then rows, with too few entries.
 
     The scale is chosen before that. Where a source has ids, rows and columns without entries do not exist.
@@ -82,72 +84,44 @@ def choose_what_to_keep(read: Read, min_row_count: int, min_column_count: int) -
     SourceError
         A value has no code, or nothing is left.
     """
-    least = int(read.source.has_ids)
-    min_row_count, min_column_count = max(min_row_count, least), max(min_column_count, least)
-    unit_counts = np.zeros(read.coding.max_unit + 1, np.int64)
-    row_entries = np.zeros(len(read.order), np.int64)
-    column_entries = np.zeros(read.num_columns, np.int64) if min_column_count else None
+    coding, options, source = matrix.coding, matrix.options, matrix.source
+    least = int(source.has_ids)
+    min_column_count = max(options.min_column_count, least)
+    unit_counts = np.zeros(coding.max_unit + 1, np.int64)
+    row_entries = np.zeros(len(matrix.order), np.int64)
+    column_entries = np.zeros(matrix.num_columns, np.int64) if min_column_count else None
     tally: Counter[str] = Counter()
-    for rows, columns, units in _settled(read, None, tally):
+    for rows, columns, units in _settled(matrix, None, tally):
         unit_counts += np.bincount(units, minlength=len(unit_counts))
         _count_rows(rows, row_entries)
         if column_entries is not None:
             np.add.at(column_entries, columns, 1)
     seen = np.flatnonzero(unit_counts)
-    scale = read.coding.choose_scale(seen)
+    scale = coding.choose_scale(seen)
     if scale is None:
-        raise _no_scale(read, seen)
+        raise _no_scale(matrix, seen)
     columns_kept = None
     if column_entries is not None and not (kept := column_entries >= min_column_count).all():
         columns_kept = kept
         row_entries[:] = 0
-        for rows, _, _ in _settled(read, kept):
+        for rows, _, _ in _settled(matrix, kept):
             _count_rows(rows, row_entries)
-    rows_kept = row_entries >= min_row_count
+    rows_kept = row_entries >= max(options.min_row_count, least)
     if not rows_kept.any() or (columns_kept is not None and not columns_kept.any()):
-        raise SourceError(f"{printable(read.source.path)}: no {_nothing(rows_kept)} left: filter less")
+        axis = "column" if rows_kept.any() else "row"
+        raise SourceError(f"{printable(source.path)}: no {axis} is left: filter less")
     counts = {
-        "entries read": read.num_read,
-        f"duplicates {describe(read.options.duplicates, read.source.time_name)}": tally["duplicates"],
+        "entries read": matrix.num_read,
+        f"duplicates {options.duplicates_text(source.time_name)}": tally["duplicates"],
         "explicit zeros dropped": tally["zeros"],
         "entries dropped by their values": tally["places"] - tally["zeros"] - int(unit_counts.sum()),
-        "values clipped": tally["below"] + tally["above"],
+        "values clipped": tally["clipped"],
         "rows left out": int((~rows_kept).sum()),
         "columns left out": 0 if columns_kept is None else int((~columns_kept).sum()),
     }
-    kept_entries = row_entries[rows_kept]
-    pattern = scale == 1 and len(seen) > 0 and bool((read.coding.codes(scale)[seen] == 1).all())
-    return Kept(read, rows_kept, columns_kept, kept_entries, scale, pattern, counts)
-
-
-def _nothing(rows_kept: np.ndarray) -> str:
-    return "row is" if not rows_kept.any() else "column is"
-
-
-def _settled(read: Read, columns_kept: np.ndarray | None, tally: Counter[str] | None = None) -> Iterator[Part]:
-    """The entries that are not dropped, in the order of the file, with their units; counts all places in ``tally``."""
-    for places in read.entries.sorted():
-        rows, columns, values = places.rows, places.columns, settle_duplicates(read, places)
-        units, unfit = read.coding.settle(values)
-        if tally is not None:
-            tally["places"] += len(rows)
-            tally["zeros"] += int((values == 0).sum())
-            tally["duplicates"] += 0 if places.counts is None else int(places.counts.sum()) - len(rows)
-            if read.coding.clip:
-                tally["below"] += int((values < 0).sum())
-                tally["above"] += int((values > read.coding.max_unit).sum())
-        if unfit.any():
-            first = int(unfit.argmax())
-            place = read.place(int(rows[first]), int(columns[first]))
-            value = float(values[first]) / read.coding.units_per_one
-            raise unfit_error(read.source, place, value, read.coding)
-        keep = units > 0
-        if columns_kept is not None:
-            keep &= columns_kept[columns]
-        if keep.all():
-            yield Part(rows, columns, units)
-        else:
-            yield Part(rows[keep], columns[keep], units[keep])
+    counts = {what: count for what, count in counts.items() if count}
+    pattern = scale == 1 and len(seen) > 0 and bool((coding.codes(scale)[seen] == 1).all())
+    return Selection(matrix, rows_kept, columns_kept, row_entries[rows_kept], scale, pattern, counts)
 
 
 def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
@@ -157,18 +131,104 @@ def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
         row_entries[rows[starts]] += np.diff(starts, append=len(rows))
 
 
-def _no_scale(read: Read, units: np.ndarray) -> SourceError:
+def _settled(
+    matrix: SortedMatrix, columns_kept: np.ndarray | None, tally: Counter[str] | None = None
+) -> Iterator[Part]:
+    """The entries that are not dropped, in the order of the file, with their units; counts all places in ``tally``."""
+    coding = matrix.coding
+    for places in matrix.entries.sorted():
+        rows, columns, values = places.rows, places.columns, _combined(matrix, places)
+        units, unfit = coding.settle(values)
+        if tally is not None:
+            tally["places"] += len(rows)
+            tally["zeros"] += int((values == 0).sum())
+            tally["duplicates"] += 0 if places.counts is None else int(places.counts.sum()) - len(rows)
+            tally["clipped"] += int(((values < 0) | (values > coding.max_unit)).sum()) if coding.clip else 0
+        if unfit.any():
+            first = int(unfit.argmax())
+            place = matrix.place(int(rows[first]), int(columns[first]))
+            raise matrix.unfit_error(place, float(values[first]) / coding.units_per_one)
+        keep = units > 0
+        if columns_kept is not None:
+            keep &= columns_kept[columns]
+        if keep.all():
+            yield Part(rows, columns, units)
+        else:
+            yield Part(rows[keep], columns[keep], units[keep])
+
+
+def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
+    """The value of each place, in units; entries that share one are averaged, or refused, where that was asked for."""
+    values, counts = places.values, places.counts
+    if counts is None:
+        return values
+    if matrix.options.duplicates == "error":
+        raise _duplicate_error(matrix)
+    if matrix.options.duplicates != "mean":
+        return values
+    if values.dtype.kind == "f":  # to be binarized
+        return values / counts
+    means, rest = np.divmod(values.astype(np.int64), counts)
+    if rest.any():
+        first = int(rest.argmax())
+        place = matrix.place(int(places.rows[first]), int(places.columns[first]))
+        value = int(values[first]) / int(counts[first]) / matrix.coding.units_per_one
+        raise matrix.unfit_error(f"{place} (the mean of {counts[first]} entries)", value)
+    return means
+
+
+def _duplicate_error(matrix: SortedMatrix) -> SourceError:
+    """Describe the first place, by row and column of the source, that has more than one entry.
+
+    Entries are read again for it, as only the source knows where they are and what they were.
+    """
+    first: tuple[int, int] | None = None
+    num_duplicates = 0
+    for places in matrix.entries.sorted():
+        if places.counts is None:
+            continue
+        repeated = np.flatnonzero(places.counts > 1)
+        num_duplicates += int(places.counts.sum()) - len(places.counts)
+        rows, columns = matrix.order[places.rows[repeated]], places.columns[repeated]
+        smallest = np.lexsort((columns, rows))[0]
+        here = int(rows[smallest]), int(columns[smallest])
+        first = here if first is None else min(first, here)
+    assert first is not None
+    row, column = matrix.ids_of(*first)
+    return SourceError(
+        f"{printable(matrix.source.path)}: {place_text(row, column)} has more than one entry: "
+        f"{' and '.join(_entries_of(matrix, row, column))}; {num_duplicates:,} of {matrix.num_read:,} entries repeat a "
+        "place: say what counts with --duplicates last, first, max, mean or sum"
+    )
+
+
+def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
+    """The first two entries of a place, with their lines, or else their numbers."""
+    entries: list[str] = []
+    num_before = 0
+    for block, _ in matrix.source.blocks(matrix.options.memory_bytes // READ_SHARE):
+        for index in np.flatnonzero((block.rows == row) & (block.columns == column)).tolist():
+            value = 1 if block.values is None else block.values[index].item()
+            line = f"entry {num_before + index + 1}" if block.first_line is None else f"line {block.first_line + index}"
+            entries.append(f"{value:g} ({line})")
+            if len(entries) == 2:
+                return entries
+        num_before += len(block)
+    return entries
+
+
+def _no_scale(matrix: SortedMatrix, units: np.ndarray) -> SourceError:
     """The error of values of which each has a code, but not with one scale for all: names the first in the way."""
-    unfit = np.zeros(read.coding.max_unit + 1, bool)
-    unfit[read.coding.unfit_units(units)] = True
-    found: tuple[int, int, int, int] | None = None
-    for rows, columns, values in _settled(read, None):
+    unfit = np.zeros(matrix.coding.max_unit + 1, bool)
+    unfit[matrix.coding.unfit_units(units)] = True
+    first: tuple[int, int, int, int] | None = None
+    for rows, columns, values in _settled(matrix, None):
         for at in np.flatnonzero(unfit[values]):
             row, column = int(rows[at]), int(columns[at])
-            here = (int(read.order[row]), column, row, int(values[at]))
-            found = here if found is None else min(found, here)
-    assert found is not None
-    _, column, row, unit = found
+            here = (int(matrix.order[row]), column, row, int(values[at]))
+            first = here if first is None else min(first, here)
+    assert first is not None
+    _, column, row, unit = first
     other = int(units[units != unit][0]) / UNITS if len(units) > 1 else 0
     why = f" with the scale that others, such as {other:g}, need (codes end at {MAX_CODE})"
-    return unfit_error(read.source, read.place(row, column), unit / UNITS, read.coding, why=why)
+    return matrix.unfit_error(matrix.place(row, column), unit / UNITS, why=why)

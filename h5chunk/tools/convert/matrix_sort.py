@@ -1,4 +1,4 @@
-"""Sort the entries of a matrix by row and column in bounded memory.
+"""Sort the entries of a matrix by row and column in bounded memory, and combine those that share a place.
 
 They come in any order. What fits in memory is sorted there, at once. Else each part that fits is sorted and put on
 disk, with every so many-th of its keys kept in memory; those tell where to cut the range of keys so that what lies
@@ -9,24 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.duplicates import IN_ORDER, combine
 from h5chunk.store.write.spool import Spool
+from h5chunk.tools.convert.options import IN_ORDER
 
 MAX_KEY_STEP = 1024  # of the keys in order, one of so many is kept in memory
 MIN_ALIKE = 1 << 16  # entries of one place that are sorted at once in any memory
 PART_ENTRIES = 1 << 19  # entries handed on at a time: a few MB
 
 
-class Run(NamedTuple):
-    """Sorted records on disk: the number of the first, and how many."""
+class _Run(NamedTuple):
+    """Sorted records on disk: the number of the first, how many, and every so many-th of their keys."""
 
     first: int
     size: int
+    keys: np.ndarray
 
 
 class Places(NamedTuple):
@@ -62,7 +63,7 @@ class Entries:
     memory_bytes : int
         For the records in memory.
     duplicates : str
-        How the numbers of one place are combined: see `h5chunk.plan.duplicates.combine`.
+        How the numbers of one place are combined: see `combine`.
     has_times : bool
         Whether the entries of one place are ordered by their times; else they are in the order in which they come.
 
@@ -83,27 +84,24 @@ class Entries:
         duplicates: str = "sum",
         has_times: bool = False,
     ) -> None:
-        column_bits = max(1, (num_columns - 1).bit_length())
+        self._column_bits = max(1, (num_columns - 1).bit_length())
         row_bits = max(1, (num_rows - 1).bit_length())
-        if row_bits + column_bits > 64:
+        if row_bits + self._column_bits > 64:
             raise OptionError(f"{num_rows} x {num_columns}: rows and columns together take more than 64 bits")
-        fits = num_bits is not None and row_bits + column_bits + num_bits <= 64 and duplicates not in IN_ORDER
+        fits = num_bits is not None and row_bits + self._column_bits + num_bits <= 64 and duplicates not in IN_ORDER
         self._bits = num_bits if fits and num_bits else 0
         self._duplicates, self._has_times = duplicates, has_times
-        self._column_bits = column_bits
-        self._value_dtype = dtype
         packed = np.dtype(np.uint64)
         times = [("time", np.int64)] if has_times else []
-        self.record = packed if self._bits else np.dtype([("key", packed), *times, ("value", dtype)])
-        self._spool = Spool(folder, self.record, 0)
+        self._record = packed if self._bits else np.dtype([("key", packed), *times, ("value", dtype)])
+        self._spool = Spool(folder, self._record, 0)
         copies = 2 if self._bits else 4  # packed records are sorted in place, others through an index
-        self._limit = max(64, memory_bytes // copies // self.record.itemsize)
+        self._limit = max(64, memory_bytes // copies // self._record.itemsize)
         self._step = min(MAX_KEY_STEP, self._limit // 64)
         self._parts: list[np.ndarray] = []
         self._num_waiting = 0
         self._sorted: np.ndarray | None = None
-        self._runs: list[Run] = []
-        self._keys_of_runs: list[np.ndarray] = []
+        self._runs: list[_Run] = []
         self._cuts: list[int] = []
 
     def __enter__(self) -> Entries:
@@ -126,7 +124,15 @@ class Entries:
         keys = rows.astype(np.uint64)
         keys <<= np.uint64(self._column_bits)
         keys |= columns.astype(np.uint64)
-        records = self._records(keys, values, times)
+        records: np.ndarray = keys
+        if self._bits:
+            keys <<= np.uint64(self._bits)
+            keys |= values.astype(np.uint64)
+        else:
+            records = np.empty(len(keys), self._record)
+            records["key"], records["value"] = keys, values
+            if self._has_times:
+                records["time"] = times
         for start in range(0, len(records), self._limit):
             part = records[start : start + self._limit]
             if self._num_waiting + len(part) > self._limit:
@@ -134,27 +140,19 @@ class Entries:
             self._parts.append(part)
             self._num_waiting += len(part)
 
-    def _records(self, keys: np.ndarray, values: np.ndarray, times: np.ndarray | None) -> np.ndarray:
-        if self._bits:
-            keys <<= np.uint64(self._bits)
-            keys |= values.astype(np.uint64)
-            return keys
-        records: np.ndarray = np.empty(len(keys), self.record)
-        records["key"], records["value"] = keys, values
-        if self._has_times:
-            records["time"] = times
-        return records
-
     def finish(self) -> None:
         """Sort what was appended; nothing is appended afterwards."""
-        if self._runs:
-            self._spill()
-            self._cuts = self._choose_cuts()
-        else:
+        if not self._runs:
             self._sorted = self._sort_waiting()
+            return
+        self._spill()
+        keys = np.sort(np.concatenate([run.keys for run in self._runs]))
+        # Of a range that holds n of the kept keys, each run may hold up to that step of records more.
+        step = max(1, self._limit // self._step - len(self._runs))
+        self._cuts = np.unique(keys[step::step]).tolist()
 
     def _sort_waiting(self) -> np.ndarray:
-        records = np.empty(self._num_waiting, self.record)
+        records = np.empty(self._num_waiting, self._record)
         start = 0
         self._parts.reverse()
         while self._parts:  # each part goes as soon as it is copied
@@ -177,19 +175,10 @@ class Entries:
         return records >> np.uint64(self._bits) if self._bits else records["key"]
 
     def _spill(self) -> None:
-        if not self._num_waiting:
-            return
-        records = self._sort_waiting()
-        self._runs.append(Run(len(self._spool), len(records)))
-        self._spool.append(records)
-        self._keys_of_runs.append(self._keys(records[:: self._step]).copy())
-
-    def _choose_cuts(self) -> list[int]:
-        """Keys where ranges begin, but for the first."""
-        every = np.sort(np.concatenate(self._keys_of_runs))
-        # Of a range that holds n of the kept keys, each run may hold up to that step of records more.
-        step = max(1, self._limit // self._step - len(self._runs))
-        return np.unique(every[step::step]).tolist()
+        if self._num_waiting:
+            records = self._sort_waiting()
+            self._runs.append(_Run(len(self._spool), len(records), self._keys(records[:: self._step]).copy()))
+            self._spool.append(records)
 
     def sorted(self) -> Iterator[Places]:
         """All places in the order of rows, then columns. May be called again."""
@@ -202,36 +191,31 @@ class Entries:
     def _range(self, low: int, high: int | None) -> np.ndarray:
         """The records of keys from ``low`` to ``high`` (excluded), of all runs in turn.
 
-        Raises
-        ------
-        OptionError
-            One place has more entries than fit in memory: no cut can part them, and ``low`` is its key.
+        Raises OptionError if one place has more entries than fit in memory: no cut can part them, and ``low`` is its
+        key.
         """
         found, num_alike = [], 0
-        for (first, size), keys in zip(self._runs, self._keys_of_runs, strict=True):
-            start = max(0, int(np.searchsorted(keys, np.uint64(low), "left")) - 1) * self._step
-            stop = size
-            if high is not None:
-                stop = min(size, int(np.searchsorted(keys, np.uint64(high), "left")) * self._step)
+        for run in self._runs:
+            start = max(0, _first_at(run.keys, low) - 1) * self._step
+            stop = run.size if high is None else min(run.size, _first_at(run.keys, high) * self._step)
             if start >= stop:
                 continue
-            records = self._spool.read(first + start, first + stop)
-            there = self._keys(records)
-            a = int(np.searchsorted(there, np.uint64(low), "left"))
-            b = len(there) if high is None else int(np.searchsorted(there, np.uint64(high), "left"))
-            found.append(records[a:b].copy())
-            num_alike += int(np.searchsorted(there, np.uint64(low), "right")) - a
+            records = self._spool.read(run.first + start, run.first + stop)
+            keys = self._keys(records)
+            begin, end = _first_at(keys, low), len(keys) if high is None else _first_at(keys, high)
+            found.append(records[begin:end].copy())
+            num_alike += int(np.searchsorted(keys, np.uint64(low), "right")) - begin
             if num_alike > max(MIN_ALIKE, self._limit):
                 raise OptionError(
                     f"{num_alike:,} entries or more share one row and column, which do not fit in memory together: "
                     "allow more (--memory-bytes), or remove them from the source"
                 )
-        return np.concatenate(found) if found else np.empty(0, self.record)
+        return np.concatenate(found) if found else np.empty(0, self._record)
 
     def _combined(self, records: np.ndarray) -> Iterator[Places]:
         start = 0
         while start < len(records):
-            stop = self._cut(records, start + PART_ENTRIES)
+            stop = self._end_of_place(records, start + PART_ENTRIES)
             part = records[start:stop]
             keys = self._keys(part)
             values = part & np.uint64((1 << self._bits) - 1) if self._bits else part["value"]
@@ -250,16 +234,35 @@ class Entries:
             yield Places(rows, columns, values, counts)
             start = stop
 
-    def _cut(self, records: np.ndarray, place: int) -> int:
-        """The end of the entry that is at ``place``."""
-        if place >= len(records):
+    def _end_of_place(self, records: np.ndarray, at: int) -> int:
+        """The end of the entries that share a place with the one before number ``at``."""
+        if at >= len(records):
             return len(records)
-        key = self._keys(records[place - 1 : place])[0]
+        key = self._keys(records[at - 1 : at])[0]
         size = 64
         while True:
-            after = self._keys(records[place : place + size]) != key
+            after = self._keys(records[at : at + size]) != key
             if after.any():
-                return place + int(after.argmax())
-            if place + size >= len(records):
+                return at + int(after.argmax())
+            if at + size >= len(records):
                 return len(records)
-            place, size = place + size, size * 2
+            at, size = at + size, size * 2
+
+
+def _first_at(keys: np.ndarray, key: int) -> int:
+    """The number of the first key that is at least ``key``."""
+    return int(np.searchsorted(keys, np.uint64(key), "left"))
+
+
+def combine(how: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Combine each run of values into one; gives the sum for ``error`` and ``mean``, which need the counts as well.
+
+    >>> values, starts = np.array([4, 2, 3, 5]), np.array([0, 1])  # 4 alone; 2, 3 and 5 share a place
+    >>> {how: combine(how, values, starts).tolist() for how in ("sum", "first", "last", "max")}
+    {'sum': [4, 10], 'first': [4, 2], 'last': [4, 5], 'max': [4, 5]}
+    """
+    if how == "first":
+        return values[starts]
+    if how == "last":
+        return values[np.append(starts[1:], len(values)) - 1]
+    return (np.maximum if how == "max" else np.add).reduceat(values, starts)

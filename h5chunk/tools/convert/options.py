@@ -1,21 +1,32 @@
-"""Options of `h5chunk.convert` that say how files are written, whatever kind of data they are made from."""
+"""Options of `h5chunk.convert` and `h5chunk.append` that say how files are written, whatever kind of data is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from h5chunk.errors import OptionError, human_bytes
-from h5chunk.plan.codes import Coding
-from h5chunk.plan.duplicates import TEXTS
-from h5chunk.sources.matrix.block import MATRICES
+from h5chunk.errors import OptionError
+from h5chunk.sources.kinds import KIND_OPTIONS as KIND_OPTIONS
+from h5chunk.sources.kinds import MATRICES, MatrixSourceOptions
 from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
-from h5chunk.sources.open import all_kinds as all_kinds
 from h5chunk.sources.options import Options, option
 
+if TYPE_CHECKING:
+    from h5chunk.plan.codes import Coding
+
 MIN_MEMORY_BYTES = 1 << 20
+MAX_SHARDS = 99_999  # their numbers have five digits
 AUTO = "auto"
-UNIQUE = ("csv", "libsvm")  # kinds of sources in which two entries of one place are a mistake, unless it is said
+UNIQUE = ("csv", "libsvm")  # kinds of sources in which two entries of one place are a mistake, unless told otherwise
+DUPLICATES = {  # what may be done with entries that share a place, as reports say it
+    "error": "are an error",
+    "sum": "summed",
+    "last": "reduced to the last",
+    "first": "reduced to the first",
+    "max": "reduced to the largest",
+    "mean": "averaged",
+}
+IN_ORDER = ("last", "first")  # those that depend on the order of the entries
 
 
 @dataclass(frozen=True)
@@ -32,8 +43,8 @@ class WriteOptions(Options):
 
 
 @dataclass(frozen=True)
-class SampleOptions(WriteOptions):
-    """Options of files of samples: images, arrays, tables."""
+class ReadOptions(Options):
+    """Options of reading samples."""
 
     heading: ClassVar[str] = "Samples"
     noun: ClassVar[str] = "images and other samples"
@@ -43,13 +54,40 @@ class SampleOptions(WriteOptions):
     )
     on_error: str = option(
         "fail",
-        "Stop at samples that cannot be used, or leave them out and list them in OUTPUT.skipped.csv.",
+        "Stop at samples that cannot be used, or leave them out and list them in a .skipped.csv beside the output.",
         choices=("fail", "skip"),
     )
-    shards: int | None = option(None, "Make OUTPUT a folder of N files that read as one.", minimum=1)
+
+
+@dataclass(frozen=True)
+class SampleOptions(ReadOptions, WriteOptions):
+    """Options of files of samples: images, arrays, tables."""
+
+    shards: int | None = option(
+        None, "Make OUTPUT a folder of N files that read as one.", minimum=1, maximum=MAX_SHARDS
+    )
     shard_bytes: int | None = option(
         None, "Split OUTPUT into files of about this size, such as 1GiB.", minimum=1, unit="bytes"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shards is not None and self.shard_bytes is not None:
+            raise OptionError(f"shards is {self.shards} and shard_bytes is {self.shard_bytes}: give one of them")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the output is a folder of files."""
+        return self.shards is not None or self.shard_bytes is not None
+
+
+@dataclass(frozen=True)
+class AppendOptions(ReadOptions):
+    """Options of `append`, besides those of the kind of source."""
+
+    seed: int = option(0, "Seed of the permutation of the new samples.", minimum=0, maximum=(1 << 64) - 1)
+    shuffle: bool = option(True, "Keep the order of SOURCE.")
+    new_classes: bool = option(False, "Add classes that FILE does not have, after its own; old labels stay.")
 
 
 @dataclass(frozen=True)
@@ -68,7 +106,7 @@ class MatrixOptions(WriteOptions):
         AUTO,
         "What counts where entries share a row and a column. last and first go by the column of times, if there is "
         "one. auto: error for ratings and libsvm, sum for other sources.",
-        choices=(AUTO, *TEXTS),
+        choices=(AUTO, *DUPLICATES),
     )
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
     dense: bool = option(False, "Write dense rows.")
@@ -89,41 +127,52 @@ class MatrixOptions(WriteOptions):
             raise OptionError(f"compression is {self.compression!r} but only dense rows have one: give dense as well")
         self.coding()
 
-    @property
-    def is_compressed(self) -> bool:
-        """Whether dense rows are compressed."""
-        return self.compression != "none"
-
     def coding(self) -> Coding:
         """Return how values become codes."""
+        from h5chunk.plan.codes import Coding
+
         return Coding(self.scale, self.clip, self.binarize)
 
     def for_kind(self, kind: str) -> MatrixOptions:
         """Return the same options with a policy for duplicates that fits a kind of source."""
         return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
 
+    def duplicates_text(self, time_name: str | None) -> str:
+        """Say what is done with duplicates, for reports.
+
+        >>> MatrixOptions(duplicates="last").duplicates_text("timestamp")
+        'reduced to the last by timestamp'
+        """
+        order = f" by {time_name}" if time_name else " in the order of the source"
+        return DUPLICATES[self.duplicates] + (order if self.duplicates in IN_ORDER else "")
+
     def recorded(self) -> dict[str, Any]:
-        """What a file records of the options: all that its bytes depend on."""
+        """Return what a file records of the options: all that its bytes depend on."""
         left_out = ("memory_bytes", *(() if self.dense else ("compression",)))
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
+def convert_options() -> list[type[Options]]:
+    """Return the classes of the options that `convert` takes, those of matrices last."""
+    groups = [*KIND_OPTIONS.values(), SampleOptions, MatrixOptions]
+    return sorted(groups, key=lambda group: group.heading == MATRICES)
+
+
+def append_options() -> list[type[Options]]:
+    """Return the classes of the options that `append` takes."""
+    return [*(each for each in KIND_OPTIONS.values() if not issubclass(each, MatrixSourceOptions)), AppendOptions]
+
+
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes as people write it.
+    """Parse a number of bytes as people write it; raises OptionError.
 
     >>> parse_bytes("1GiB"), parse_bytes("512M"), parse_bytes("1048576")
     (1073741824, 536870912, 1048576)
-
-    Raises
-    ------
-    OptionError
-        The text is not a number of bytes.
     """
     units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
     number = stripped.rstrip("kmgt")
-    unit = stripped[len(number) :]
     try:
-        return int(float(number) * units[unit])
+        return int(float(number) * units[stripped[len(number) :]])
     except (ValueError, KeyError, OverflowError):
-        raise OptionError(f"{text!r} is no number of bytes: give one, or such as {human_bytes(1 << 30)}") from None
+        raise OptionError(f"{text!r} is no number of bytes: give one, or such as 1.0 GiB") from None

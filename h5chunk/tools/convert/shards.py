@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.layout import Layout, human_bytes, plan_layout
+from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.store.format.shard_names import shard_name
 from h5chunk.store.format.spec import HEADER_BYTES
 from h5chunk.store.write.fill import Filled
-from h5chunk.store.write.fill_task import Failure
 from h5chunk.store.write.new_file import NewFile, check_room
 from h5chunk.store.write.new_folder import NewFolder
 from h5chunk.store.write.samples import SampleJob, write_samples
-from h5chunk.tools.convert.resume import Notify, TaskLog, command_id, job_key, keeping
-from h5chunk.tools.convert.samples import count_written
+from h5chunk.tools.convert.options import MAX_SHARDS
+from h5chunk.tools.convert.samples import Notify, TaskLog, command_id, count_written, job_key, keeping
 from h5chunk.tools.progress import Progress
-
-MAX_SHARDS = 99_999  # their numbers have five digits
-
-
-def check_shards(shards: int | None, shard_bytes: int | None) -> None:
-    """Raise OptionError if both are given, or one is out of its range."""
-    if shards is not None and shard_bytes is not None:
-        raise OptionError(f"shards is {shards} and shard_bytes is {shard_bytes}: give one of them")
-    if shards is not None and not 1 <= shards <= MAX_SHARDS:
-        raise OptionError(f"shards is {shards}: give 1 to {MAX_SHARDS}")
-    if shard_bytes is not None and shard_bytes < 1:
-        raise OptionError(f"shard_bytes is {shard_bytes}: give at least 1")
 
 
 def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, chosen: bool) -> list[SampleJob]:
@@ -37,8 +22,6 @@ def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, ch
 
     Parameters
     ----------
-    job : SampleJob
-        Of all of them.
     shards, shard_bytes : int, optional
         How many; or the most bytes of each, about.
     chosen : bool
@@ -62,15 +45,15 @@ def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, ch
             "fewer shards, or fewer samples a chunk"
         )
     least, more = divmod(layout.num_chunks, shards)
-    made, first = [], 0
+    jobs, first = [], 0
     for number in range(shards):
         last = min(first + (least + (number < more)) * layout.chunk_samples, layout.num_samples)
         name = shard_name(job.path.name.removesuffix(".h5"), number, shards)
         options = {**job.options, "shard": number, "shards": shards}
         shard = replace(job, path=job.path / name, layout=layout, options=options)
-        made.append(shard.with_order(job.order[first:last]))
+        jobs.append(shard.with_order(job.order[first:last]))
         first = last
-    return made
+    return jobs
 
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
@@ -89,57 +72,39 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
     return shards
 
 
-def describe(made: list[SampleJob]) -> str:
-    """Return the plan as a sentence."""
-    first = made[0]
-    size = human_bytes(first.spec().num_bytes)
-    return f"{len(made)} shards of up to {len(first.order):,} samples, {size}, such as {first.path.name}"
-
-
 def write_shards(
-    job: SampleJob, made: list[SampleJob], overwrite: bool, progress: Progress | None, notify: Notify
+    job: SampleJob, jobs: list[SampleJob], overwrite: bool, progress: Progress | None, notify: Notify
 ) -> tuple[list[SampleJob], Filled]:
     """Write all shards and put their folder in its place.
 
     Returns
     -------
     list of SampleJob
-        With the samples that were not skipped.
+        Without the samples that were skipped.
     Filled
         What came of all of them; rows are those of all shards, one behind the other.
     """
-    written = count_written(len(job.order), progress)
-    filled, left = Filled(), []
+    written = count_written(job, progress)
+    filled, kept, first_row = Filled(), [], 0
     folder = NewFolder(job.path, overwrite)
     with keeping(folder, job, notify), folder:
-        folder.open_journal(job_key(job, len(made)))
-        log = TaskLog(folder.journal, made, notify)
+        folder.open_journal(job_key(job, len(jobs)))
+        log = TaskLog(folder.journal, jobs, notify)
         taken = sum(file.stat().st_blocks * 512 for file in folder.part.iterdir())
-        check_room(job.path, sum(each.spec().num_bytes for each in made) - taken)
-        for number, (first_row, each) in enumerate(_with_first_rows(made)):
-            folder.reopen(each.path.name)
-            with NewFile(folder.part / each.path.name, journal=folder.journal) as new:
-                kept, of_each = write_samples(
-                    new, each, claims=log.claims(number), finished=log.adder(number), written=written
+        check_room(job.path, sum(shard.spec().num_bytes for shard in jobs) - taken)
+        for number, shard in enumerate(jobs):
+            folder.reopen(shard.path.name)
+            with NewFile(folder.part / shard.path.name, journal=folder.journal) as new:
+                left, of_shard = write_samples(
+                    new, shard, claims=log.claims[number], finished=log.adder(number), written=written
                 )
                 new.commit()
-            left.append(kept)
-            filled.notes.update(of_each.notes)
-            filled.stamp ^= of_each.stamp
-            filled.failures += [Failure(first_row + f.row, f.reason, f.kind) for f in of_each.failures]
+            kept.append(left)
+            filled.notes.update(of_shard.notes)
+            filled.stamp ^= of_shard.stamp
+            filled.failures += [failure._replace(row=first_row + failure.row) for failure in of_shard.failures]
+            first_row += len(shard.order)
         log.finish()
-        folder.command_id = command_id(job, len(made), filled.stamp)
+        folder.command_id = command_id(job, len(jobs), filled.stamp)
         folder.commit()
-    return left, filled
-
-
-def _with_first_rows(made: list[SampleJob]) -> Iterator[tuple[int, SampleJob]]:
-    first = 0
-    for each in made:
-        yield first, each
-        first += len(each.order)
-
-
-def folder_bytes(path: Path) -> int:
-    """Return the bytes of all shards."""
-    return sum(file.stat().st_size for file in path.iterdir())
+    return kept, filled

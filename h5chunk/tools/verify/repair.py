@@ -18,8 +18,8 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, OutputError, SampleError, printable
-from h5chunk.sources.decode import ImageOptions
 from h5chunk.sources.images import ImageSource
+from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.format.header import read_header

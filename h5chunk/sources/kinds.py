@@ -1,0 +1,130 @@
+"""The kinds of data that are converted, by name, and the options of each.
+
+Help and command lines are made from these, so nothing heavy is imported here: `h5chunk.sources.open` imports the
+readers themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from h5chunk.errors import OptionError
+from h5chunk.sources.options import Options, option
+
+MATRICES = "Matrices"  # the heading of the options of matrices
+MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
+
+
+@dataclass(frozen=True)
+class ImageOptions(Options):
+    """Options of decoding images."""
+
+    heading: ClassVar[str] = "Images"
+
+    size: tuple[int, int] | None = option(
+        None, "Height and width of all images.", metavar="H W", shown_default="all images must have one size"
+    )
+    fit: str = option(
+        "error",
+        "How to bring an image of another size to --size: refuse it, scale both sides, scale and cut out the middle, "
+        "or scale and fill with black.",
+        choices=("error", "stretch", "crop", "pad"),
+    )
+    color: str = option(
+        "rgb", "Channels in the file; keep: those of the images, with alpha.", choices=("rgb", "gray", "keep")
+    )
+    layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
+    animated: str = option("error", "Refuse images of several frames, or take the first.", choices=("error", "first"))
+    max_pixels: int = option(MAX_PIXELS, "Refuse images of more pixels.", minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size is not None and not _is_size(self.size):
+            raise OptionError(f"size is {self.size!r}: give height and width, whole numbers of at least 1")
+        if self.size is None and self.fit != "error":
+            raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
+
+    def recorded(self) -> dict[str, Any]:
+        """What a file records of the options: those that decide the pixels."""
+        return {name: getattr(self, name) for name in ("size", "fit", "color", "layout", "animated")}
+
+
+def _is_size(size: object) -> bool:
+    """Whether this is (height, width)."""
+    return isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)
+
+
+@dataclass(frozen=True)
+class ImageSourceOptions(ImageOptions):
+    """Options of a folder or an archive of images."""
+
+    manifest: str | os.PathLike[str] | None = option(
+        None, "Table of paths below SOURCE; its further columns become fields.", metavar="TABLE.csv", is_path=True
+    )
+    split_folders: str = option(
+        "auto",
+        "Whether the top folders are splits (train, val, ...), which become a field, with classes one level down.",
+        choices=("auto", "yes", "no"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.manifest is not None and self.split_folders != "auto":
+            raise OptionError(
+                f"split_folders is {self.split_folders!r}, but a manifest has columns for that: leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class TableOptions(ImageOptions):
+    """Options of tables."""
+
+    heading: ClassVar[str] = "Tables"
+
+    columns: tuple[str, ...] | None = option(
+        None, "Columns of a table to take.", metavar="A,B[,C[,D]]", shown_default="all of a table"
+    )
+
+
+@dataclass(frozen=True)
+class MatrixSourceOptions(Options):
+    """Options of a source of a matrix: none."""
+
+    heading: ClassVar[str] = MATRICES
+
+
+@dataclass(frozen=True)
+class LayerOptions(MatrixSourceOptions):
+    """Options of a file that holds several matrices."""
+
+    layer: str | None = option(
+        None, "Matrix to take from an .h5ad (X, raw, or the name of a layer), or genome of a 10x file.", metavar="NAME"
+    )
+
+
+@dataclass(frozen=True)
+class DelimitedOptions(MatrixSourceOptions):
+    """Options of a delimited file."""
+
+    columns: tuple[str, ...] | None = option(
+        None,
+        "Columns of a delimited file that are row, column, value and time (names, or 0, 1, ...).",
+        metavar="A,B[,C[,D]]",
+    )
+
+
+KIND_OPTIONS: dict[str, type[Options]] = {
+    "10x": LayerOptions,
+    "h5ad": LayerOptions,
+    "npz": MatrixSourceOptions,
+    "arrays": Options,
+    "npy": MatrixSourceOptions,
+    "mtx": MatrixSourceOptions,
+    "libsvm": MatrixSourceOptions,
+    "csv": DelimitedOptions,
+    "table": TableOptions,
+    "images": ImageSourceOptions,
+    "mapping": ImageOptions,
+}
