@@ -120,6 +120,7 @@ seed = option(
 chunk_samples = option(
     "--chunk-samples",
     type=CHUNK_SAMPLES,
+    metavar="N|auto",
     default="auto",
     heading=LAYOUT,
     help="Samples in one HDF5 chunk.",
