@@ -227,22 +227,16 @@ class FileReads:
         """Fraction of the pages of some ranges that is in the page cache; 0 if unknown. Source: mincore(2)."""
         if not self.can_be_checked or not ranges:
             return 0.0
-        states: list[np.ndarray] = []
-        some = sorted(ranges[:: max(1, len(ranges) // 256)])
-        for file, of_file in itertools.groupby(some, lambda each: each.file):
-            states += self._states(file, list(of_file))
-        return sum(int((state & 1).sum()) for state in states) / max(1, sum(map(len, states)))
-
-    def _states(self, file: int, ranges: Ranges) -> Iterator[np.ndarray]:
-        """For each range of one file, whether its pages are cached."""
-        with mmap.mmap(self._descriptors[file], 0, access=mmap.ACCESS_READ) as mapped:
-            whole = np.frombuffer(mapped, np.uint8)
-            for _, offset, size in ranges:
-                start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-                state = np.zeros(-(-(offset + size - start) // mmap.PAGESIZE), np.uint8)
-                if not _mincore(whole.ctypes.data + start, offset + size - start, state.ctypes.data):
-                    yield state
-            del whole
+        cached = pages = 0
+        for file, offset, size in ranges[:: max(1, len(ranges) // 256)]:
+            start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            length = offset + size - start
+            with mmap.mmap(self._descriptors[file], length, access=mmap.ACCESS_READ, offset=start) as mapped:
+                memory, states = np.frombuffer(mapped, np.uint8), np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+                if not _mincore(memory.ctypes.data, length, states.ctypes.data):
+                    cached, pages = cached + int((states & 1).sum()), pages + len(states)
+                del memory
+        return cached / max(1, pages)
 
     def close(self) -> None:
         """Close the files."""

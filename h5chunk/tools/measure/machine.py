@@ -7,8 +7,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,59 +85,48 @@ def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     }
 
 
-class MemoryCopy:
-    """Copies pieces of memory in up to ``num_threads`` threads, within ``memory_bytes``.
+def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:
+    """A function of threads, up to so many, and seconds: bytes/s of copying within memory that is used again.
 
     A piece is larger than ``piece_bytes`` if that is very small, and smaller if not each thread could have one.
     """
+    region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
+    piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
+    source = np.ones((region // piece, piece), np.uint8)
+    target, numbers = np.ones_like(source), itertools.count()
 
-    def __init__(self, piece_bytes: int, num_threads: int, memory_bytes: int) -> None:
-        region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
-        piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
-        self._source = np.ones((region // piece, piece), np.uint8)
-        self._target = np.ones_like(self._source)
-        self._next = itertools.count()
+    def copy(_thread: int) -> int:
+        place = next(numbers) % len(source)
+        np.copyto(target[place], source[place])
+        return piece
 
-    def rate(self, num_threads: int, seconds: float) -> float:
-        """Bytes/s, into memory that is used again."""
-        return threads_rate(self._copy, num_threads, seconds)
-
-    def _copy(self, _thread: int) -> int:
-        place = next(self._next) % len(self._source)
-        np.copyto(self._target[place], self._source[place])
-        return self._source[place].nbytes
+    return partial(threads_rate, copy)
 
 
-class DeviceCopy:
-    """Copies pinned memory to a GPU."""
+@contextmanager
+def device_copy(device: str) -> Iterator[Callable[[float], float]]:
+    """A function of seconds: bytes/s of copying pinned memory to a GPU, both of which are given back in the end."""
+    import torch
 
-    def __init__(self, device: str) -> None:
-        import torch
+    from h5chunk.feed.memory import PinnedMemory
 
-        from h5chunk.feed.memory import PinnedMemory
+    found = torch.device(device)
+    target = torch.empty(DEVICE_COPY_BYTES, dtype=torch.uint8, device=found)
+    with torch.cuda.device(found):
+        pinned = PinnedMemory(DEVICE_COPY_BYTES)
+    source = torch.from_numpy(pinned.bytes[:DEVICE_COPY_BYTES]).zero_()
+    torch.cuda.synchronize(found)
 
-        self._device = torch.device(device)
-        self._synchronize = torch.cuda.synchronize
-        self._target = torch.empty(DEVICE_COPY_BYTES, dtype=torch.uint8, device=self._device)
-        with torch.cuda.device(self._device):
-            self._pinned = PinnedMemory(DEVICE_COPY_BYTES)
-        self._source = torch.from_numpy(self._pinned.bytes[:DEVICE_COPY_BYTES]).zero_()
-
-    def rate(self, seconds: float) -> float:
-        """Bytes/s."""
-        self._synchronize(self._device)
-        return repeated_rate(self._copy, seconds)
-
-    def _copy(self) -> int:
-        self._target.copy_(self._source, non_blocking=True)
-        self._synchronize(self._device)
+    def copy() -> int:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(found)
         return DEVICE_COPY_BYTES
 
-    def close(self) -> None:
-        """Give the memory back."""
-        self._synchronize(self._device)
-        self._pinned.close()
-        del self._source, self._target
+    try:
+        yield partial(repeated_rate, copy)
+    finally:
+        torch.cuda.synchronize(found)
+        pinned.close()
 
 
 def describe_device(device: str) -> str:

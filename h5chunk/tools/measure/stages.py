@@ -13,7 +13,7 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, Stored, disk_rates
-from h5chunk.tools.measure.machine import DeviceCopy, MemoryCopy, NotMeasured, thread_counts
+from h5chunk.tools.measure.machine import NotMeasured, device_copy, memory_copy, thread_counts
 from h5chunk.tools.progress import TimeBudget
 
 MEMORY, CACHED, DISK, TO_DEVICE = "memory copy", "page-cache read", "disk read", "copy to the GPU"
@@ -139,8 +139,8 @@ def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads) -> Sta
 
 def memory_stage(subject: Subject) -> Stage:
     """The stage that copies memory, in pieces of a batch."""
-    memory = MemoryCopy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
-    return _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), memory.rate)
+    rate = memory_copy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
+    return _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), rate)
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
@@ -159,9 +159,7 @@ def device_stage(subject: Subject) -> Stage:
     stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
     if not subject.on_gpu:
         return replace(stage, note="the device is the CPU")
-    copy = DeviceCopy(subject.device)
-    subject.closing.callback(copy.close)
-    return replace(stage, rate=copy.rate, note="pinned memory")
+    return replace(stage, rate=subject.closing.enter_context(device_copy(subject.device)), note="pinned memory")
 
 
 def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:

@@ -39,7 +39,6 @@ H5D__chunk_hash_val.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -148,24 +147,19 @@ class ChunkCache:
 class _EntryList:
     """The cache's list of entries, foremost first, each named by its slot.
 
-    ``depth`` entries behind the foremost are searched for one of which ``chunk_bytes`` were read. Every step takes O(1)
-    time, or O(log n) where ``depth`` is not 0. The entries form a ring of ``after`` and ``before``, which the index
-    behind the last slot closes. Where ``depth`` is not 0, an entry has a rank that grows along the list, ``edge`` is
-    the last entry to be searched, and a heap has the ranks of the entries that were read in full, among ranks that are
-    out of date.
+    It is a ring of ``after`` and ``before``, which the index behind the last slot closes. Every step takes O(1) time;
+    a victim is searched for as HDF5 does, among the foremost and ``depth`` entries behind it.
     """
 
     def __init__(self, num_slots: int, chunk_bytes: int, depth: int) -> None:
         self.size = 0
         self.depth = depth
-        self._end = self._edge = num_slots
+        self._end = num_slots
         self._chunk_bytes = chunk_bytes
         self._before = [num_slots] * (num_slots + 1)
         self._after = [num_slots] * (num_slots + 1)
-        self._left = [0] * num_slots
-        self._rank = [_NOTHING] * num_slots
-        self._next_rank = 0
-        self._finished: list[tuple[int, int]] = []
+        self._left = [chunk_bytes] * num_slots  # to be read until an entry counts as read in full
+        self._num_finished = 0  # entries that do
 
     def append(self, slot: int) -> None:
         """Add an entry at the end, with nothing read of it."""
@@ -174,19 +168,12 @@ class _EntryList:
         after[last] = before[end] = slot
         before[slot], after[slot] = last, end
         self.size += 1
-        if self.depth:
-            self._left[slot] = self._chunk_bytes
-            self._rank[slot] = self._next_rank
-            self._next_rank += 1
-            if self.size == self.depth + 1:
-                self._edge = slot
 
     def remove(self, slot: int) -> None:
         """Take an entry out."""
-        if self.depth:
-            if self._edge != self._end and self._rank[slot] <= self._rank[self._edge]:
-                self._edge = self._after[self._edge]
-            self._rank[slot] = _NOTHING
+        if not self._left[slot]:
+            self._num_finished -= 1
+        self._left[slot] = self._chunk_bytes
         leader, follower = self._before[slot], self._after[slot]
         self._after[leader], self._before[follower] = follower, leader
         self.size -= 1
@@ -201,43 +188,23 @@ class _EntryList:
         after[leader], before[follower] = follower, leader
         after[follower], before[slot] = slot, follower
         after[slot], before[beyond] = beyond, slot
-        if not self.depth:
-            return
-        rank = self._rank
-        rank[slot], rank[follower] = rank[follower], rank[slot]
-        if self._edge == slot:
-            self._edge = follower
-        elif self._edge == follower:
-            self._edge = slot
-        for entry in (slot, follower):
-            if not self._left[entry]:
-                self._note_finished(entry)
 
     def take_off(self, slot: int, wanted: int) -> None:
         """Count bytes that were read of an entry."""
         left = self._left[slot]
         if left:
-            self._left[slot] = left = max(0, left - wanted)
-            if not left:
-                self._note_finished(slot)
-
-    def _note_finished(self, slot: int) -> None:
-        if len(self._finished) > 4 * self.size + 64:  # mostly out of date: hits move entries that are never evicted
-            self._finished = [each for each in set(self._finished) if self._is_finished(*each)]
-            heapq.heapify(self._finished)
-        heapq.heappush(self._finished, (self._rank[slot], slot))
-
-    def _is_finished(self, rank: int, slot: int) -> bool:
-        return self._rank[slot] == rank and not self._left[slot]
+            self._left[slot] = max(0, left - wanted)
+            self._num_finished += left <= wanted
 
     def victim(self) -> int:
         """The entry that pruning evicts: the list has more than ``depth`` entries."""
-        finished = self._finished
-        while finished and not self._is_finished(*finished[0]):
-            heapq.heappop(finished)
-        if finished and finished[0][0] <= self._rank[self._edge]:
-            return finished[0][1]
-        return self._after[self._end]
+        foremost = slot = self._after[self._end]
+        if self._num_finished:
+            for _ in range(self.depth + 1):
+                if not self._left[slot]:
+                    return slot
+                slot = self._after[slot]
+        return foremost
 
 
 @dataclass(frozen=True)

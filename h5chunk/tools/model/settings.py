@@ -216,6 +216,16 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class TriedSetting(Candidate):
+    """A setting with its predicted and measured rates, in samples/s from the page cache."""
+
+    predicted_rate: float  # by the cost model, corrected by measurements of other settings, not of this one
+    measured_rate: float | None
+    num_measured: int  # how often it was measured
+    allowed: bool  # it fits in memory and mixes well enough
+
+
+@dataclass(frozen=True)
 class Limits:
     """Limits of a setting: the least effective batch, in samples, and the most memory."""
 

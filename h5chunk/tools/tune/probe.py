@@ -13,7 +13,7 @@ from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import model_cache
 from h5chunk.tools.measure.disk import FileReads, cut, locate
-from h5chunk.tools.measure.machine import DeviceCopy, MemoryCopy, NotMeasured, available_bytes, repeated_rate
+from h5chunk.tools.measure.machine import NotMeasured, available_bytes, device_copy, memory_copy, repeated_rate
 from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.tune.study import Study
@@ -29,13 +29,13 @@ def probe(study: Study, device: str, budget: TimeBudget) -> Machine:
     """Measure the rates of the stages, and fill the page cache with the samples that are measured later."""
     seconds = max(0.01, EACH_SHARE * budget.seconds)
     cores = available_cores()
-    memory = MemoryCopy(1 << 20, cores, available_bytes() // 8)
-    copy_rate = max(memory.rate(1, seconds / 2) for _ in range(2))
+    memory_rate = memory_copy(1 << 20, cores, available_bytes() // 8)
+    copy_rate = max(memory_rate(1, seconds / 2) for _ in range(2))
     read_rate = _read_rate(study, budget, cores, seconds)
     device_rate = math.inf
     if device != "cpu":
-        with closing(DeviceCopy(device)) as copy:
-            device_rate = copy.rate(seconds)
+        with device_copy(device) as rate:
+            device_rate = rate(seconds)
     return Machine(
         num_cores=cores,
         read_rate=copy_rate * cores / 2 if read_rate is None else read_rate,

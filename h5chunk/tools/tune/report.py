@@ -8,7 +8,7 @@ from typing import Any
 
 from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.model.settings import Candidate, Setting
+from h5chunk.tools.model.settings import Setting, TriedSetting
 from h5chunk.tools.report import Report
 from h5chunk.tools.tune.advice import Advice
 
@@ -16,16 +16,6 @@ Triple = tuple[int, int, float]
 
 WIDTH = 100  # of the lines of a report, but for commands
 TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
-
-
-@dataclass(frozen=True)
-class TriedSetting(Candidate):
-    """A setting with its predicted and measured rates, in samples/s from the page cache."""
-
-    predicted_rate: float  # by the cost model, corrected by measurements of other settings, not of this one
-    measured_rate: float | None
-    num_measured: int  # how often it was measured
-    allowed: bool  # it fits in memory and mixes well enough
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from h5chunk.tools.model.settings import (
     Candidate,
     Limits,
     Setting,
+    TriedSetting,
     choose,
     cut_order,
     memory_of,
@@ -23,7 +24,6 @@ from h5chunk.tools.model.settings import (
 )
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.tune.predict import Predictor
-from h5chunk.tools.tune.report import TriedSetting
 from h5chunk.tools.tune.study import Study
 
 SEARCH_SHARE, FINAL_SHARE = 0.5, 0.85  # of the budget, when a phase ends

@@ -17,7 +17,7 @@ from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
 from h5chunk.tools.model.clustering import LEAST_CHANCE
 from h5chunk.tools.model.mixing import window_for
-from h5chunk.tools.model.settings import DATASET, LOADER, Limits, Setting, enumerate_settings, order_of
+from h5chunk.tools.model.settings import DATASET, Limits, Setting, enumerate_settings, order_of
 from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.tune.advice import default_cache, find_advice
 from h5chunk.tools.tune.plot import check_plot
@@ -129,20 +129,16 @@ def tune(
 
 def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_share: float) -> list[Setting]:
     """Enumerate the settings to consider, today's first."""
-    facts = study.facts
+    facts, settings = study.facts, enumerate_settings(study.facts, workers=workers)
     if study.groups is None:
-        return enumerate_settings(facts, workers=workers)
-    clustering, order = predictor.clustering(facts.chunk_samples), order_of(_today(study), facts)
+        return settings
+    clustering, order = predictor.clustering(facts.chunk_samples), order_of(settings[0], facts)
     window = window_for(clustering, order, min_share)
     settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
     if not study.anndata and clustering.chance < LEAST_CHANCE:
         kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
         settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
     return settings
-
-
-def _today(study: Study) -> Setting:
-    return Setting(LOADER, study.facts.chunk_samples, study.facts.window_chunks)
 
 
 def _plain(search: Search) -> TuneRow:
@@ -177,7 +173,7 @@ def _report(search: Search) -> Recommendation:
         num_measured=study.num_measured,
         sample_bytes=facts.sample_bytes,
         rows=[today, _plain(search), *others],
-        advice=find_advice(study, predictor.effective(_today(study)), predictor.machine, repack, shuffle),
+        advice=find_advice(study, predictor.effective(search.today), predictor.machine, repack, shuffle),
         commands=commands,
         min_effective_batch=search.limits.effective_batch,
         memory_bytes=search.limits.memory_bytes,
