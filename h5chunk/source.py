@@ -6,11 +6,12 @@ know this contract alone, not which kinds of sources there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -35,18 +36,33 @@ class SampleField:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class SampleNames(Protocol):
-    """Names of samples, such as paths, packed as one blob of bytes with its ends."""
+class Names:
+    """Many byte strings in two blocks of memory, as a Python list would take five times as much.
 
-    blob: bytes
-    offsets: np.ndarray  # (num_samples + 1,) int64
+    >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
+    >>> len(names), names[1]
+    (2, b'b/2.jpg')
+    """
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> bytes: ...
+    def __init__(self, names: Iterable[bytes]) -> None:
+        blob, ends = bytearray(), array("q", [0])
+        for name in names:
+            blob += name
+            ends.append(len(blob))
+        self.blob = bytes(blob)
+        self.offsets = np.frombuffer(ends, dtype=np.int64)  # (num_names + 1,)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.blob[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(len(self)))
 
 
 class SampleReader(Protocol):
@@ -54,9 +70,11 @@ class SampleReader(Protocol):
 
     def session(self) -> AbstractContextManager[None]:
         """Return what must be in force while samples are read."""
+        return nullcontext()
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when sample ``index`` may have changed; none if it cannot."""
+        """Return numbers that change when sample ``index`` may have changed; none if `identity` covers that."""
+        return ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
         """Read all fields of sample ``index`` into arrays of their shapes; return what the report shall count.
@@ -69,10 +87,11 @@ class SampleReader(Protocol):
         SampleError
             The sample cannot be read; `h5chunk.errors.ShapeError` if it has another shape than ``fields`` say.
         """
+        raise NotImplementedError
 
 
-class SampleSource(SampleReader, Protocol):
-    """Samples by number, and what a file records of them.
+class SampleSource(SampleReader):
+    """Base class of sources of samples: what a file records of them, beside reading them by number.
 
     Attributes
     ----------
@@ -84,8 +103,8 @@ class SampleSource(SampleReader, Protocol):
         Small fields, which are in memory already.
     categories : mapping of str to list of str
         What the codes of a field mean; those of ``labels`` are the class names.
-    names : SampleNames or None
-        Where each sample came from.
+    names : Names or None
+        Where each sample came from, such as its path.
     options : mapping
         What the file's header records of how samples were read (JSON).
     ignored : sequence of str
@@ -94,33 +113,29 @@ class SampleSource(SampleReader, Protocol):
         What people should know of the source.
     """
 
-    kind: str
+    kind: ClassVar[str]
+    fields: Mapping[str, SampleField] = MappingProxyType({})
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
+    categories: Mapping[str, list[str]] = MappingProxyType({})
+    names: Names | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+    ignored: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
-    @property
-    def fields(self) -> Mapping[str, SampleField]: ...
-    @property
-    def columns(self) -> Mapping[str, np.ndarray]: ...
-    @property
-    def categories(self) -> Mapping[str, list[str]]: ...
-    @property
-    def names(self) -> SampleNames | None: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-    @property
-    def ignored(self) -> Sequence[str]: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """Where sample ``index`` comes from, for people."""
+        """Return where sample ``index`` comes from, for people."""
+        return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """All that, with the stamps, decides the samples' values (JSON and blobs); None: conversions start anew."""
+        """Return all that, with the stamps, decides the samples' values: JSON and blobs; None if that is unknown."""
+        return None
 
     def disagreement(self) -> str:
         """Name two samples of different shapes and the remedy; called once a `ShapeError` was raised."""
+        return "the samples do not all have one shape"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -130,10 +145,6 @@ def shape_text(shape: Sequence[int]) -> str:
     '3 x 224 x 224'
     """
     return " x ".join(map(str, shape))
-
-
-def _say_nothing(count: int) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -148,8 +159,6 @@ class OpenContext:
         Whether samples that cannot be read will be left out, so that the first one need not be readable.
     with_times : bool
         Whether entries of a matrix shall come with their times, if there are any.
-    spool_folder : Path, optional
-        Where temporary data may go; default: the system's folder for such files.
     report_found : callable
         Called now and then with the number of samples found so far.
     """
@@ -157,5 +166,4 @@ class OpenContext:
     memory_bytes: int = 1 << 30
     skips_bad_samples: bool = False
     with_times: bool = False
-    spool_folder: Path | None = None
-    report_found: Callable[[int], None] = _say_nothing
+    report_found: Callable[[int], None] = lambda count: None

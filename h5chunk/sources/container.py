@@ -14,8 +14,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +39,7 @@ KINDS = {
 }
 _DAMAGES = (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError, OverflowError)
 ZIP_UNIX = 3  # the system that packed it
+IN_TAR = -1  # beside the methods that `zipfile` knows
 _TAR_KINDS = {
     **dict.fromkeys(tarfile.REGULAR_TYPES, stat.S_IFREG),
     tarfile.FIFOTYPE: stat.S_IFIFO,
@@ -49,48 +49,26 @@ _TAR_KINDS = {
     tarfile.SYMTYPE: stat.S_IFLNK,
     tarfile.LNKTYPE: stat.S_IFLNK,
 }
-_ZIP_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # the lengths of name and extra field, which follow it
 
 
-class Container(ABC):
-    """Base of what reads the bytes of one sample."""
-
-    @abstractmethod
-    def select(self, members: np.ndarray) -> None:
-        """Say which member of an archive sample ``i`` is: (num_samples,) int64; empty for a folder."""
-
-    @abstractmethod
-    def read(self, index: int, name: bytes) -> bytes:
-        """Return the bytes of sample ``index``, whose path is ``name``.
-
-        Raises
-        ------
-        SampleError
-            They cannot be had, or changed while they were read.
-        """
-
-    @abstractmethod
-    def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        """Return 64-bit integers that change when the bytes of sample ``index`` do."""
-
-
-def content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return size, modification time and inode change time of a file; programs cannot set the last."""
+def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
+    """Size, modification time and inode change time of a file; programs cannot set the last."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-class Folder(Container):
+class Folder:
     """Files below a folder."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.fsencode(root)
 
     def select(self, members: np.ndarray) -> None:
-        pass  # names are all that a folder needs
+        """Do nothing, as names are all that a folder needs."""
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
-            return content_stamp(os.stat(os.path.join(self._root, name)))
+            return _content_stamp(os.stat(os.path.join(self._root, name)))
         except OSError as error:
             return -1, error.errno or 0, 0
 
@@ -100,38 +78,29 @@ class Folder(Container):
         except OSError as error:
             raise SampleError(f"cannot be opened: {error.strerror}") from None
         try:
-            return _read_whole(descriptor)
+            before = os.fstat(descriptor)
+            _check_member(stat.S_IFMT(before.st_mode), before.st_size)
+            data = read_at(descriptor, 0, before.st_size)
+            if len(data) != before.st_size or stamp_of(os.fstat(descriptor)) != stamp_of(before):
+                raise SampleError("changed while it was read")
+            return data
         except OSError as error:
             raise SampleError(f"cannot be read: {error.strerror}") from None
         finally:
             os.close(descriptor)
 
 
-def _read_whole(descriptor: int) -> bytes:
-    before = os.fstat(descriptor)
-    _check_kind(stat.S_IFMT(before.st_mode))
-    _check_size(before.st_size)
-    data = _read_at(descriptor, 0, before.st_size)
-    after = os.fstat(descriptor)
-    if len(data) != before.st_size or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise SampleError("changed while it was read")
-    return data
-
-
-def _check_kind(kind: int) -> None:
-    """Raise SampleError unless a type of file, as `stat.S_IFMT` gives it, is a regular one."""
+def _check_member(kind: int, num_bytes: int) -> None:
+    """Raise SampleError for what is no regular file, by its type as of `stat.S_IFMT`, or has no size of an image."""
     if kind != stat.S_IFREG:
         raise SampleError(f"is {KINDS.get(kind, KINDS[UNKNOWN])}, not a regular file")
-
-
-def _check_size(num_bytes: int) -> None:
     if num_bytes == 0:
         raise SampleError("is empty (0 bytes)")
     if num_bytes > MAX_FILE_BYTES:
         raise SampleError(f"is {num_bytes} bytes, over the limit of {MAX_FILE_BYTES} for one encoded image")
 
 
-def _read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
+def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
     """Read ``num_bytes`` from ``offset`` on, or fewer at the end of the file."""
     data = os.pread(descriptor, num_bytes, offset)
     while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
@@ -146,92 +115,70 @@ class StoredFile:
         self._path = path
         self._opened: tuple[int, int] | None = None  # (process, descriptor)
         status = os.stat(path)
-        self._stamp, self.whole_stamp = stamp_of(status), content_stamp(status)
+        self._stamp, self.whole_stamp = stamp_of(status), _content_stamp(status)
         self._num_bytes = status.st_size
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": None}
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Read bytes from an offset on.
-
-        Raises
-        ------
-        SampleError
-            The file is too short, changed, or cannot be read.
-        """
+        """Read bytes from an offset on; SampleError if the file is too short, changed, or cannot be read."""
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is taken
             raise SampleError("is cut off by the end of its archive")
         try:
             if self._opened is None or self._opened[0] != os.getpid():
                 self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            data = _read_at(self._opened[1], offset, num_bytes)
+            data = read_at(self._opened[1], offset, num_bytes)
             if stamp_of(os.fstat(self._opened[1])) != self._stamp:
                 raise SampleError("its archive changed while it was read")
-            return data
         except OSError as error:
             raise SampleError(f"cannot be read from its archive: {error.strerror}") from None
-
-    def __del__(self) -> None:
-        if getattr(self, "_opened", None) is not None and self._opened[0] == os.getpid():  # type: ignore[index]
-            os.close(self._opened[1])  # type: ignore[index]
-
-
-class Archive(StoredFile, Container):
-    """Base of archives: one file that holds many."""
-
-
-class Tar(Archive):
-    """An uncompressed tar: each member is a run of bytes; the size of what is no regular file is minus its type."""
-
-    def __init__(self, path: Path, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        super().__init__(path)
-        self._offsets, self._sizes = offsets, sizes
-
-    def select(self, members: np.ndarray) -> None:
-        self._offsets, self._sizes = self._offsets[members], self._sizes[members]
-
-    def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        return (*self.whole_stamp, int(self._offsets[index]), int(self._sizes[index]))
-
-    def read(self, index: int, name: bytes) -> bytes:
-        size = int(self._sizes[index])
-        if size < 0:
-            _check_kind(-size)
-        _check_size(size)
-        data = self.read_at(int(self._offsets[index]), size)
-        if len(data) != size:
+        if len(data) != num_bytes:
             raise SampleError("is cut off by the end of its archive")
         return data
 
+    def __del__(self) -> None:
+        opened = getattr(self, "_opened", None)
+        if opened is not None and opened[0] == os.getpid():
+            os.close(opened[1])
 
-class Zip(Archive):
-    """A zip: each member is a local header and a run of bytes, stored or deflated."""
 
-    # columns of the index
-    HEADER, STORED, SIZE, METHOD, CRC, KIND = range(6)
+class Archive(StoredFile):
+    """A zip, of which each member is a local header and a run of bytes; or an uncompressed tar, where it is such a run.
+
+    Parameters
+    ----------
+    path : Path
+    index : (num_members, 6) int64
+        Of each member: where it starts, the bytes that it takes and those of its file, the method of packing (of a
+        tar `IN_TAR`), its CRC-32, and its type of file.
+    """
 
     def __init__(self, path: Path, index: np.ndarray) -> None:
         super().__init__(path)
         self._index = index
 
     def select(self, members: np.ndarray) -> None:
+        """Say which member each sample is: (num_samples,) int64."""
         self._index = self._index[members]
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        return tuple(int(self._index[index][column]) for column in (self.SIZE, self.CRC))  # the same in a new archive
+        """Return 64-bit integers that change when the bytes of sample ``index``, whose path is ``name``, do."""
+        start, _, size, method, crc, _ = self._index[index].tolist()
+        return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)  # of a zip the same in a new one
 
     def read(self, index: int, name: bytes) -> bytes:
-        header, stored, size, method, crc, kind = (int(value) for value in self._index[index])
-        _check_kind(kind or stat.S_IFREG)
-        _check_size(size)
+        """Return the bytes of sample ``index``; SampleError if they cannot be had, or changed meanwhile."""
+        start, stored, size, method, crc, kind = self._index[index].tolist()
+        _check_member(kind, size)
+        if method == IN_TAR:
+            return self.read_at(start, size)
         if stored > MAX_FILE_BYTES:
             raise SampleError(f"takes {stored} bytes in its archive, over the limit of {MAX_FILE_BYTES}")
-        local = self.read_at(header, _ZIP_LOCAL_HEADER.size)
-        if len(local) != _ZIP_LOCAL_HEADER.size or not local.startswith(b"PK\x03\x04"):
+        header = self.read_at(start, ZIP_LOCAL_HEADER.size)
+        if not header.startswith(b"PK\x03\x04"):
             raise SampleError("has no local header in its archive: the archive is damaged")
-        name_bytes, extra_bytes = _ZIP_LOCAL_HEADER.unpack(local)[-2:]
-        data = self.read_at(header + len(local) + name_bytes + extra_bytes, stored)
+        data = self.read_at(start + len(header) + sum(ZIP_LOCAL_HEADER.unpack(header)), stored)
         if method == zipfile.ZIP_DEFLATED:
             try:
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
@@ -244,14 +191,11 @@ class Zip(Archive):
         return data
 
 
-def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
-    """Open an archive, and list the (name, number) of its members; names of folders end with a slash.
+Container = Folder | Archive
 
-    Raises
-    ------
-    SourceError
-        Neither zip nor tar, or one that cannot be read in place.
-    """
+
+def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
+    """Open a zip or tar, and list the (name, number) of its members; names of folders end with a slash."""
     shown = printable(path)
     if not path.is_file():
         raise SourceError(f"{shown}: neither a folder nor a regular file")
@@ -262,6 +206,11 @@ def open_archive(path: Path) -> tuple[Archive, Iterable[tuple[bytes, int]]]:
             raise SourceError(
                 f"{shown}: compressed as a whole, so that its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
+            )
+        if start.startswith(b"\x89HDF\r\n\x1a\n"):
+            raise SourceError(
+                f"{shown}: an HDF5 file, but not a matrix in a known format (.h5ad or 10x .h5): h5chunk repack is for "
+                "HDF5 files of samples"
             )
         if start[257:262] == b"ustar":  # first, as the last file in a tar may be a zip
             return _open_tar(path)
@@ -281,46 +230,31 @@ class BoundedFile(io.FileIO):
 
     def __init__(self, path: str | os.PathLike[str], limit: int, damage: type[Exception]) -> None:
         super().__init__(path)
-        self._limit, self._damage = limit, damage
+        self.limit: int | None = limit
+        self._damage = damage
 
     def read(self, size: int | None = -1) -> bytes:
-        """As of any file.
-
-        Raises
-        ------
-        TarError, BadZipFile
-            More bytes are asked for.
-        """
-        if size is not None and size > self._limit:
-            raise self._damage(f"a header claims {size} bytes, over the limit of {self._limit}")
+        if size is not None and self.limit is not None and size > self.limit:
+            raise self._damage(f"a header claims {size} bytes, over the limit of {self.limit}")
         return super().read(size) or b""
 
 
-def _open_zip(path: Path) -> tuple[Zip, list[tuple[bytes, int]]]:
+def _open_zip(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     with BoundedFile(path, MAX_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     if any(info.flag_bits & 1 for info in members):
         raise SourceError(f"{printable(path)}: encrypted: decrypt it first")
-    index = np.array(
-        [(m.header_offset, m.compress_size, m.file_size, m.compress_type, m.CRC, _kind_in_zip(m)) for m in members],
-        dtype=np.int64,
-    ).reshape(-1, 6)
-    return Zip(path, index), [(os.fsencode(info.filename), i) for i, info in enumerate(members)]
+    index = array("q")
+    for info in members:
+        kind = stat.S_IFMT(info.external_attr >> 16) if info.create_system == ZIP_UNIX else 0
+        sizes = info.header_offset, info.compress_size, info.file_size
+        index.extend((*sizes, info.compress_type, info.CRC, kind or stat.S_IFREG))
+    rows = np.frombuffer(index, np.int64).reshape(-1, 6)
+    return Archive(path, rows), [(os.fsencode(info.filename), i) for i, info in enumerate(members)]
 
 
-def _kind_in_zip(member: zipfile.ZipInfo) -> int:
-    """Return the type of file that a member was on a Unix system; 0 if that is unknown."""
-    return stat.S_IFMT(member.external_attr >> 16) if member.create_system == ZIP_UNIX else 0
-
-
-def _kind_in_tar(member: tarfile.TarInfo) -> int:
-    """Return the type of file of a member."""
-    return SPARSE if member.issparse() else _TAR_KINDS.get(member.type, UNKNOWN)
-
-
-def _open_tar(path: Path) -> tuple[Tar, list[tuple[bytes, int]]]:
-    offsets: list[int] = []
-    sizes: list[int] = []
+def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
+    index = array("q")
     names: list[tuple[bytes, int]] = []
     links: dict[int, bytes] = {}  # number of a member to the name that it leads to
     with (
@@ -335,26 +269,25 @@ def _open_tar(path: Path) -> tuple[Tar, list[tuple[bytes, int]]]:
                 links[len(names)] = posixpath.normpath(posixpath.join(folder, os.fsencode(member.linkname)))
             if member.size < 0:
                 raise tarfile.ReadError(f"a member claims {member.size} bytes")
-            kind = _kind_in_tar(member)
+            kind = SPARSE if member.issparse() else _TAR_KINDS.get(member.type, UNKNOWN)
             names.append((name + b"/" if member.isdir() else name, len(names)))
-            offsets.append(member.offset_data)
-            sizes.append(member.size if kind == stat.S_IFREG else -kind)
+            index.extend((member.offset_data, member.size, member.size, IN_TAR, 0, kind))
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
             raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, behind {len(names)} members")
-    _follow_links(links, names, offsets, sizes)
-    return Tar(path, np.array(offsets, np.int64), np.array(sizes, np.int64)), names
+    rows = np.frombuffer(index, np.int64).reshape(-1, 6)
+    return Archive(path, _follow_links(links, names, rows)), names
 
 
-def _follow_links(
-    links: dict[int, bytes], names: list[tuple[bytes, int]], offsets: list[int], sizes: list[int]
-) -> None:
+def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]], index: np.ndarray) -> np.ndarray:
     """Give members that are links the bytes of what they lead to; those that lead to none stay links."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
+    followed = np.arange(len(names))
     for link, number in following.items():
         for _ in range(MAX_LINKS):
             if number not in following:
                 break
             number = following[number]
-        offsets[link], sizes[link] = offsets[number], sizes[number]
+        followed[link] = number
+    return index[followed]

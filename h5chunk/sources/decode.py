@@ -53,8 +53,8 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
-    """Decode an image, turn it upright, and convert it to the requested colours and size.
+def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
+    """Decode an encoded image, or one that Pillow has opened; turn it upright, and give it the colours and size.
 
     Call it within `pillow_limits`.
 
@@ -71,41 +71,27 @@ def decode(data: bytes, options: ImageOptions) -> tuple[Image.Image, tuple[str, 
         The image is refused, with the reason.
     """
     try:
-        return adapt(Image.open(io.BytesIO(data), formats=FORMATS), options)
+        return _adapt(_open(image) if isinstance(image, bytes) else image, options)
     except SampleError:
         raise
-    except UnidentifiedImageError:
-        known, start = ", ".join(FORMATS), repr(data[:16])
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise SampleError(
-            f"is no image of a known format ({known}); starts with {start} (or is a variant that Pillow cannot read)"
+            f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant"
         ) from None
-    except Exception as error:
-        raise _refusal(error, options) from None
-
-
-def adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
-    """Decode what Pillow has opened, as `decode` does.
-
-    Raises
-    ------
-    SampleError
-        The image is refused, with the reason.
-    """
-    try:
-        return _adapt(image, options)
-    except SampleError:
-        raise
+    except MemoryError:
+        raise SampleError("needs more memory than there is") from None
     except Exception as error:  # Pillow's plugins raise many kinds on broken data
-        raise _refusal(error, options) from None
+        raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
 
 
-def _refusal(error: Exception, options: ImageOptions) -> SampleError:
-    """The error of an image that Pillow refuses."""
-    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
-        return SampleError(f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant")
-    if isinstance(error, MemoryError):
-        return SampleError("needs more memory than there is")
-    return SampleError(f"cannot be decoded: {error or type(error).__name__}")
+def _open(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise SampleError(
+            f"is no image of a known format ({', '.join(FORMATS)}); starts with {data[:16]!r} (or is a variant that "
+            "Pillow cannot read)"
+        ) from None
 
 
 def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:

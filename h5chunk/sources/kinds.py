@@ -1,19 +1,20 @@
-"""The kinds of data that are converted, by name, and the options of each.
+"""The kinds of data that are converted, and the options of each.
 
-Help and command lines are made from these, so nothing heavy is imported here: `h5chunk.sources.open` imports the
-readers themselves.
+To add a kind, write a module with a class that keeps the contract of `h5chunk.source`, and put it on the list. Help and
+command lines are made from these, so nothing heavy is imported here: `h5chunk.sources.open` imports the readers.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from h5chunk.errors import OptionError
 from h5chunk.sources.options import Options, option
 
 MATRICES = "Matrices"  # the heading of the options of matrices
+DEFAULT_MEMORY_BYTES = 1 << 30
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
 
 
@@ -41,7 +42,8 @@ class ImageOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size is not None and not _is_size(self.size):
+        is_pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
+        if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
             raise OptionError(f"size is {self.size!r}: give height and width, whole numbers of at least 1")
         if self.size is None and self.fit != "error":
             raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
@@ -49,11 +51,6 @@ class ImageOptions(Options):
     def recorded(self) -> dict[str, Any]:
         """What a file records of the options: those that decide the pixels."""
         return {name: getattr(self, name) for name in ("size", "fit", "color", "layout", "animated")}
-
-
-def _is_size(size: object) -> bool:
-    """Whether this is (height, width)."""
-    return isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)
 
 
 @dataclass(frozen=True)
@@ -115,16 +112,27 @@ class DelimitedOptions(MatrixSourceOptions):
     )
 
 
-KIND_OPTIONS: dict[str, type[Options]] = {
-    "10x": LayerOptions,
-    "h5ad": LayerOptions,
-    "npz": MatrixSourceOptions,
-    "arrays": Options,
-    "npy": MatrixSourceOptions,
-    "mtx": MatrixSourceOptions,
-    "libsvm": MatrixSourceOptions,
-    "csv": DelimitedOptions,
-    "table": TableOptions,
-    "images": ImageSourceOptions,
-    "mapping": ImageOptions,
-}
+class Kind(NamedTuple):
+    """A kind of data: its name, the module and class that read it, and their options."""
+
+    name: str
+    module: str
+    class_name: str
+    options: type[Options]
+
+
+# In the order in which they are asked; images take any path that no other kind recognises.
+KINDS = (
+    Kind("10x", "matrix.tenx", "TenxSource", LayerOptions),
+    Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions),
+    Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions),
+    Kind("arrays", "arrays", "ArraySource", Options),
+    Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions),
+    Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions),
+    Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions),
+    Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions),
+    Kind("table", "table", "TableSource", TableOptions),
+    Kind("images", "images", "ImageSource", ImageSourceOptions),
+    Kind("mapping", "mapping", "MappingSource", ImageOptions),
+)
+KIND_OPTIONS = {kind.name: kind.options for kind in KINDS}

@@ -2,51 +2,31 @@
 
 Knows names only; opens no image. The order and the labels are those of torchvision's ImageFolder: classes sorted
 by name, within a class the folders sorted by path, within a folder the files sorted by name.
+
+A data set often comes as ``train/cat/1.png``, ``val/cat/2.png``: its top folders are splits and no classes, and labels
+that count them would be worthless. Names decide; where they leave a doubt, nothing is guessed.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from h5chunk.errors import SourceError, as_text, printable
+from h5chunk.source import Names
 from h5chunk.sources.container import Container, Folder, open_archive
-from h5chunk.sources.splits import has_split_folders
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
+SPLIT_NAMES = (
+    b"train", b"training", b"val", b"valid", b"validation", b"dev", b"test", b"testing", b"eval", b"evaluation",
+)  # fmt: skip
 
 Found = Callable[[int], None]  # told how many images were found so far
-
-
-class Names:
-    """Many byte strings in two blocks of memory, as a Python list would take five times as much.
-
-    >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
-    >>> len(names), names[1]
-    (2, b'b/2.jpg')
-    """
-
-    def __init__(self, names: Iterable[bytes]) -> None:
-        blob, ends = bytearray(), array("q", [0])
-        for name in names:
-            blob += name
-            ends.append(len(blob))
-        self.blob = bytes(blob)
-        self.offsets = np.frombuffer(ends, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> bytes:
-        return self.blob[self.offsets[index] : self.offsets[index + 1]]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self[i] for i in range(len(self)))
 
 
 @dataclass
@@ -55,18 +35,14 @@ class Listing:
 
     Attributes
     ----------
-    container : Container
-        Gets the bytes of sample ``i``, called ``names[i]``.
     names : Names
         Paths below the source, with slashes, as bytes.
     columns : dict of str to (num_samples,) array
         ``labels`` int64 if there are classes; ``split`` if there are splits; further columns of a manifest.
     class_names : list of str
         ``class_names[label]``; empty if there are no classes.
-    ignored : list of str
-        What lies in the source and is not packed, for people to read.
-    notes : list of str
-        What else they should know.
+    ignored, notes : list of str
+        What lies in the source and is not packed, and what else people should know.
     """
 
     container: Container
@@ -78,28 +54,18 @@ class Listing:
 
 
 @dataclass
-class Directory:
-    """Files of one folder: their names, and their numbers in the archive (empty for a folder on disk).
-
-    ``others`` counts files that are not called like images; ``other`` is one of them.
-    """
+class _Directory:
+    """The images of one folder: their names, and their numbers in the archive (of a folder on disk -1)."""
 
     files: list[bytes] = field(default_factory=list)
     members: array[int] = field(default_factory=lambda: array("q"))
-    others: int = 0
-    other: bytes = b""
-
-    def pass_over(self, name: bytes) -> None:
-        """Count a file whose name has no suffix of an image."""
-        self.others += 1
-        self.other = min(self.other or name, name)
 
 
 def list_images(source: str | os.PathLike[str], found: Found | None = None, *, split_folders: str = "auto") -> Listing:
     """List the images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
 
-    Where the top folders are splits (`h5chunk.sources.splits`), classes are the folders in those, the same for all
-    splits, and the column ``split`` has the name of the top folder.
+    Where the top folders are splits, classes are the folders in those, the same for all splits, and the column
+    ``split`` has the name of the top folder.
 
     Parameters
     ----------
@@ -107,12 +73,7 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None, *, s
     found : callable, optional
         Called now and then with the number of images found so far.
     split_folders : {"auto", "yes", "no"}
-        Whether the top folders are splits; ``auto``: as their names say.
-
-    Raises
-    ------
-    SourceError
-        The source is missing, unreadable or holds no images, a class has none, or splits cannot be told from classes.
+        Whether the top folders are splits; ``auto``: they are if all have names of splits, and there are two or more.
     """
     path = Path(source)
     found = found or (lambda count: None)
@@ -120,11 +81,13 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None, *, s
     found(0)
     if path.is_dir():
         container: Container = Folder(path)
-        directories = scan_folder(os.fsencode(path), found)
+        directories, ignored = _group(_walk(os.fsencode(path)), found)
     else:
         container, members = open_archive(path)
-        directories = _group(members, found)
+        directories, ignored = _group(_split(members), found)
+        directories = _unwrapped(directories)
     listing = _arrange(printable(path), directories, container, split_folders)
+    listing.ignored[:0] = ignored
     found(len(listing.names))
     return listing
 
@@ -141,46 +104,37 @@ def check_source(path: Path) -> None:
         raise SourceError(f"{printable(path)}: is no path: {error}") from None
 
 
-def is_hidden(name: bytes) -> bool:
+def _is_hidden(name: bytes) -> bool:
     """Whether a file or folder is one that systems leave behind (dot files, macOS's resource folder)."""
     return name.startswith(b".") or name == b"__MACOSX"
 
 
-def scan_folder(root: bytes, found: Found) -> dict[bytes, Directory]:
-    """Find image files below ``root``, by folder; links are followed, but not into a folder that contains the link.
+def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield (folder, file, -1) of all files below ``root``, and the folders themselves with an empty file.
 
-    Whatever is called like an image and is no folder is taken for one, so that a broken link or a pipe is an error
-    of that sample and not a sample that is missing.
+    Links are followed, but not into a folder that contains the link. Whatever is called like an image and is no folder
+    is taken for one, so that a broken link or a pipe is an error of that sample and not a sample that is missing.
     """
-    directories: dict[bytes, Directory] = {}
     stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders, and those that each lies in
-    count = 0
     while stack:
-        relative, above = stack.pop()
-        path = os.path.join(root, relative) if relative else root
+        folder, above = stack.pop()
+        path = os.path.join(root, folder) if folder else root
         try:
             status = os.stat(path)
             here = status.st_dev, status.st_ino
             if here in above:
                 continue
-            directory = directories.setdefault(relative, Directory())
+            yield folder, b"", -1
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if is_hidden(entry.name):
+                    if _is_hidden(entry.name):
                         continue
                     if _is_folder(entry):
-                        stack.append((relative + b"/" + entry.name if relative else entry.name, (*above, here)))
-                    elif entry.name.lower().endswith(EXTENSIONS):
-                        directory.files.append(entry.name)
-                        count += 1
-                        if count % 4096 == 0:
-                            found(count)
+                        stack.append((folder + b"/" + entry.name if folder else entry.name, (*above, here)))
                     else:
-                        directory.pass_over(entry.name)
+                        yield folder, entry.name, -1
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be listed: {error.strerror}") from None
-        found(count)
-    return directories
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
@@ -190,55 +144,73 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         return False
 
 
-def _group(members: Iterable[tuple[bytes, int]], found: Found) -> dict[bytes, Directory]:
-    """Group the image members of an archive by folder; a folder that wraps all images is removed from their paths."""
-    directories: dict[bytes, Directory] = {}
-    folders: set[bytes] = set()
-    passed_over = Directory()
-    count = 0
-    for name, member in members:
+def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield (folder, file, number) of the members of an archive, and its folders with an empty file."""
+    for name, number in members:
         parts = [part for part in name.split(b"/") if part not in (b"", b".")]
-        if not parts or any(map(is_hidden, parts)):
+        if not parts or any(map(_is_hidden, parts)):
             continue
-        folders.add(b"/".join(parts if name.endswith(b"/") else parts[:-1]))
-        if name.endswith(b"/"):
-            continue
-        if not parts[-1].lower().endswith(EXTENSIONS):
-            passed_over.pass_over(parts[-1])
-            continue
-        directory = directories.setdefault(b"/".join(parts[:-1]), Directory())
-        directory.files.append(parts[-1])
-        directory.members.append(member)
-        count += 1
-        if count % 4096 == 0:
-            found(count)
-    tops = {name.partition(b"/")[0] for name in directories}
-    if len(tops) == 1 and b"" not in directories:
-        wrap = tops.pop() + b"/"
-        directories = {name[len(wrap) :]: directory for name, directory in directories.items()}
-        folders = {name[len(wrap) :] for name in folders if name.startswith(wrap)}
-    grouped = {name: Directory() for name in folders} | directories
-    first = next(iter(grouped.values()), passed_over)
-    first.others, first.other = passed_over.others, passed_over.other
-    return grouped
+        file = b"" if name.endswith(b"/") else parts.pop()
+        yield b"/".join(parts), file, number
 
 
-def _arrange(source: str, directories: dict[bytes, Directory], container: Container, split_folders: str) -> Listing:
+def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dict[bytes, _Directory], list[str]]:
+    """Group images by folder, and say which files are none."""
+    directories: dict[bytes, _Directory] = {}
+    count, num_others, other = 0, 0, b""
+    for folder, file, number in files:
+        directory = directories.get(folder)
+        if directory is None:
+            directory = directories[folder] = _Directory()
+        if file.lower().endswith(EXTENSIONS):
+            directory.files.append(file)
+            directory.members.append(number)
+            count += 1
+            if count % 4096 == 0:
+                found(count)
+        elif file:
+            num_others, other = num_others + 1, min(other or file, file)
+    if not num_others:
+        return directories, []
+    return directories, [f"files whose names do not end like an image's: {num_others}, such as {as_text(other)}"]
+
+
+def _unwrapped(directories: dict[bytes, _Directory]) -> dict[bytes, _Directory]:
+    """Remove a folder that wraps all images from their paths."""
+    tops = {name.partition(b"/")[0] for name, directory in directories.items() if directory.files}
+    if len(tops) != 1 or b"" in tops:
+        return directories
+    wrap = tops.pop()
+    return {
+        name[len(wrap) + 1 :]: directory
+        for name, directory in directories.items()
+        if name == wrap or name.startswith(wrap + b"/")
+    }
+
+
+def _arrange(source: str, directories: dict[bytes, _Directory], container: Container, split_folders: str) -> Listing:
     """Sort and label images as torchvision's ImageFolder would, split by split."""
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
         wanted = ", ".join(e.decode() for e in EXTENSIONS)
         raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
-    level = int(has_split_folders(source, with_images, split_folders))  # of class folders
-    ignored = list(_others(directories))
+    level = int(_has_split_folders(source, with_images, split_folders))  # of class folders
+    ignored = []
     if level and (empty := sorted(_at(0, directories) - _at(0, with_images))):
         ignored.append(f"folders without images, which are taken for no splits: {', '.join(map(as_text, empty))}")
         directories = {name: each for name, each in directories.items() if name.split(b"/")[0] not in empty}
-    classes = _find_classes(source, level, with_images, directories)
+    classes = sorted(_at(level, with_images))
+    if classes and (empty := sorted(_at(level, directories) - set(classes))):
+        raise SourceError(
+            f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
+            f"{len(empty) + len(classes)}): remove it, or put images in it"
+        )
     depth = level + bool(classes)  # of the folders that samples lie in, at least
     kept = {name: directory for name, directory in with_images.items() if _depth(name) >= depth}
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
-        ignored.append(_describe_loose(loose, "class" if classes else "split"))
+        what, count = "class" if classes else "split", sum(len(directory.files) for directory in loose.values())
+        example = min(name + b"/" * bool(name) + min(directory.files) for name, directory in loose.items())
+        ignored.append(f"{count} images beside the {what} folders, which have no {what}, such as {as_text(example)}")
     members = array("q")
     listing = Listing(container, Names(_names(kept, depth, members)), ignored=ignored)
     container.select(np.frombuffer(members, dtype=np.int64))
@@ -252,8 +224,41 @@ def _arrange(source: str, directories: dict[bytes, Directory], container: Contai
     return listing
 
 
+def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> bool:
+    """Decide whether the top folders of a source are splits, given the paths of all folders that hold images.
+
+    >>> _has_split_folders("data", [b"train/cat", b"train/dog", b"val/cat"], "auto")
+    True
+    >>> _has_split_folders("data", [b"car", b"bus", b"train"], "auto")
+    False
+    """
+    tops = sorted({folder.partition(b"/")[0] for folder in folders} - {b""})
+    nested = {folder.partition(b"/")[0] for folder in folders if b"/" in folder}
+    named = [top for top in tops if top.lower() in SPLIT_NAMES]
+    if choice == "no" or (choice == "auto" and not named):
+        return False
+    if not tops:
+        raise SourceError(f"{source}: there are no folders in it that could be splits: leave --split-folders out")
+    shown = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
+    if choice == "auto" and not len(named) == len(tops) > 1:
+        if len(named) == 1 < len(tops) and named[0] not in nested:
+            return False  # one class among others, which happens to be called so, such as trains among vehicles
+        raise SourceError(
+            f"{source}: holds the folders {shown}, of which {as_text(named[0])!r} is called like a split: give "
+            "--split-folders yes if they are splits, with classes one level down; no if they are classes; or convert "
+            "one of them alone"
+        )
+    if nested and len(nested) < len(tops):
+        flat = next(top for top in tops if top not in nested)
+        raise SourceError(
+            f"{source}: of the splits {shown}, {as_text(min(nested))!r} has class folders and {as_text(flat)!r} has "
+            "none: convert each alone; or give --split-folders no if they are classes"
+        )
+    return True
+
+
 def _depth(name: bytes) -> int:
-    """Return the number of folders on the path of a folder, including itself."""
+    """The number of folders on the path of a folder, including itself."""
     return name.count(b"/") + 1 if name else 0
 
 
@@ -262,41 +267,14 @@ def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
     return {name.split(b"/")[level] for name in names if _depth(name) > level}
 
 
-def _find_classes(source: str, level: int, with_images: Iterable[bytes], directories: Iterable[bytes]) -> list[bytes]:
-    """The names of the class folders, which all must have images."""
-    classes = sorted(_at(level, with_images))
-    empty = sorted(_at(level, directories) - set(classes)) if classes else []
-    if empty:
-        raise SourceError(
-            f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
-            f"{len(empty) + len(classes)}): remove it, or put images in it"
-        )
-    return classes
-
-
-def _describe_loose(directories: dict[bytes, Directory], what: str) -> str:
-    count = sum(len(directory.files) for directory in directories.values())
-    example = min(name + b"/" * bool(name) + min(directory.files) for name, directory in directories.items())
-    return f"{count} images beside the {what} folders, which have no {what}, such as {as_text(example)}"
-
-
-def _others(directories: dict[bytes, Directory]) -> Iterator[str]:
-    if others := sum(directory.others for directory in directories.values()):
-        other = as_text(next(directory.other for directory in directories.values() if directory.others))
-        yield f"files whose names do not end like an image's: {others}, such as {other}"
-
-
-def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
+def _names(directories: dict[bytes, _Directory], depth: int, members: array[int]) -> Iterator[bytes]:
     """The paths of all images, by their first folders, then by folder, then by name; notes their members."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
+        last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # of one name, the later member
+        members.extend(last.values())
         prefix = name + b"/" if name else b""
-        if directory.members:  # of two members with one name, an archive means the later
-            last = dict(sorted(zip(directory.files, directory.members, strict=True)))
-            members.extend(last.values())
-            yield from (prefix + file for file in last)
-        else:
-            yield from (prefix + file for file in sorted(directory.files))
+        yield from (prefix + file for file in last)
 
 
 def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
@@ -305,7 +283,7 @@ def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
     return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
 
 
-def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
+def _add_splits(listing: Listing, directories: dict[bytes, _Directory]) -> None:
     """Add the column ``split``, and say so, and which classes are not in all of the splits."""
     splits = sorted(_at(0, directories))
     numbers = _numbers(listing.names, 0, splits)

@@ -1,6 +1,6 @@
 """A manifest: a table with the path of each image and further columns that become fields.
 
-Read twice: once to learn what each column holds, once to fill an array, so that memory is the arrays' own.
+Read once: the cells of each column are kept as packed bytes, of which its type is found out at the end.
 
 | column | becomes |
 | --- | --- |
@@ -20,23 +20,28 @@ from __future__ import annotations
 import csv
 import os
 import posixpath
+import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
 from h5chunk.errors import SourceError, as_text, printable
-from h5chunk.sources.container import Folder, open_archive
-from h5chunk.sources.listing import EXTENSIONS, Found, Listing, Names, check_source
+from h5chunk.source import Names
+from h5chunk.sources.container import Container, Folder, open_archive
+from h5chunk.sources.listing import EXTENSIONS, Found, Listing, check_source
+from h5chunk.stamp import stamp_of
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_id", "image_path")
 LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 256
 MAX_LINE = 1 << 20  # characters
+PACKED_ROWS = 4096
+WHOLE = re.compile(rb"[+-]?[0-9]+")
 
 
 def list_manifest(
@@ -53,32 +58,42 @@ def list_manifest(
         The folder, .zip or .tar that its paths are relative to.
     found : callable, optional
         Called now and then with the number of lines read.
-
-    Raises
-    ------
-    SourceError
-        A line or column cannot be used; names file, line and column.
     """
-    table = _Table(Path(manifest))
+    table, source = _Table(Path(manifest)), Path(source)
     found = found or (lambda count: None)
-    kinds = [_Kind() for _ in table.columns]
-    count = 0
-    for line, row in table.rows():
-        for position, (kind, text) in enumerate(zip(kinds, row, strict=True)):
-            if not text:
-                raise table.error(line, f"column {table.columns[position]!r} is empty: fill it or drop the column")
-            if position != table.path_column:
-                kind.add(text)
-        count += 1
-        if count % 4096 == 0:
-            found(count)
-    if not count:
+    found(0)
+    check_source(source)
+    numbers: dict[bytes, int] = {}  # of the members of an archive
+    is_folder, root = source.is_dir(), os.fsencode(source)
+    if is_folder:
+        container: Container = Folder(source)
+    else:
+        container, members = open_archive(source)
+        numbers = {posixpath.normpath(name): number for name, number in members if not name.endswith(b"/")}
+    chosen, columns = array("q"), _Columns(table)
+
+    def paths() -> Iterator[bytes]:
+        for line, row in table.rows():
+            path = columns.add(line, row)
+            number = numbers.get(path, -1)
+            if not (os.path.exists(os.path.join(root, path)) if is_folder else number >= 0):
+                raise table.error(line, f"{printable(path)} is not in {printable(source)}")
+            chosen.append(number)
+            if len(chosen) % PACKED_ROWS == 0:
+                found(len(chosen))
+            yield path
+
+    names = Names(paths())
+    if not len(names):
         raise SourceError(f"{printable(manifest)}: no images listed: there is no line below the header")
-    if table.declared not in (None, count):
-        raise SourceError(f"{printable(manifest)}: cut short: {count} lines but its first line says {table.declared}")
-    found(count)
-    listing = _open(table, Path(source), count)
-    _fill_columns(listing, table, kinds, count)
+    if table.declared not in (None, len(names)):
+        raise SourceError(
+            f"{printable(manifest)}: cut short: {len(names)} lines but its first line says {table.declared}"
+        )
+    found(len(names))
+    container.select(np.frombuffer(chosen, np.int64))
+    listing = Listing(container, names)
+    columns.fill(listing)
     return listing
 
 
@@ -93,7 +108,7 @@ class _Table:
             if not path.is_file():  # a pipe would be waited for, and could not be read twice
                 raise SourceError(f"{printable(path)}: is no regular file: give a table as a file")
             with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-                self._stamp = _stamp(file)
+                self._stamp = stamp_of(file.fileno())
                 lines = self._lines(file)
                 first, second = next(lines, ""), next(lines, "")
         except OSError as error:
@@ -138,7 +153,7 @@ class _Table:
     def rows(self) -> Iterator[tuple[int, list[str]]]:
         """(line number, cells) of each line below the header that is not blank."""
         with self._path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            self._check(file)
+            self._check_unchanged(file)
             text = self._lines(file)
             for _ in range(self._skip):
                 next(text, "")
@@ -157,121 +172,79 @@ class _Table:
                     yield number, row
             except csv.Error as error:
                 raise self.error(number + 1, str(error)) from None
-            self._check(file)
+            self._check_unchanged(file)
 
-    def _check(self, file: TextIO) -> None:
-        if _stamp(file) != self._stamp:
+    def _check_unchanged(self, file: TextIO) -> None:
+        if stamp_of(file.fileno()) != self._stamp:
             raise SourceError(f"{printable(self._path)}: changed while it was read")
 
 
-def _stamp(file: TextIO) -> tuple[int, int, int]:
-    status = os.fstat(file.fileno())
-    return status.st_ino, status.st_size, status.st_mtime_ns
+class _Columns:
+    """The cells of all columns but that of the paths, packed as bytes."""
+
+    def __init__(self, table: _Table) -> None:
+        self._table = table
+        self._rows: list[list[str]] = []
+        self._packed: list[list[np.ndarray]] = [[] for _ in table.columns]
+
+    def add(self, line: int, row: list[str]) -> bytes:
+        """Take the cells of a row; return its path."""
+        if not all(row):
+            name = self._table.columns[row.index("")]
+            raise self._table.error(line, f"column {name!r} is empty: fill it or drop the column")
+        path = posixpath.normpath(os.fsencode(row[self._table.path_column]))
+        if path.startswith((b"/", b"../")) or path in (b"..", b"."):
+            raise self._table.error(line, f"path {printable(path)} leads out of the source: give paths below it")
+        self._rows.append(row)
+        if len(self._rows) == PACKED_ROWS:
+            self._pack()
+        return path
+
+    def _pack(self) -> None:
+        for number, name in enumerate(self._table.columns):
+            if number == self._table.path_column:
+                continue
+            cells = [as_text(row[number]).encode() for row in self._rows]
+            longest = max(map(len, cells), default=0)
+            if longest > MAX_STRING_BYTES:
+                raise SourceError(
+                    f"column {name!r} holds a string of {longest} bytes but the limit is {MAX_STRING_BYTES}: shorten "
+                    "it or drop the column"
+                )
+            self._packed[number].append(np.array(cells, f"S{max(1, longest)}"))
+        self._rows = []
+
+    def fill(self, listing: Listing) -> None:
+        """Add the columns to a listing."""
+        self._pack()
+        columns = {name: packed for name, packed in zip(self._table.columns, self._packed, strict=True) if packed}
+        label = next((name for name in columns if name.lower() in LABEL_COLUMNS), None)
+        for name, packed in columns.items():
+            values = _typed(np.concatenate(packed))
+            if name == label:
+                name = "labels"
+                if values.dtype.kind == "S":
+                    classes, values = np.unique(values, return_inverse=True)
+                    listing.class_names = [as_text(word) for word in classes.tolist()]
+                values = values if values.dtype.kind == "f" else values.astype(np.int64)
+            if name in listing.columns:
+                raise SourceError(f"two columns would become the field {name!r}: rename one")
+            listing.columns[name] = values
 
 
-@dataclass
-class _Kind:
-    """The type of a column, inferred cell by cell."""
-
-    whole: bool = True
-    fits: bool = True  # whole numbers in 64 bits
-    number: bool = True
-    small: frozenset[int] = frozenset()  # the values, while they are few
-    longest: int = 0
-
-    def add(self, text: str) -> None:
-        if self.whole:
-            try:
-                value = int(text)
-                self.whole = "_" not in text
-                self.fits = self.fits and -(1 << 63) <= value < 1 << 63
-                if len(self.small) < 3 and value not in self.small:
-                    self.small |= {value}
-            except ValueError:
-                self.whole = False
-        if not self.whole and self.number:
-            try:
-                float(text)
-                self.number = "_" not in text
-            except ValueError:
-                self.number = False
-        self.longest = max(self.longest, len(_stored(text)))
-
-    @property
-    def dtype(self) -> np.dtype:
-        if self.whole and self.fits:
-            if self.small <= {0, 1}:
-                return np.dtype(np.uint8)
-            return np.dtype(np.int8) if self.small <= {-1, 1} else np.dtype(np.int64)
-        return np.dtype(np.float64) if self.number and not self.whole else np.dtype(f"S{self.longest}")
-
-
-def _stored(text: str) -> bytes:
-    """Encode a string as UTF-8; bytes that are not UTF-8 are escaped."""
-    return as_text(text).encode()
-
-
-def _open(table: _Table, source: Path, count: int) -> Listing:
-    """Match the manifest's paths with what the source holds."""
-    check_source(source)
-    lines = []
-    if source.is_dir():
-        container = Folder(source)
-        root = os.fsencode(source)
-
-        def names() -> Iterator[bytes]:
-            for line, row in table.rows():
-                name = _checked(table, line, row[table.path_column])
-                if not os.path.exists(os.path.join(root, name)):
-                    raise table.error(line, f"{printable(name)} is not in {printable(source)}")
-                yield name
-
-        return Listing(container, Names(names()))
-    archive, members = open_archive(source)
-    numbers = {posixpath.normpath(name): number for name, number in members if not name.endswith(b"/")}
-
-    def found_names() -> Iterator[bytes]:
-        for line, row in table.rows():
-            name = _checked(table, line, row[table.path_column])
-            if name not in numbers:
-                raise table.error(line, f"{printable(name)} is not in {printable(source)}")
-            lines.append(numbers[name])
-            yield name
-
-    listing = Listing(archive, Names(found_names()))
-    archive.select(np.array(lines, dtype=np.int64))
-    return listing
-
-
-def _checked(table: _Table, line: int, text: str) -> bytes:
-    name = posixpath.normpath(os.fsencode(text))
-    if name.startswith((b"/", b"../")) or name in (b"..", b"."):
-        raise table.error(line, f"path {printable(name)} leads out of the source: give paths below it")
-    return name
-
-
-def _fill_columns(listing: Listing, table: _Table, kinds: list[_Kind], count: int) -> None:
-    wanted = [i for i in range(len(table.columns)) if i != table.path_column]
-    for i in wanted:
-        if kinds[i].dtype.kind == "S" and kinds[i].longest > MAX_STRING_BYTES:
-            raise SourceError(
-                f"column {table.columns[i]!r} holds a string of {kinds[i].longest} bytes but the limit is "
-                f"{MAX_STRING_BYTES}: shorten it or drop the column"
-            )
-    arrays = {i: np.empty(count, kinds[i].dtype) for i in wanted}
-    for number, (_, row) in enumerate(table.rows()):
-        for i in wanted:
-            array = arrays[i]
-            array[number] = _stored(row[i]) if array.dtype.kind == "S" else array.dtype.type(row[i])
-    label = next((i for i in wanted if table.columns[i].lower() in LABEL_COLUMNS), None)
-    for i in wanted:
-        name, array = table.columns[i], arrays[i]
-        if i == label:
-            name = "labels"
-            if array.dtype.kind == "S":
-                classes, array = np.unique(array, return_inverse=True)
-                listing.class_names = [as_text(word) for word in classes.tolist()]
-            array = array if array.dtype.kind == "f" else array.astype(np.int64)
-        if name in listing.columns:
-            raise SourceError(f"two columns would become the field {name!r}: rename one")
-        listing.columns[name] = array
+def _typed(words: np.ndarray) -> np.ndarray:
+    """Numbers, if all words of a column are numbers."""
+    if b"_" in words.tobytes():  # Python's numbers may have it
+        return words
+    try:
+        numbers = words.astype(np.int64)
+    except (ValueError, OverflowError):
+        try:
+            floats = words.astype(np.float64)
+        except ValueError:
+            return words
+        return words if all(map(WHOLE.fullmatch, words.tolist())) else floats
+    for small, values in ((np.uint8, (0, 1)), (np.int8, (-1, 1))):
+        if np.isin(numbers, values).all():
+            return numbers.astype(small)
+    return numbers

@@ -17,50 +17,35 @@ Samples are read in worker processes that are forked, where the system does that
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from h5chunk.errors import SampleError, ShapeError, SourceError, printable
-from h5chunk.source import OpenContext, SampleField, shape_text
-from h5chunk.sources.decode import adapt, pillow_limits, sample_shape, write_pixels
+from h5chunk.errors import SampleError, SourceError, printable
+from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
-from h5chunk.sources.samples import LABELS, Samples, field_dtype
-
-IMAGES, DATA = "images", "data"
+from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
 
 
 class MappingSource(Samples):
-    """A map-style data set: a `h5chunk.source.SampleSource`.
-
-    Parameters
-    ----------
-    dataset : object
-        With ``len()`` and samples by number.
-    decoding : ImageOptions
-    context : OpenContext
-    """
+    """A map-style data set."""
 
     kind = "mapping"
     noun = "a data set in Python"
     Options = ImageOptions
 
     def __init__(self, dataset: Any, decoding: ImageOptions, context: OpenContext) -> None:
-        super().__init__()
-        self._dataset, self._decoding = dataset, decoding
-        self._has_images = False
-        first = self._first(context.skips_bad_samples)
-        self._names = list(first)
-        fields = {name: self._field(name, value) for name, value in first.items()}
-        widths = self._text_widths(context) if any(field.dtype.kind == "S" for field in fields.values()) else {}
-        for name, width in widths.items():
-            fields[name] = SampleField((), np.dtype(f"S{width}"))
-        self.fields = dict(sorted(fields.items(), key=lambda item: -item[1].sample_bytes))
-        self.options = {**(decoding.recorded() if self._has_images else {}), "fields": self._names}
+        self._dataset, self.decoding = dataset, decoding
+        order = self.settle(context.skips_bad_samples)
+        if any(field.dtype.kind == "S" for field in self.fields.values()):
+            widths = self._text_widths(context)
+            texts = {name: SampleField((), np.dtype(f"S{width}")) for name, width in widths.items()}
+            self.fields = largest_first({**self.fields, **texts})
+        has_images = any(field.axes for field in self.fields.values())
+        self.options = {**(decoding.recorded() if has_images else {}), "fields": order}
         self.categories = _class_names(dataset, self.fields)
         self.notes = ["a data set in Python has no date: a conversion that is stopped starts anew"]
 
@@ -87,24 +72,12 @@ class MappingSource(Samples):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def session(self) -> AbstractContextManager[None]:
-        return pillow_limits(self._decoding.max_pixels)
-
-    def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    def values(self, index: int) -> dict[str, Any]:
         sample = self._sample(index)
-        notes: list[str] = []
-        for name, values in out.items():
-            value = sample[name]
-            if isinstance(value, Image.Image):
-                image, said = adapt(value, self._decoding)
-                _check_shape(name, sample_shape(image, self._decoding.layout), values.shape)
-                write_pixels(image, self._decoding.layout, values)
-                notes += said
-            else:
-                array = _as_array(name, value)
-                _check_shape(name, array.shape, values.shape)
-                _copy(name, array, values)
-        return tuple(notes)
+        return {
+            name: value if isinstance(value, Image.Image) else _as_array(name, value, self.fields.get(name))
+            for name, value in sample.items()
+        }
 
     def _sample(self, index: int) -> dict[str, Any]:
         """A sample as a dict, with the names of the first."""
@@ -114,31 +87,10 @@ class MappingSource(Samples):
             raise
         except Exception as error:  # a data set may raise anything
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
-        names = getattr(self, "_names", None)
-        if names is not None and sample.keys() != set(names):
-            raise SampleError(f"has the fields {', '.join(sample)} but others have {', '.join(names)}: make them alike")
+        if self.fields and sample.keys() != self.fields.keys():
+            names = ", ".join(self.fields)
+            raise SampleError(f"has the fields {', '.join(sample)} but others have {names}: make them alike")
         return sample
-
-    def _first(self, skip: bool) -> dict[str, Any]:
-        """The first sample that can be read."""
-        for index in range(len(self)):
-            try:
-                return self._sample(index)
-            except SampleError as error:
-                if not skip:
-                    raise SampleError(f"{self.name(index)}: {error}") from None
-                reason = str(error)
-        raise SourceError(f"none of the {len(self)} samples can be read; the last: {reason}")
-
-    def _field(self, name: str, value: Any) -> SampleField:
-        if isinstance(value, Image.Image):
-            self._has_images = True
-            with self.session():
-                image, _ = adapt(value, self._decoding)
-            layout = self._decoding.layout
-            return SampleField(sample_shape(image, layout), np.dtype(np.uint8), layout.upper())
-        array = _as_array(name, value)
-        return SampleField(array.shape, field_dtype(name, array.dtype))
 
     def _text_widths(self, context: OpenContext) -> dict[str, int]:
         """The length of the longest string of each field, which only reading all samples tells."""
@@ -154,30 +106,6 @@ class MappingSource(Samples):
             context.report_found(index + 1)
         return widths
 
-    def disagreement(self) -> str:
-        shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
-        for index, name, shape in self._shapes():
-            first, expected = shapes.setdefault(name, (index, shape))
-            if shape != expected:
-                remedy = "give arrays of one shape"
-                if name in self.fields and self.fields[name].axes:
-                    remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
-                return (
-                    f"samples differ in {printable(name)!r}: {self.name(first)} is {shape_text(expected)}, "
-                    f"{self.name(index)} is {shape_text(shape)}: {remedy}"
-                )
-        return "the samples did not all have one shape, and changed since"
-
-    def _shapes(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
-        for index in range(len(self)):
-            try:
-                with self.session():
-                    shapes = {name: self._field(name, value).shape for name, value in self._sample(index).items()}
-            except SampleError:
-                continue
-            for name, shape in shapes.items():
-                yield index, name, shape
-
 
 def _named(sample: Any) -> dict[str, Any]:
     """Name the parts of a sample."""
@@ -185,9 +113,11 @@ def _named(sample: Any) -> dict[str, Any]:
         return {str(name): value for name, value in sample.items()}
     if not isinstance(sample, (tuple, list)):
         return {IMAGES if isinstance(sample, Image.Image) else DATA: sample}
-    if len(sample) == 2 and _is_picture(sample[0]) and _is_number(sample[1]):
-        return {IMAGES: sample[0], LABELS: sample[1]}
     images = [isinstance(value, Image.Image) for value in sample]
+    if len(sample) == 2:
+        is_picture = images[0] or len(getattr(sample[0], "shape", ())) in (2, 3)
+        if is_picture and (isinstance(sample[1], numbers.Number) or getattr(sample[1], "shape", None) == ()):
+            return {IMAGES: sample[0], LABELS: sample[1]}
     named = {f"field{number}": value for number, value in enumerate(sample)}
     return {
         IMAGES if images.count(True) == 1 and is_image else name: value
@@ -195,60 +125,43 @@ def _named(sample: Any) -> dict[str, Any]:
     }
 
 
-def _is_picture(value: Any) -> bool:
-    return isinstance(value, Image.Image) or len(getattr(value, "shape", ())) in (2, 3)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number) or getattr(value, "shape", None) == ()
-
-
 def _encoded(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _as_array(name: str, value: Any) -> np.ndarray:
-    """A number, an array, a tensor or a string as an array.
+def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
+    """A number, an array, a tensor or a string as an array, of the dtype of its field once that is known.
 
     Raises
     ------
     SampleError
-        It is none of these.
+        It is none of these, or the field cannot hold it exactly.
     """
-    if isinstance(value, (str, bytes)):
-        return np.array(_encoded(value) or b"\0", "S")
+    shown = f"field {printable(name)!r}"
     if value is None:
-        raise SampleError(f"field {printable(name)!r} is missing (None): fill it, or leave such samples out")
+        raise SampleError(f"{shown} is missing (None): fill it, or leave such samples out")
     try:
-        array = np.asarray(value)
+        array = np.array(_encoded(value) or b"\0", "S") if isinstance(value, (str, bytes)) else np.asarray(value)
         field_dtype(name, array.dtype)
     except (SourceError, ValueError, TypeError, RuntimeError) as error:
         raise SampleError(
-            f"field {printable(name)!r} is of type {type(value).__name__}, which is no image, number, array or string: "
+            f"{shown} is of type {type(value).__name__}, which is no image, number, array or string: "
             f"{printable(str(error))}"
         ) from None
-    return array
-
-
-def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if tuple(shape) != tuple(expected):
-        raise ShapeError(f"field {printable(name)!r} is {shape_text(shape)} but others are {shape_text(expected)}")
-
-
-def _copy(name: str, array: np.ndarray, out: np.ndarray) -> None:
-    """Copy values that fit the dtype of a field exactly."""
-    if array.dtype != out.dtype and array.dtype.kind != "S":
-        with np.errstate(all="ignore"):
-            fitted = array.astype(out.dtype)
-        if not np.array_equal(fitted, array, equal_nan=array.dtype.kind == "f"):
-            raise SampleError(
-                f"field {printable(name)!r} is {array.dtype}, and does not fit the {out.dtype} of the first sample: "
-                "give all samples one dtype"
-            )
-        array = fitted
-    elif array.dtype.itemsize > out.dtype.itemsize:
-        raise SampleError(f"field {printable(name)!r} is longer than when it was first read")
-    out[...] = array
+    if field is None or array.dtype == field.dtype:
+        return array
+    if array.dtype.kind == field.dtype.kind == "S":
+        if array.dtype.itemsize > field.dtype.itemsize:
+            raise SampleError(f"{shown} is longer than when it was first read")
+        return array
+    with np.errstate(all="ignore"):
+        fitted = array if "S" in (array.dtype.kind, field.dtype.kind) else array.astype(field.dtype)
+    if fitted is array or not np.array_equal(fitted, array, equal_nan=array.dtype.kind == "f"):
+        raise SampleError(
+            f"{shown} is {array.dtype}, and does not fit the {field.dtype} of the first sample: give all samples one "
+            "dtype"
+        )
+    return fitted
 
 
 def _class_names(dataset: Any, fields: Mapping[str, SampleField]) -> dict[str, list[str]]:

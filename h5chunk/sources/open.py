@@ -1,7 +1,4 @@
-"""Find out what kind of data a source is, and open it.
-
-To add a kind of data, write a module with a class that keeps the contract of `h5chunk.source`, and put it on the list.
-"""
+"""Find out what kind of data a source is, and open it."""
 
 from __future__ import annotations
 
@@ -11,62 +8,30 @@ from typing import Any
 
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
+from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import is_path, read_head
 
-# In the order in which they are asked; images take any folder and archive that no other kind recognises.
-KINDS = (
-    ("matrix.tenx", "TenxSource"),
-    ("matrix.anndata", "H5adSource"),
-    ("matrix.npz", "NpzSource"),
-    ("arrays", "ArraySource"),
-    ("matrix.npy", "NpySource"),
-    ("matrix.mtx", "MtxSource"),
-    ("matrix.libsvm", "LibsvmSource"),
-    ("matrix.delimited", "DelimitedSource"),
-    ("table", "TableSource"),
-    ("images", "ImageSource"),
-    ("mapping", "MappingSource"),
-)
 PACKAGES = {"pyarrow": "sparse"}  # optional ones, and the extra that installs them
 
 
 def all_kinds() -> list[Any]:
     """The classes of all kinds of sources, in the order in which they are asked."""
-    return [getattr(import_module(f"h5chunk.sources.{module}"), name) for module, name in KINDS]
+    return [getattr(import_module(f"h5chunk.sources.{kind.module}"), kind.class_name) for kind in KINDS]
 
 
 def find_kind(source: Any, kind: str | None = None) -> Any:
-    """Find the class that opens a source.
-
-    Parameters
-    ----------
-    source : path or object
-    kind : str, optional
-        The name of a kind; default: the first that recognises the source.
-
-    Raises
-    ------
-    OptionError
-        There is no such kind.
-    SourceError
-        No kind recognises the source.
-    """
+    """Find the class that opens a source: the one of a name, or else the first that recognises the source."""
     kinds = all_kinds()
+    names = [each.kind for each in kinds]
     if kind is not None:
-        found = [each for each in kinds if each.kind == kind]
-        if not found:
-            raise OptionError(f"format is {kind!r}: give {one_of([each.kind for each in kinds])}")
-        return found[0]
+        if kind not in names:
+            raise OptionError(f"format is {kind!r}: give {one_of(names)}")
+        return kinds[names.index(kind)]
     head = read_head(source)
     for each in kinds:
         if each.recognises(source, head):
             return each
-    if is_path(source):
-        raise SourceError(
-            f"{printable(source)}: not known by its name and first bytes: say the format "
-            f"({', '.join(each.kind for each in kinds)})"
-        )
     raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
 
 
@@ -113,30 +78,9 @@ def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) ->
 def choose_options(
     kind: Any, source: Any, given: Mapping[str, Any], groups: Sequence[type[Options]], *others: type[Options]
 ) -> list[Any]:
-    """Sort options into the groups that they belong to.
+    """Sort options by name into the groups that apply to the source: one object for each group.
 
-    Parameters
-    ----------
-    kind : class
-        Of the source.
-    source : path or object
-        For messages.
-    given : mapping
-        Options by name.
-    groups : sequence of type
-        The kinds of options that apply to the source.
-    *others : type
-        Further kinds of options, which do not apply: for messages.
-
-    Returns
-    -------
-    list
-        One object for each group.
-
-    Raises
-    ------
-    OptionError
-        An option does not exist, applies to other kinds only, or has an invalid value.
+    An option that does not exist, or belongs to the ``others`` or to another kind only, is an OptionError.
     """
     known = {name for group in groups for name in group.names()}
     for name in given:
@@ -151,13 +95,12 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
     for each in all_kinds():
         if name in each.Options.names():
             homes.setdefault(each.noun, []).append(each.kind)
-    nouns = [_with_kinds(noun, *kinds) for noun, kinds in homes.items()]
-    if not nouns:
+    if not homes:
         return OptionError(f"there is no option {name!r}")
-    contained = _with_kinds(kind.noun, kind.kind)
+    nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
     return OptionError(
-        f"{flag_of(name)} applies only to {one_of(nouns)}; {describe(source)} contains {contained}: leave it out, or "
-        "give the format of the source if it is another one"
+        f"{flag_of(name)} applies only to {nouns}; {describe(source)} contains {_with_kinds(kind.noun, kind.kind)}: "
+        "leave it out, or give the format of the source if it is another one"
     )
 
 

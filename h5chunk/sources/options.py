@@ -23,24 +23,9 @@ def option(
 ) -> Any:
     """Describe an option: a field of a dataclass that derives from `Options`.
 
-    Parameters
-    ----------
-    default : object
-        ``False`` for a switch.
-    help : str
-        For the command line: an imperative or a noun phrase.
-    choices : sequence of str
-        The values that are allowed, apart from the default.
-    minimum, maximum : int, optional
-        The smallest and the largest number that are allowed.
-    metavar : str
-        What stands for the value in help, such as ``H W``.
-    shown_default : str
-        What help says of the default, where the value does not.
-    unit : str
-        ``bytes`` for a number that may be written as ``512M``.
-    is_path : bool
-        Whether the value names a file, which must not be the output.
+    The default is always allowed; ``False`` is that of a switch. ``metavar`` stands for the value in help, such as
+    ``H W``; ``shown_default`` is what help says of the default where the value does not. A number whose unit is
+    ``bytes`` may be written as ``512M``. A path names a file, which must not be the output.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, metadata=metadata)
@@ -48,20 +33,22 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Base of options: checks choices and minimums when it is made.
-
-    Raises
-    ------
-    OptionError
-        A value is not allowed; names the option, the value and what is allowed.
-    """
+    """Base of options: checks choices and limits when it is made, and raises `OptionError`."""
 
     heading: ClassVar[str] = ""  # of the command line's help
     noun: ClassVar[str] = ""  # the data that they apply to, for messages
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
+            value, about = getattr(self, field.name), field.metadata
+            minimum, maximum = about.get("minimum"), about.get("maximum")
+            if value == field.default:
+                continue
+            if about.get("choices") and value not in about["choices"]:
+                raise OptionError(f"{field.name} is {value!r}: give {one_of(about['choices'])}")
+            if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+                limits = f"at least {minimum}" if maximum is None else f"a number from {minimum} to {maximum}"
+                raise OptionError(f"{field.name} is {value!r}: give {limits}")
 
     @classmethod
     def heading_of(cls, name: str) -> str:
@@ -71,7 +58,6 @@ class Options:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all options."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def given(self) -> dict[str, Any]:
@@ -82,17 +68,6 @@ class Options:
         """Values of the options that name files."""
         values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("is_path")]
         return [value for value in values if value is not None]
-
-
-def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
-    if value == field.default:
-        return
-    if choices and value not in choices:
-        raise OptionError(f"{field.name} is {value!r}: give {one_of(choices)}")
-    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
-        limits = f"at least {minimum}" if maximum is None else f"a number from {minimum} to {maximum}"
-        raise OptionError(f"{field.name} is {value!r}: give {limits}")
 
 
 def one_of(words: Sequence[str]) -> str:

@@ -37,19 +37,10 @@ def read_head(source: Any) -> bytes:
 
 def has_suffix(source: Any, *suffixes: str) -> bool:
     """Whether a source is a regular file with one of some suffixes, in small letters, before ``.gz``."""
-    return suffix_of(source) in suffixes and os.path.isfile(source)
-
-
-def suffix_of(source: Any) -> str:
-    """The suffix of a name in small letters, without ``.gz``; empty for what has no name.
-
-    >>> suffix_of("Ratings.CSV.gz"), suffix_of(3)
-    ('.csv', '')
-    """
     if not is_path(source):
-        return ""
+        return False
     name = os.fsencode(source).decode("utf-8", "backslashreplace").lower()
-    return posixpath.splitext(name.removesuffix(".gz"))[1]
+    return posixpath.splitext(name.removesuffix(".gz"))[1] in suffixes and os.path.isfile(source)
 
 
 def zip_members(source: Any, head: bytes) -> set[str]:
@@ -57,10 +48,7 @@ def zip_members(source: Any, head: bytes) -> set[str]:
     if not head.startswith(ZIP_MAGIC):
         return set()
     try:
-        with (
-            BoundedFile(source, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file,
-            zipfile.ZipFile(file) as archive,
-        ):
+        with BoundedFile(source, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
             return set(archive.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
         return set()

@@ -1,41 +1,29 @@
-"""What sources of samples have in common, apart from images."""
+"""Base of the kinds of sources of samples, whose values are numbers, arrays, strings or images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
+from PIL import Image
 
-from h5chunk.errors import SourceError, printable
-from h5chunk.source import OpenContext, SampleField, SampleNames
+from h5chunk.errors import SampleError, ShapeError, SourceError, printable
+from h5chunk.source import OpenContext, SampleField, SampleSource, shape_text
+from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.options import Options
 
-LABELS = "labels"
+IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
 
 
-class Samples:
-    """Base of sources of samples: a `h5chunk.source.SampleSource` without names, columns and a life after a stop.
+class Samples(SampleSource):
+    """A kind of samples says what it recognises, opens it, and reads values; images are decoded here."""
 
-    Attributes
-    ----------
-    fields, columns, categories
-        As of `h5chunk.source.SampleSource`.
-    """
-
-    kind: ClassVar[str]
-    noun: ClassVar[str]
+    noun: ClassVar[str]  # what such a source contains, for messages
     Options: ClassVar[type[Options]] = Options
-
-    def __init__(self) -> None:
-        self.fields: Mapping[str, SampleField] = {}
-        self.columns: Mapping[str, np.ndarray] = {}
-        self.categories: Mapping[str, list[str]] = {}
-        self.names: SampleNames | None = None
-        self.options: Mapping[str, Any] = {}
-        self.ignored: Sequence[str] = []
-        self.notes: Sequence[str] = []
+    decoding: ImageOptions = ImageOptions()
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -47,25 +35,101 @@ class Samples:
         """Open a source."""
         raise NotImplementedError
 
-    def name(self, index: int) -> str:
-        """Return where a sample comes from, for people."""
-        return f"sample {index}"
+    def values(self, index: int) -> Mapping[str, Any]:
+        """Read all fields of a sample: arrays, opened images, or encoded ones as bytes.
+
+        Raises
+        ------
+        SampleError
+            They cannot be read.
+        """
+        raise NotImplementedError
 
     def session(self) -> AbstractContextManager[None]:
-        """Return what must be in force while samples are read: nothing."""
-        return nullcontext()
+        return pillow_limits(self.decoding.max_pixels)
 
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when a sample may have changed: none, as all are covered by `identity`."""
-        return ()
+    def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+        values = self.values(index)
+        notes: tuple[str, ...] = ()
+        for name, target in out.items():
+            value = values[name]
+            if not isinstance(value, (bytes, Image.Image)):
+                _check_shape(name, value.shape, target.shape)
+                target[...] = value
+                continue
+            image, said = decode(value, self.decoding)
+            _check_shape(name, sample_shape(image, self.decoding.layout), target.shape)
+            write_pixels(image, self.decoding.layout, target)
+            notes += said
+        return notes
 
-    def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """Return what decides the samples' values; None if that is unknown."""
-        return None
+    def describe(self, index: int) -> dict[str, SampleField]:
+        """Return the fields of one sample."""
+        fields, layout = {}, self.decoding.layout
+        with self.session():
+            for name, value in self.values(index).items():
+                if isinstance(value, (bytes, Image.Image)):
+                    image, _ = decode(value, self.decoding)
+                    fields[name] = SampleField(sample_shape(image, layout), np.dtype(np.uint8), layout.upper())
+                else:
+                    fields[name] = SampleField(value.shape, field_dtype(name, value.dtype))
+        return fields
+
+    def settle(self, skip_bad: bool) -> list[str]:
+        """Take the fields of the first sample that can be read, which all samples must share; return their names.
+
+        Raises
+        ------
+        SampleError
+            It cannot be read and ``skip_bad`` is false.
+        SourceError
+            None of the samples can be read.
+        """
+        for index in range(len(self)):
+            try:
+                fields = self.describe(index)
+                self.fields = largest_first(fields)
+                return list(fields)
+            except SampleError as error:
+                reason = f"{self.name(index)}: {error}"
+                if not skip_bad:
+                    raise SampleError(reason) from None
+        raise SourceError(f"none of the {len(self)} samples can be used; the last: {reason}")
 
     def disagreement(self) -> str:
-        """Say that samples differ in shape; a source that reads them one by one says which."""
-        return "the samples do not all have one shape"
+        """Name the first two samples of different shapes, and the remedy."""
+        first: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for index in range(len(self)):
+            try:
+                fields = self.describe(index)
+            except SampleError:
+                continue
+            for name, field in fields.items():
+                number, shape = first.setdefault(name, (index, field.shape))
+                if field.shape == shape:
+                    continue
+                remedy = "give arrays of one shape"
+                if field.axes:
+                    remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
+                    if self.decoding.color == "keep" and (
+                        self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]
+                    ):
+                        remedy = "give the colours that all shall have (--color rgb|gray)"
+                return (
+                    f"samples differ in {printable(name)!r}: {self.name(number)} is {shape_text(shape)}, "
+                    f"{self.name(index)} is {shape_text(field.shape)}: {remedy}"
+                )
+        return "the samples did not all have one shape, and changed since"
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(shape) != tuple(expected):
+        raise ShapeError(f"{printable(name)!r} is {shape_text(shape)} but others are {shape_text(expected)}")
+
+
+def largest_first(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
+    """Sort fields by the size of a sample."""
+    return dict(sorted(fields.items(), key=lambda item: -item[1].sample_bytes))
 
 
 def field_dtype(name: str, dtype: np.dtype) -> np.dtype:

@@ -23,7 +23,7 @@ from support.matrix_files import write_10x, write_h5ad
 
 import h5chunk
 from h5chunk.errors import SourceError
-from h5chunk.sources.matrix.memory import MemoryLimit
+from h5chunk.sources.matrix.block import MemoryLimit
 from h5chunk.sources.open import open_source
 from h5chunk.tools.convert.convert import plan_convert
 
@@ -237,7 +237,7 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
     allowed = said.pop("allowed.mtx")
     assert not {name: text for name, text in said.items() if "TRACEBACK" in text or "the system gave less" in text}
     assert {name for name, text in said.items() if not text} == {name for name in options if "legal" in name}
-    refused = [text for text in said.values() if "but memory_bytes is 32.0 MiB: if the claim is right, allow" in text]
+    refused = [text for text in said.values() if "over the limit of 32.0 MiB: if the claim is right, allow" in text]
     assert len(refused) > 70
     assert "the system gave less: allow less" in allowed
 
@@ -245,7 +245,7 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
 def test_the_error_says_what_it_would_take(tmp_path: Path) -> None:
     (tmp_path / "m.mtx").write_bytes(mtx(HUGE[0], 3, "real general"))
     message = (
-        r"m\.mtx: claims 2,000,000,000 rows and 3 columns, which take 104\.3 GiB of memory, but memory_bytes is "
+        r"m\.mtx: claims 2,000,000,000 rows and 3 columns, which take 104\.3 GiB of memory, over the limit of "
         r"1\.0 GiB: if the claim is right, allow more \(--memory-bytes 105G\)"
     )
     for how in (h5chunk.convert, plan_convert):

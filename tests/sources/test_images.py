@@ -32,7 +32,7 @@ def test_samples_by_number(class_folder: Callable[..., Path], layout: str) -> No
     source = pickle.loads(pickle.dumps(source_of(class_folder(6, 2), layout=layout)))
     assert len(source) == 6 and source.name(3) == "class1/0001.png"
     shape = (3, 10, 12) if layout == "nchw" else (10, 12, 3)
-    assert source.shape_of(3) == shape and source.settle_shape(skip=False) == 0
+    assert source.settle(skip_bad=False) == ["images"]
     assert source.fields == {"images": SampleField(shape, np.dtype("u1"), layout.upper())}
     out = np.empty(shape, np.uint8)
     with source.session():
@@ -54,7 +54,7 @@ def test_disagreement_names_the_first_two_in_the_order_of_the_source(tmp_path: P
         save(tmp_path, name, 1, height)
     (tmp_path / "c.png").write_bytes(b"broken")
     expected = (
-        "images differ: a.png is 3 x 10 x 12, d.png is 3 x 8 x 12: "
+        "samples differ in 'images': a.png is 3 x 10 x 12, d.png is 3 x 8 x 12: "
         "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
     )
     assert source_of(tmp_path).disagreement() == expected
@@ -67,16 +67,17 @@ def test_settling_the_shape_where_the_first_is_broken(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"broken")
     save(tmp_path, "b.png", 1)
     source = source_of(tmp_path)
-    assert source.settle_shape(skip=True) == 1 and source.shape == (3, 10, 12)
+    source.settle(skip_bad=True)
+    assert source.fields["images"].shape == (3, 10, 12)
     with pytest.raises(SampleError, match=r"a\.png: is no image of a known format"):
-        source.settle_shape(skip=False)
+        source.settle(skip_bad=False)
 
 
 def test_settling_the_shape_where_all_are_broken(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(b"broken")
-    with pytest.raises(SourceError, match=r"none of the 2 images can be used; the last: b\.png: is no image"):
-        source_of(tmp_path).settle_shape(skip=True)
+    with pytest.raises(SourceError, match=r"none of the 2 samples can be used; the last: b\.png: is no image"):
+        source_of(tmp_path).settle(skip_bad=True)
 
 
 def test_shape_text() -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from h5chunk.errors import SourceError
-from h5chunk.sources.listing import Listing, Names, list_images
+from h5chunk.source import Names
+from h5chunk.sources.listing import Listing, list_images
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 

@@ -16,7 +16,7 @@ from support.matrix_files import dense, write_10x, write_h5ad
 
 import h5chunk
 from h5chunk.errors import OptionError, SourceError
-from h5chunk.sources.matrix.hdf5 import GuardedFile, read_strings
+from h5chunk.sources.matrix.hdf5 import GuardedFile
 from h5chunk.sources.open import find_kind, open_source
 
 __all__ = ["no_imagecodecs"]
@@ -45,7 +45,7 @@ def test_strings_of_variable_length_equal_what_hdf5_reads(tmp_path_factory, word
     with h5py.File(path, "w") as file:
         file.create_dataset("s", data=words * repeat, dtype=h5py.string_dtype(), **pipeline)
     with GuardedFile(path).open() as root:
-        strings = read_strings(root.dataset("s"))
+        strings = root.dataset("s").strings()
     assert strings.dtype.kind == "S"
     assert strings.tolist() == [word.encode() for word in words * repeat]
 

@@ -201,7 +201,7 @@ def test_indices_out_of_proportion_are_refused(tmp_path, monkeypatch):
     members = {"data": np.ones(1 << 18), "indices": zeros, "indptr": np.array([0, 0, 0, 1 << 18])}
     (tmp_path / "m.npz").write_bytes(npz(**members))
     assert len(entries(open_source(tmp_path / "m.npz"))[0]) == 1 << 18
-    monkeypatch.setattr("h5chunk.sources.matrix.npz.FREE_BYTES", 1 << 19)
+    monkeypatch.setattr("h5chunk.sources.matrix.numpy.FREE_BYTES", 1 << 19)
     with pytest.raises(SourceError, match=r"'indices.npy' unpacks to 1048704 bytes, \d+ times .* out of proportion"):
         open_source(tmp_path / "m.npz")
 

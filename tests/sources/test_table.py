@@ -86,7 +86,7 @@ def test_a_folder_of_tables(tmp_path: Path) -> None:
 def test_options_of_images_and_columns(tmp_path: Path) -> None:
     pq.write_table(table(image=[png(i, 8 + i % 2) for i in range(COUNT)]), tmp_path / "t.parquet")
     options: dict[str, Any] = {"columns": ("image", "label")}
-    with pytest.raises(SourceError, match=r"others are 3 x 8 x 6, t\.parquet, row 1 is 3 x 9 x 6: give a size"):
+    with pytest.raises(SourceError, match=r"row 0 is 3 x 8 x 6, t\.parquet, row 1 is 3 x 9 x 6: give a size"):
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", **options)
     h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", **options, size=(4, 4), fit="crop", color="gray")
     assert read_back(tmp_path / "x.h5", ["image"])["image"].shape == (COUNT, 1, 4, 4)
@@ -112,12 +112,12 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        ([1, 2, None], "column 'a' has no value in row 2: fill it, or leave the column out"),
+        ([1, 2, None], "column 'a' has no value in row 2: fill it, or convert the table without it"),
         (["x", None], "column 'a' has no value in row 1"),
         ([[1], [1, 2]], "column 'a' holds lists of 1 and of 2 numbers: make them of one length"),
         ([[1, None]], "column 'a' holds a list with a missing number"),
         (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
-        ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: leave it out"),
+        ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: convert the table without it"),
         ([{"bytes": None, "path": "a.png"}], "an image without bytes, of which only the path is known: embed"),
     ],
 )

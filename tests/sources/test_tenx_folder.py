@@ -19,7 +19,7 @@ from support.matrix_files import dense, write_10x, write_h5ad
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, SourceError
-from h5chunk.sources.matrix.transposed import Transposed
+from h5chunk.sources.matrix.block import Transposed
 from h5chunk.sources.open import find_kind, open_source
 
 pytest.importorskip("pyarrow")

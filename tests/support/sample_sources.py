@@ -13,8 +13,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import SampleError
-from h5chunk.source import SampleField
-from h5chunk.sources.listing import Names
+from h5chunk.source import Names, SampleField
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.options import SampleOptions

@@ -27,6 +27,7 @@ from support.pictures import pixels
 import h5chunk
 import h5chunk.store.write.new_file as newfile_module
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, WorkerError
+from h5chunk.source import SampleField
 from h5chunk.sources.images import ImageSource
 from h5chunk.tools.convert.convert import convert, plan_convert
 
@@ -206,7 +207,7 @@ def test_mixed_sizes_name_the_first_two(
     with pytest.raises(SourceError) as caught:
         convert(root, tmp_path / "out.h5", workers=workers, seed=seed, on_error=on_error)
     assert str(caught.value) == (
-        "images differ: class0/0000.png is 3 x 10 x 12, class0/0050.png is 3 x 11 x 12: "
+        "samples differ in 'images': class0/0000.png is 3 x 10 x 12, class0/0050.png is 3 x 11 x 12: "
         "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
     )
     check_untouched(tmp_path / "out.h5", None)
@@ -316,9 +317,10 @@ def test_all_broken_is_an_error(
 ) -> None:
     root = class_folder(10)
     skipping(root, list(range(10)))
-    with pytest.raises(SourceError, match=r"none of the 10 images can be used; the last: class2/0008\.png: is no"):
+    with pytest.raises(SourceError, match=r"none of the 10 samples can be used; the last: class2/0008\.png: is no"):
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
-    monkeypatch.setattr(ImageSource, "settle_shape", lambda self, skip: setattr(self, "shape", (3, 10, 12)))
+    fields = {"images": SampleField((3, 10, 12), np.dtype(np.uint8), "NCHW")}
+    monkeypatch.setattr(ImageSource, "settle", lambda self, skip_bad: setattr(self, "fields", fields))
     with pytest.raises(SourceError, match=r"none of the 10 samples can be used, such as class\d/\d+\.png: is no image"):
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
     check_untouched(*out)

@@ -253,7 +253,7 @@ def test_what_is_no_use_is_not_kept(class_folder: Make, tmp_path: Path) -> None:
     """Images that differ need other options, so that all is done anew."""
     root = class_folder(COUNT)
     Image.fromarray(pixels(1, 5, 5)).save(root / "class2" / "0074.png")
-    with pytest.raises(SourceError, match="images differ"):
+    with pytest.raises(SourceError, match="samples differ in 'images'"):
         convert(root, tmp_path / "x.h5", workers=0, shuffle=False)
     assert beside(tmp_path / "x.h5") == []
 
@@ -530,7 +530,7 @@ def test_a_matrix_that_changes(tmp_path: Path, name: str, monkeypatch: pytest.Mo
             with path.open("ab") as file:
                 file.write(b"\n")
 
-    monkeypatch.setattr("h5chunk.sources.matrix.npy.MIN_CELLS", 1000)
+    monkeypatch.setattr("h5chunk.sources.matrix.numpy.MIN_CELLS", 1000)
     with pytest.raises(SourceError, match=rf"{name}: changed while it was read"):
         kind = "npy" if name == "m.npy" else None
         convert(path, tmp_path / "x.h5", format=kind, memory_bytes=1 << 20, progress=grow)

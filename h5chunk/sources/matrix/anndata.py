@@ -15,12 +15,11 @@ import numpy as np
 
 from h5chunk.errors import SourceError
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import LayerOptions
-from h5chunk.sources.matrix import compressed
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
-from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
-from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
-from h5chunk.sources.recognise import HDF5_MAGIC, hdf5_members, suffix_of
+from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
+from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
+from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members
 
 FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 CELL_BYTES = 64  # of memory for a cell of a dense matrix, as int64 numbers, value and masks
@@ -28,7 +27,7 @@ MAX_CATEGORIES = 1 << 20
 
 
 class H5adSource(SparseSource):
-    """An .h5ad; see `SparseSource`.
+    """An .h5ad.
 
     Parameters
     ----------
@@ -42,19 +41,16 @@ class H5adSource(SparseSource):
     ----------
     ignored : dict of str to str
         Columns of ``obs`` that are left out, with the reason.
-
-    Raises
-    ------
-    SourceError
-        The file is damaged, has no such matrix, its parts do not agree, or h5chunk wrote it.
     """
 
     kind = "h5ad"
     Options = LayerOptions
+    shape: tuple[int, int]
+    axes = ("obs", "var")
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        if suffix_of(source) == ".h5ad":
+        if has_suffix(source, ".h5ad"):
             return head.startswith(HDF5_MAGIC)
         return {"X", "obs", "var"} <= set(hdf5_members(source, head))
 
@@ -62,15 +58,17 @@ class H5adSource(SparseSource):
     def open(cls, source: Any, options: LayerOptions, context: OpenContext) -> H5adSource:
         return cls(source, options.layer, context.memory_bytes)
 
-    shape: tuple[int, int]
-    axes = ("obs", "var")
-
     def __init__(
         self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
     ) -> None:
         self._file = GuardedFile(path, memory_bytes)
         self.path = self._file.path
-        self._where = _place(layer)
+        if layer in (None, "X"):
+            self._where: tuple[str, ...] = ("X",)
+        elif layer in ("raw", "raw/X"):
+            self._where = ("raw", "X")
+        else:
+            self._where = ("layers", str(layer).removeprefix("layers/"))
         self.row_fields: dict[str, np.ndarray] = {}
         self.categories: dict[str, list[str]] = {}
         self.ignored: dict[str, str] = {}
@@ -82,7 +80,8 @@ class H5adSource(SparseSource):
                 )
             self._layout, self.shape, parts = self._matrix(root)
             self.num_bytes = sum(part.stored_bytes for part in parts)
-            self.is_sorted_by_row = self._layout == "csr" or (self._layout == "dense" and parts[0].has_whole_rows())
+            whole_rows = self._layout == "dense" and (not parts[0].chunks or parts[0].chunks[1] >= self.shape[1])
+            self.is_sorted_by_row = self._layout == "csr" or whole_rows
             self.row_names = self._names(root, "obs", self.shape[0])
             holder = root.group("raw") if self._where[0] == "raw" else root
             self.column_names = self._names(holder, "var", self.shape[1])
@@ -101,7 +100,7 @@ class H5adSource(SparseSource):
             raise root.error(f"has no matrix {'/'.join(self._where)!r}; {_choices(root)}")
         if not holder.is_group(name):
             dense = holder.dataset(name, 2)
-            compressed.check_values_type(dense.name, dense.dtype)
+            check_values_type(dense.name, dense.dtype)
             return "dense", (dense.shape[0], dense.shape[1]), [dense]
         group = holder.group(name)
         word = group.word("encoding-type") or group.word("h5sparse_format")
@@ -109,8 +108,7 @@ class H5adSource(SparseSource):
             raise group.error(f"is encoded as {word!r} but {', '.join(FORMATS)} and dense datasets are read")
         shape = self._shape(group)
         parts = [group.dataset(part) for part in ("data", "indices", "indptr")]
-        major = shape if FORMATS[word] == "csr" else shape[::-1]
-        compressed.check_kinds(major, parts[0], parts[2], parts[1])
+        check_vectors(FORMATS[word], shape, parts)
         return FORMATS[word], shape, parts
 
     def _shape(self, group: GuardedGroup) -> tuple[int, int]:
@@ -132,9 +130,7 @@ class H5adSource(SparseSource):
         stored = group.dataset(name)
         if stored.length != length:
             raise group.error(f"has {stored.length} names but the matrix {length}", name)
-        if not stored.is_text and stored.dtype.kind != "S":
-            return None
-        return self._keep(read_strings(stored), f"names of {table}")
+        return self._keep(stored.strings(), f"names of {table}") if stored.is_strings else None
 
     def _keep(self, values: np.ndarray, what: str) -> np.ndarray:
         """Count an array that is kept until all is converted, when it is also permuted."""
@@ -153,17 +149,14 @@ class H5adSource(SparseSource):
                 self.ignored[name] = str(reason)
 
     def _read_field(self, obs: GuardedGroup, name: str) -> None:
-        if obs.is_group(name):
-            self._read_encoded(obs.group(name), name)
+        if not obs.is_group(name):
+            values = self._column(obs.dataset(name))
+            if "__categories" in obs and name in obs.group("__categories"):
+                self._add_categorical(name, values, obs.group("__categories").dataset(name))
+            else:
+                self.row_fields[name] = values
             return
-        stored = obs.dataset(name)
-        values = self._column(stored)
-        if "__categories" in obs and name in obs.group("__categories"):
-            self._add_categorical(name, values, obs.group("__categories").dataset(name))
-        else:
-            self.row_fields[name] = values
-
-    def _read_encoded(self, group: GuardedGroup, name: str) -> None:
+        group = obs.group(name)
         word = group.word("encoding-type")
         if word == "categorical":
             self._add_categorical(name, self._column(group.dataset("codes")), group.dataset("categories"))
@@ -178,11 +171,11 @@ class H5adSource(SparseSource):
         """The values of one row field."""
         if stored.length != self.shape[0]:
             raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
-        if stored.is_text or stored.dtype.kind == "S":
+        if stored.is_strings:
             return self._keep(_strings(stored), f"values of {stored.where}")
         if stored.dtype.kind not in "biuf":
             raise _Unfit(f"has the type {stored.dtype}")
-        return self._keep(compressed.native(stored.all()), f"values of {stored.where}")
+        return self._keep(native(stored.all()), f"values of {stored.where}")
 
     def _add_categorical(self, name: str, codes: np.ndarray, stored: Stored) -> None:
         if stored.length > MAX_CATEGORIES:
@@ -192,7 +185,7 @@ class H5adSource(SparseSource):
         bad = np.flatnonzero((codes < -1) | (codes >= stored.length))
         if len(bad):
             raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range: there are {stored.length}")
-        if stored.is_text or stored.dtype.kind == "S":
+        if stored.is_strings:
             strings = self._keep(_strings(stored), f"categories of {name}")
             words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]
         else:
@@ -202,21 +195,11 @@ class H5adSource(SparseSource):
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with self._file.open() as root:
             layout, shape, parts = self._matrix(root)
-
-            def consumed() -> int:
-                return int(sum(part.stored_bytes * part.read_part for part in parts))
-
             if layout == "dense":
                 for block in _dense_blocks(parts[0], max_bytes):
-                    yield block, consumed()
-                return
-            yield from compressed.compressed_blocks(
-                shape if layout == "csr" else shape[::-1],
-                *parts,
-                by_column=layout == "csc",
-                max_bytes=max_bytes,
-                consumed=consumed,
-            )
+                    yield block, parts[0].consumed_bytes
+            else:
+                yield from read_blocks(layout, shape, parts, max_bytes)
 
 
 class _Unfit(Exception):
@@ -225,20 +208,11 @@ class _Unfit(Exception):
 
 def _strings(stored: Stored) -> np.ndarray:
     try:
-        return read_strings(stored)
+        return stored.strings()
     except SourceError as error:
         if "the limit is" in str(error):
             raise _Unfit(str(error)) from None
         raise
-
-
-def _place(layer: str | None) -> tuple[str, ...]:
-    """The path of the matrix."""
-    if layer in (None, "X"):
-        return ("X",)
-    if layer in ("raw", "raw/X"):
-        return ("raw", "X")
-    return ("layers", str(layer).removeprefix("layers/"))
 
 
 def _choices(root: GuardedGroup) -> str:
@@ -256,8 +230,8 @@ def _dense_blocks(dense: Stored, max_bytes: int) -> Iterator[Block]:
         cells = part.reshape(-1)
         for start in range(0, len(cells), at_once):
             places = np.flatnonzero(cells[start : start + at_once]) + start
-            values = compressed.native(cells[places])
+            values = native(cells[places])
             rows, columns = np.divmod(places, part.shape[1])
             rows, columns = rows + row, columns + column
-            compressed.check_finite(dense.name, values, rows, columns)
+            check_finite(dense.name, values, rows, columns)
             yield Block(rows, columns, values)

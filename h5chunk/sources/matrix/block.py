@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from h5chunk.errors import SourceError, human_bytes, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import MatrixSourceOptions
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, MatrixSourceOptions
 from h5chunk.sources.options import Options
 from h5chunk.stamp import stamp_of
 
@@ -54,10 +55,8 @@ class SparseSource:
 
     Attributes
     ----------
-    path : str
-    kind : str
-    noun : str
-        What the source contains, for messages.
+    kind, noun : str
+        Name of the kind; what the source contains, for messages.
     shape : (rows, columns)
         None where only reading tells (delimited files; the columns of libsvm).
     axes : (str, str)
@@ -113,14 +112,9 @@ class SparseSource:
         return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        """Yield the entries in bounded memory, block by block, with the bytes of the source consumed so far.
+        """Yield the entries block by block, with the bytes of the source consumed so far; the same at each call.
 
-        May be called again, and gives the same entries again.
-
-        Parameters
-        ----------
-        max_bytes : int
-            About as much memory as reading may take, the blocks included.
+        Reading takes about ``max_bytes`` of memory, the blocks included.
 
         Raises
         ------
@@ -128,3 +122,64 @@ class SparseSource:
             The file is damaged, holds what cannot be, or changed while it was read; names line, or row and column.
         """
         raise NotImplementedError
+
+
+class Transposed(SparseSource):
+    """The transpose of a source; its row fields are left out, as they belong to columns now."""
+
+    def __init__(self, source: SparseSource) -> None:
+        self._source = source
+        self.path, self.kind, self.num_bytes = source.path, source.kind, source.num_bytes
+        self.has_ids, self.time_name = source.has_ids, source.time_name
+        self.shape, self.axes = source.shape[::-1], source.axes[::-1]
+        self.row_names, self.column_names = source.column_names, source.row_names
+
+    def files(self) -> Sequence[str]:
+        return self._source.files()
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        for block, done in self._source.blocks(max_bytes):
+            yield Block(block.columns, block.rows, block.values, block.times, block.first_line), done
+
+
+class MemoryLimit:
+    """Limit on the memory that one source may take: what it claims to hold is checked before memory is taken."""
+
+    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        self.memory_bytes = memory_bytes
+        self._name = printable(path)
+        self._held_bytes = 0
+
+    def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
+        """Refuse what does not fit in memory beside what the source keeps there.
+
+        Parameters
+        ----------
+        claim : str
+            What the source says that it holds, such as ``2,000,000,000 rows``.
+        num_bytes : int
+            Memory that it would take.
+        part_read : float
+            Part of the source that this was found in, from 0 to 1; the rest is taken to be alike.
+
+        Raises
+        ------
+        SourceError
+            It takes more than is left of ``memory_bytes``.
+        """
+        if self._held_bytes + num_bytes <= self.memory_bytes:
+            return
+        held = f" beside the {human_bytes(self._held_bytes)} of its names and fields" if self._held_bytes else ""
+        where = f" in the first {part_read:.0%} of it" if part_read < 1 else ""
+        needed = self._held_bytes + int(num_bytes / max(part_read, 0.01))
+        unit, letter = (1 << 30, "G") if needed >= 1 << 30 else (1 << 20, "M")
+        raise SourceError(
+            f"{self._name}: claims {claim}{where}, which take {human_bytes(num_bytes)} of memory{held}, over the "
+            f"limit of {human_bytes(self.memory_bytes)}: if the claim is right, allow more "
+            f"(--memory-bytes {-(-needed // unit)}{letter})"
+        )
+
+    def keep(self, claim: str, num_bytes: int) -> None:
+        """Check what the source keeps in memory until it is converted, and count it."""
+        self.check(claim, num_bytes)
+        self._held_bytes += num_bytes

@@ -6,7 +6,7 @@ pointers must start at 0, never fall and end at the number of entries; indices m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,58 +19,54 @@ MIN_ENTRIES = 256
 
 
 class Vector(Protocol):
-    """One dimension of numbers in a file; ranges are asked for in ascending order.
-
-    Attributes
-    ----------
-    name : str
-        For messages: the file and the vector in it.
-    """
+    """One dimension of numbers in a file, with its name for messages; ranges are asked for in ascending order."""
 
     name: str
     length: int
     dtype: np.dtype
 
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the source that were read so far."""
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read the values from ``start`` up to ``stop``."""
 
 
-def check_kinds(
-    shape: tuple[int, int], data: Vector | None, pointers: Vector | None, *indices: Vector
-) -> tuple[int, int]:
+def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]) -> None:
     """Validate shape, lengths and types of a matrix before a value is read.
 
     Parameters
     ----------
-    shape : (major, minor)
-        As the pointers count.
-    data, pointers : Vector, optional
-    *indices : Vector
-        One (compressed) or two (coordinates).
+    layout : {"csr", "csc", "coo"}
+    shape : (rows, columns)
+    vectors : sequence of Vector
+        Data, indices and pointers; of coordinates data, rows and columns.
 
     Raises
     ------
     SourceError
         Lengths do not agree, or a type is no number of ours.
     """
-    for length in shape:
-        if not 0 <= length < 1 << 62:
-            raise SourceError(f"{indices[0].name}: the matrix's shape {shape} cannot be")
-    for vector in (*indices, *([pointers] if pointers is not None else [])):
+    data, first, second = vectors
+    if not all(0 <= length < 1 << 62 for length in shape):
+        raise SourceError(f"{first.name}: the matrix's shape {shape} cannot be")
+    for vector in (first, second):
         if vector.dtype.kind not in "iu":
             raise SourceError(f"{vector.name} has the type {vector.dtype} but must be whole numbers")
-        if vector is not pointers and vector.length != indices[0].length:
-            raise SourceError(f"{vector.name} has {vector.length} numbers but {indices[0].name} {indices[0].length}")
-    if data is not None:
-        check_values_type(data.name, data.dtype)
-        if data.length != indices[0].length:
-            raise SourceError(f"{data.name} has {data.length} values but {indices[0].name} {indices[0].length} numbers")
-    if pointers is not None and pointers.length != shape[0] + 1:
+    check_values_type(data.name, data.dtype)
+    if data.length != first.length:
+        raise SourceError(f"{data.name} has {data.length} values but {first.name} {first.length} numbers")
+    if layout == "coo":
+        if second.length != first.length:
+            raise SourceError(f"{second.name} has {second.length} numbers but {first.name} {first.length}")
+        return
+    num_major = shape[layout == "csc"]
+    if second.length != num_major + 1:
         raise SourceError(
-            f"{pointers.name} has {pointers.length} numbers but a matrix of {shape[0]} must have {shape[0] + 1}: one "
+            f"{second.name} has {second.length} numbers but a matrix of {num_major} must have {num_major + 1}: one "
             "more than its rows, or columns if it is kept by columns"
         )
-    return shape
 
 
 def check_values_type(name: str, dtype: np.dtype) -> None:
@@ -81,28 +77,22 @@ def check_values_type(name: str, dtype: np.dtype) -> None:
         raise SourceError(f"{name} has the type {dtype} but values must be whole or real numbers of at most 64 bits")
 
 
-def compressed_blocks(
-    shape: tuple[int, int],
-    data: Vector | None,
-    indices: Vector,
-    pointers: Vector,
-    *,
-    by_column: bool,
-    max_bytes: int,
-    consumed: Callable[[], int],
+def read_blocks(
+    layout: str, shape: tuple[int, int], vectors: Sequence[Vector], max_bytes: int
 ) -> Iterator[tuple[Block, int]]:
-    """Yield the entries of compressed rows, or columns, in stored order.
-
-    Parameters
-    ----------
-    shape : (major, minor)
-        For compressed columns (columns, rows).
-    consumed : callable
-        Bytes of the source read so far.
-    """
-    num_major, num_minor = shape
-    words = ("column", "row") if by_column else ("row", "column")
+    """Yield the entries in stored order, with the bytes consumed so far; parameters as of `check_vectors`."""
+    check_vectors(layout, shape, vectors)
     at_once = max(MIN_ENTRIES, max_bytes // ENTRY_BYTES)
+    blocks = _coordinates(shape, vectors, at_once) if layout == "coo" else _compressed(layout, shape, vectors, at_once)
+    for block in blocks:
+        yield block, sum(vector.consumed_bytes for vector in vectors)
+
+
+def _compressed(layout: str, shape: tuple[int, int], vectors: Sequence[Vector], at_once: int) -> Iterator[Block]:
+    data, indices, pointers = vectors
+    by_column = layout == "csc"
+    num_major, num_minor = shape[::-1] if by_column else shape
+    words = ("column", "row") if by_column else ("row", "column")
     previous = 0
     for first in range(0, max(num_major, 1), at_once):
         last = min(num_major, first + at_once)
@@ -116,27 +106,18 @@ def compressed_blocks(
             major = np.repeat(np.arange(first + low, first + high, dtype=np.int64), counts)
             minor = _numbers(indices, start, stop, num_minor, words[1], words[0], major)
             rows, columns = (minor, major) if by_column else (major, minor)
-            yield Block(rows, columns, read_values(data, start, stop, rows, columns)), consumed()
+            yield Block(rows, columns, _values(data, start, stop, rows, columns))
     if previous != indices.length:
         raise SourceError(f"{pointers.name} ends at {previous} but {indices.name} has {indices.length} numbers")
 
 
-def coordinate_blocks(
-    shape: tuple[int, int],
-    data: Vector | None,
-    rows: Vector,
-    columns: Vector,
-    *,
-    max_bytes: int,
-    consumed: Callable[[], int],
-) -> Iterator[tuple[Block, int]]:
-    """Yield the entries of a matrix of coordinates in stored order."""
-    at_once = max(MIN_ENTRIES, max_bytes // ENTRY_BYTES)
+def _coordinates(shape: tuple[int, int], vectors: Sequence[Vector], at_once: int) -> Iterator[Block]:
+    data, rows, columns = vectors
     for start in range(0, rows.length, at_once):
         stop = min(rows.length, start + at_once)
         major = _numbers(rows, start, stop, shape[0], "row", "entry", np.arange(start, stop))
         minor = _numbers(columns, start, stop, shape[1], "column", "row", major)
-        yield Block(major, minor, read_values(data, start, stop, major, minor)), consumed()
+        yield Block(major, minor, _values(data, start, stop, major, minor))
 
 
 def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries: int, word: str) -> np.ndarray:
@@ -181,12 +162,7 @@ def _numbers(
     return read.astype(np.int64)
 
 
-def read_values(
-    vector: Vector | None, start: int, stop: int, rows: np.ndarray, columns: np.ndarray
-) -> np.ndarray | None:
-    """Read and check the values of a range of entries."""
-    if vector is None:
-        return None
+def _values(vector: Vector, start: int, stop: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     values = native(vector.read(start, stop))
     check_finite(vector.name, values, rows, columns)
     return values
@@ -200,13 +176,7 @@ def native(values: np.ndarray) -> np.ndarray:
 
 
 def check_finite(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Refuse NaN and infinity.
-
-    Raises
-    ------
-    SourceError
-        Names the first one's row and column.
-    """
+    """Raise SourceError, with row and column, if a value is NaN or infinite."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         place = int(np.flatnonzero(~np.isfinite(values))[0])
         raise SourceError(

@@ -27,12 +27,11 @@ import numpy as np
 
 from h5chunk.errors import OptionError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.arrow import byte_lengths, csv, pyarrow, to_fixed_bytes
+from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
 from h5chunk.sources.kinds import DelimitedOptions
-from h5chunk.sources.matrix.block import Block, SparseSource
-from h5chunk.sources.matrix.dialect import guess_dialect, is_number, is_whole
-from h5chunk.sources.matrix.text import MAX_ID_BYTES, Piece, TextFile, first_bad_line, shown
-from h5chunk.sources.matrix.times import are_unix_times, ordered, time_type
+from h5chunk.sources.matrix.block import Block
+from h5chunk.sources.matrix.dialect import are_unix_times, guess_dialect, is_number, is_whole, time_type
+from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, read_columns, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 
 # names of columns, in small letters and without anything between them
@@ -47,9 +46,6 @@ COLUMNS = re.compile(
 VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
 
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
-PIECES_IN_MEMORY = 6  # text, its translation, pyarrow's columns, the block, masks
-ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
 MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole numbers are taken for broken lines
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
@@ -57,8 +53,8 @@ PARTS = ("row", "column", "value", "time")
 AS_STRING = ":str"
 
 
-class DelimitedSource(SparseSource):
-    """A delimited file; see `SparseSource`. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
+class DelimitedSource(TextSource):
+    """A delimited file. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
 
     Parameters
     ----------
@@ -68,19 +64,13 @@ class DelimitedSource(SparseSource):
         name that ends with ``:str`` says that its ids are strings.
     times : bool
         Whether blocks shall have the time of each entry, if there is a column of times.
-
-    Raises
-    ------
-    SourceError
-        The file cannot be read, or it cannot be told what its columns are.
-    OptionError
-        ``columns`` does not fit the file.
     """
 
     kind = "csv"
     shape = (None, None)
     has_ids = True
     Options = DelimitedOptions
+    pieces_in_memory = 6  # text, its translation, pyarrow's columns, the block, masks
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -93,13 +83,12 @@ class DelimitedSource(SparseSource):
     def __init__(
         self, path: str | os.PathLike[str], columns: tuple[str, ...] | None = None, times: bool = False
     ) -> None:
-        self._text = TextFile(path)
-        self.path, self.num_bytes = self._text.path, self._text.num_bytes
+        super().__init__(path)
         lines = self._text.head_lines()
-        self._num_skipped = _num_comments(lines)
-        marks = [line[:1] for line in lines[: self._num_skipped] if line.startswith(COMMENTS)]
+        self.num_skipped = _num_comments(lines)
+        marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]
         self._comment = marks[0] if marks else None  # a file without comments may have ids that look like one
-        lines = [line for line in lines[self._num_skipped :] if line.strip()]
+        lines = [line for line in lines[self.num_skipped :] if line.strip()]
         if not lines:
             self._text.fail("holds no line of data")
         self._dialect = guess_dialect(lines)
@@ -109,19 +98,21 @@ class DelimitedSource(SparseSource):
             self._text.fail(
                 f"one column only, {shown(lines[0])}: at least row and column must be there, parted by a comma, tab, "
                 "semicolon, blank or '::'",
-                self._num_skipped + 1,
+                self.num_skipped + 1,
             )
         self.header = self._find_header(table, columns)
         if self.header is None and columns is None and self._width > 4:
             self._text.fail(f"{self._width} columns and no header: say which are row, column and value (columns)")
         chosen, told = self._choose(columns)
-        self._num_skipped += self.header is not None
+        self.num_skipped += self.header is not None
         table = table[self.header is not None :]
-        sample = self._sample(table)
+        sample = [row for row in self._sample(table) if len(row) == self._width]
         self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by their part
         self._types = {part: pyarrow.float64() for part in self._columns}
         for part, is_text in zip(PARTS[:2], told, strict=False):
-            self._types[part] = self._id_type(sample, self._columns[part], is_text)
+            cells = [row[self._columns[part]] for row in sample if row[self._columns[part]].strip()]
+            has_words = sum(not is_whole(cell) for cell in cells) > MAX_BROKEN_PART * len(cells)
+            self._types[part] = pyarrow.binary() if is_text or has_words else pyarrow.int64()
         if times:
             self._find_time([row for row in table if len(row) == self._width])
         else:
@@ -143,7 +134,7 @@ class DelimitedSource(SparseSource):
             return None  # a broken line, not a header
         repeated = next((name for name in names if name and names.count(name) > 1), None)
         if repeated is not None:
-            self._text.fail(f"two columns are called {repeated!r}: rename one", self._num_skipped + 1)
+            self._text.fail(f"two columns are called {repeated!r}: rename one", self.num_skipped + 1)
         return names
 
     def _choose(self, columns: tuple[str, ...] | None) -> tuple[list[int], list[bool]]:
@@ -188,16 +179,8 @@ class DelimitedSource(SparseSource):
 
     def _sample(self, table: list[list[bytes]]) -> list[list[bytes]]:
         """The cells of lines from the start of the file and from places all over it."""
-        sample = list(table)
-        for lines in self._text.probes(NUM_PROBES, PROBE_BYTES):
-            sample += [self._dialect.cells(line) for line in lines.split(b"\n") if line.strip()]
-        return [row for row in sample if len(row) == self._width]
-
-    def _id_type(self, sample: list[list[bytes]], number: int, is_text: bool) -> pyarrow.DataType:
-        cells = [row[number] for row in sample if row[number].strip()]
-        num_words = sum(not is_whole(cell) for cell in cells)
-        words = num_words > MAX_BROKEN_PART * len(cells)
-        return pyarrow.binary() if is_text or words else pyarrow.int64()
+        probes = self._text.probes(NUM_PROBES, PROBE_BYTES)
+        return table + [self._dialect.cells(line) for lines in probes for line in lines.split(b"\n") if line.strip()]
 
     def _find_time(self, table: list[list[bytes]]) -> None:
         """Choose the column of times, if there is one, and its type, from the first lines."""
@@ -207,7 +190,8 @@ class DelimitedSource(SparseSource):
             taken = self._columns.values()
             candidates = [i for i, name in enumerate(self.header) if i not in taken and TIMES.fullmatch(_plain(name))]
         else:
-            candidates = [3] if len(self._columns) == 3 == self._width - 1 and are_unix_times(table) else []
+            has_fourth = len(self._columns) == 3 == self._width - 1
+            candidates = [3] if has_fourth and are_unix_times([row[3] for row in table]) else []
         for number in candidates:
             kind = time_type([row[number] for row in table])
             if kind is not None:
@@ -226,51 +210,30 @@ class DelimitedSource(SparseSource):
         return f"column {number}" if self.header is None else self.header[number]
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
         num_rows = 0
-        for piece in self._text.pieces(size):
-            piece = self._without_start(piece)
-            columns = self._parse(piece)
-            step = self._rows_at_once(columns, max_bytes)
+        for piece in self._pieces(max_bytes):
+            columns = self._parse(piece, self._read)
+            wide = [int(byte_lengths(c).max()) for c in columns.values() if c.type == pyarrow.binary() and len(c)]
+            step = max(1, len(columns["row"]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
             count = len(columns["row"])
             num_rows += count
             has_gaps = piece.data.count(b"\n") != count
             for start in range(0, count, step):
-                arrays = {part: _to_numpy(column.slice(start, step)) for part, column in columns.items()}
-                if "time" in arrays:
-                    arrays["time"] = ordered(arrays["time"])
+                arrays = {part: _to_numpy(column.slice(start, step), part) for part, column in columns.items()}
                 line = None if has_gaps else piece.line + start
                 block = Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"), line)
                 yield block, piece.consumed_bytes
         if not num_rows:
             self._text.fail("holds no line of data below its header")
 
-    def _without_start(self, piece: Piece) -> Piece:
-        """The lines of data: without the comments and the header."""
-        if piece.line > self._num_skipped:
-            return piece
-        lines = piece.data.split(b"\n", self._num_skipped - piece.line + 1)
-        return Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
-
-    def _parse(self, piece: Piece) -> dict[str, pyarrow.Array]:
-        try:
-            return self._checked(piece.data)
-        except pyarrow.ArrowInvalid:
-            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
-
-    def _works(self, data: bytes) -> bool:
-        try:
-            self._checked(data)
-        except pyarrow.ArrowInvalid:
-            return False
-        return True
-
-    def _checked(self, data: bytes) -> dict[str, pyarrow.Array]:
+    def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
         """Columns of whole lines, in which nothing is wrong; else ArrowInvalid."""
         if self._comment is not None and (data.startswith(self._comment) or b"\n" + self._comment in data):
             raise pyarrow.ArrowInvalid("a comment")
         data = self._dialect.translate(data)
-        columns = self._read(data)
+        types = {number: self._types[part] for part, number in self._columns.items()}
+        read = read_columns(data, self._dialect.mark.decode(), self._dialect.has_quotes, self._width, types)
+        columns = dict(zip(self._columns, read, strict=True))
         if len(columns["row"]) != _num_filled(data):
             raise pyarrow.ArrowInvalid("a line end where none should be")
         for column in columns.values():
@@ -282,33 +245,7 @@ class DelimitedSource(SparseSource):
                 raise pyarrow.ArrowInvalid("a value or time is not finite")
         return columns
 
-    def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
-        names = [str(i) for i in range(self._width)]
-        chosen = {part: names[number] for part, number in self._columns.items()}
-        if not data.strip(b"\r\n"):
-            return {part: pyarrow.array([], self._types[part]) for part in chosen}
-        table = csv.read_csv(
-            pyarrow.BufferReader(data),
-            csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
-            csv.ParseOptions(
-                delimiter=self._dialect.mark.decode(), quote_char='"' if self._dialect.has_quotes else False
-            ),
-            csv.ConvertOptions(
-                check_utf8=False,
-                include_columns=list(chosen.values()),
-                column_types={name: self._types[part] for part, name in chosen.items()},
-                null_values=[],
-            ),
-        )
-        return {part: table[name].combine_chunks() for part, name in chosen.items()}
-
-    def _rows_at_once(self, columns: dict[str, pyarrow.Array], max_bytes: int) -> int:
-        """Rows of a block: strings are as wide as the longest."""
-        wide = [int(byte_lengths(c).max()) for c in columns.values() if c.type == pyarrow.binary() and len(c)]
-        return max(1, len(columns["row"]) if not wide else max_bytes // 4 // (3 * sum(wide) + 32))
-
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        """Say what is wrong with a line."""
         cells = self._dialect.cells(text)
         if self._comment is not None and text.startswith(self._comment):
             self._text.fail(f"a comment below the first line of data: remove it: {shown(text)}", line)
@@ -376,8 +313,14 @@ def _num_filled(data: bytes) -> int:
     return count
 
 
-def _to_numpy(column: pyarrow.Array) -> np.ndarray:
-    """Convert numbers as they lie, strings to bytes of fixed length, and dates to whole numbers."""
+def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:
+    """Convert strings to bytes of fixed length, and times to whole numbers in the same order."""
+    if column.type == pyarrow.binary():
+        return to_fixed_bytes(column)
     if pyarrow.types.is_timestamp(column.type):
         return column.cast(pyarrow.int64()).to_numpy()
-    return to_fixed_bytes(column) if column.type == pyarrow.binary() else column.to_numpy()
+    values: np.ndarray = column.to_numpy()
+    if part == "time" and values.dtype.kind == "f":
+        bits = (values + 0.0).view(np.int64)  # -0.0 becomes 0.0
+        return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))
+    return values

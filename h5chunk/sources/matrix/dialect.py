@@ -1,14 +1,21 @@
-"""Guess and undo the delimiters and quotes of text in columns, and tell numbers from words."""
+"""Guess and undo the delimiters and quotes of text in columns, and tell numbers, words and times apart."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import re
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from h5chunk.sources.arrow import pyarrow
 
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
+UNIX_TIMES = 10**8, 10**14  # from 1973 in seconds to 5138 in milliseconds
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 
 
@@ -75,3 +82,29 @@ def is_number(cell: bytes) -> bool:
     except ValueError:
         return False
     return b"_" not in cell
+
+
+def are_unix_times(cells: list[bytes]) -> bool:
+    """Whether all cells look like numbers of seconds or milliseconds since 1970."""
+    return all(is_whole(cell) and UNIX_TIMES[0] <= int(cell) < UNIX_TIMES[1] for cell in cells)
+
+
+def time_type(cells: list[bytes]) -> Any:
+    """The type as which times are read; None if they are neither numbers nor ISO 8601 dates."""
+    if all(map(is_whole, cells)):
+        return pyarrow.int64()
+    if all(map(is_number, cells)):
+        return pyarrow.float64()
+    for kind in (pyarrow.timestamp("us"), pyarrow.timestamp("us", "UTC")):
+        with contextlib.suppress(pyarrow.ArrowInvalid):
+            pyarrow.array(cells, pyarrow.binary()).cast(pyarrow.string()).cast(kind)
+            return kind
+    return None
+
+
+def ordered(times: np.ndarray) -> np.ndarray:
+    """Whole numbers in the order of these numbers, int64."""
+    if times.dtype.kind != "f":
+        return times
+    bits = (times + 0.0).view(np.int64)  # -0.0 becomes 0.0
+    return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))

@@ -13,12 +13,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, SourceError, human_bytes, printable
-from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.matrix.block import MemoryLimit
 from h5chunk.sources.matrix.text import check_regular
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.child import in_child, limited_memory
@@ -38,19 +40,7 @@ REMEDY = "or copy it into this file (h5repack)"
 
 
 class GuardedFile:
-    """An HDF5 file that is opened when needed.
-
-    Parameters
-    ----------
-    path : path
-    memory_bytes : int
-        Limit on what is kept of it in memory, and on a chunk while it is decoded.
-
-    Raises
-    ------
-    SourceError
-        The file is missing, not HDF5, or damaged.
-    """
+    """An HDF5 file that is opened when needed, with a limit on what is kept of it and on a decoded chunk."""
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self.path = os.fspath(path)
@@ -78,7 +68,6 @@ class GuardedFile:
             raise self.error("changed while it was read")
 
     def error(self, what: str) -> SourceError:
-        """Make an error that names the file."""
         return SourceError(f"{printable(self.path)}: {what}")
 
 
@@ -93,7 +82,6 @@ class GuardedGroup:
         return name in self._group
 
     def names(self) -> list[str]:
-        """Names of the members."""
         return list(self._group)
 
     def words(self, name: str) -> list[str]:
@@ -129,11 +117,9 @@ class GuardedGroup:
         return member
 
     def is_group(self, name: str) -> bool:
-        """Whether a member is a group."""
         return isinstance(self._member(name), h5py.Group)
 
     def group(self, name: str) -> GuardedGroup:
-        """Open a group in it."""
         member = self._member(name)
         if not isinstance(member, h5py.Group):
             raise self.error("must be a group", name)
@@ -151,13 +137,7 @@ class GuardedGroup:
 
 
 class Stored:
-    """A dataset of numbers or strings, read chunk by chunk; a `compressed.Vector` if it has one dimension.
-
-    Raises
-    ------
-    SourceError
-        Its type, storage or size is not supported.
-    """
+    """A dataset of numbers or strings, read chunk by chunk; a `compressed.Vector` if it has one dimension."""
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, owner: GuardedFile, where: str) -> None:
         self.name = f"{printable(owner.path)}: {where}"
@@ -165,6 +145,7 @@ class Stored:
         self._dataset, self._descriptor = dataset, descriptor
         self.shape: tuple[int, ...] = dataset.shape
         self.length = self.shape[0]
+        self.chunks: tuple[int, ...] | None = dataset.chunks
         self.is_text, self.dtype = self._find_type()
         self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
         self.stored_bytes = dataset.id.get_storage_size()
@@ -175,15 +156,12 @@ class Stored:
         self._cached: tuple[int, np.ndarray] | None = None
         self._at = 0
 
-    def error(self, what: str) -> SourceError:
-        """Make an error that names the dataset."""
-        return SourceError(f"{self.name}: {what}")
-
     @property
-    def bytes(self) -> Bytes:
-        """The file, for strings."""
-        file = self._dataset.file
-        return Bytes(self._descriptor, os.fstat(self._descriptor).st_size, self.error, file.userblock_size)
+    def is_strings(self) -> bool:
+        return self.is_text or self.dtype.kind == "S"
+
+    def error(self, what: str) -> SourceError:
+        return SourceError(f"{self.name}: {what}")
 
     def _find_type(self) -> tuple[bool, np.dtype]:
         kind = self._dataset.id.get_type()
@@ -210,31 +188,10 @@ class Stored:
         table = None if is_listed_wrongly(self._dataset) else list_chunks(self._dataset)
         return RawChunks(self._dataset, self._descriptor, self.name, table)
 
-    def strings_by_hdf5(self) -> np.ndarray | None:
-        """Read strings whose chunks are not decoded here, in a child process, as HDF5 may hang on damaged ones.
-
-        Returns
-        -------
-        (length,) ``S``, or None if they need not be read through HDF5
-        """
-        if self._chunks is None or not self._chunks.needs_hdf5:
-            return None
-        self.memory.check(f"{self.length:,} strings in {self.where}", self.length * STRING_BYTES)
-
-        def read(_: object) -> np.ndarray:
-            with limited_memory(Path(self._dataset.file.filename)):
-                words = self._dataset[()].tolist()
-            width = max(map(len, words))
-            if width > MAX_STRING_BYTES:
-                raise self.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
-            return np.array(words, f"S{max(1, width)}")
-
-        return in_child(read, lambda: self.name)
-
     @property
-    def read_part(self) -> float:
-        """The part that was read, from 0 to 1."""
-        return self._at / self.length if self.length else 1.0
+    def consumed_bytes(self) -> int:
+        """Bytes of the file that were read so far."""
+        return self.stored_bytes * self._at // max(1, self.length)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read values from ``start`` up to ``stop`` of a dataset of one dimension."""
@@ -253,6 +210,41 @@ class Stored:
         """Read all values of a dataset of one dimension, if they fit in memory."""
         self.memory.check(f"{self.length:,} values of {self.where}", self.num_bytes)
         return self.read(0, self.length)
+
+    def strings(self) -> np.ndarray:
+        """Read strings of any kind as bytes of fixed length: (length,) ``S``, UTF-8."""
+        if self.is_text and (self._chunks is None or not self._chunks.needs_hdf5):
+            pointers = self.all()
+            width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
+            self.memory.check(f"{self.length:,} strings of up to {width} bytes in {self.where}", self.length * width)
+            file, num_bytes = self._dataset.file, os.fstat(self._descriptor).st_size
+            return resolve(Bytes(self._descriptor, num_bytes, self.error, file.userblock_size), pointers)
+        if self.is_text:
+            return self._strings_by_hdf5()
+        if self.dtype.kind != "S":
+            raise self.error(f"has the type {self.dtype} but must be strings")
+        self._refuse_long(self.dtype.itemsize, 16 * MAX_STRING_BYTES)
+        words = self.all()
+        return self._narrowed(words, int(np.char.str_len(words).max(initial=0)))
+
+    def _narrowed(self, words: Any, width: int) -> np.ndarray:
+        self._refuse_long(width, MAX_STRING_BYTES)
+        return np.asarray(words, f"S{max(1, width)}")
+
+    def _refuse_long(self, width: int, most: int) -> None:
+        if width > most:
+            raise self.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
+
+    def _strings_by_hdf5(self) -> np.ndarray:
+        """Read strings whose chunks are not decoded here, in a child process, as HDF5 may hang on damaged ones."""
+        self.memory.check(f"{self.length:,} strings in {self.where}", self.length * STRING_BYTES)
+
+        def read(_: object) -> np.ndarray:
+            with limited_memory(Path(self._dataset.file.filename)):
+                words = self._dataset[()].tolist()
+            return self._narrowed(words, max(map(len, words)))
+
+        return in_child(read, lambda: self.name)
 
     def parts(self, max_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """Read (row, column, values) of the blocks that cover a dataset of two dimensions."""
@@ -274,10 +266,6 @@ class Stored:
                     number = row // rows * -(-num_columns // columns) + column // columns
                     yield row, column, self._chunk(number)[: self._at - row, : stop - column]
 
-    def has_whole_rows(self) -> bool:
-        """Whether `parts` gives whole rows."""
-        return not self._dataset.chunks or self._dataset.chunks[1] >= self.shape[1]
-
     def _read_run(self, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> np.ndarray:
         """Read elements that lie side by side in a contiguous dataset, or some of a compact one."""
         if self._offset is None:
@@ -297,33 +285,3 @@ class Stored:
             self._chunks.read(number, data)
             self._cached = number, data.view(self.dtype).reshape(self._dataset.chunks)
         return self._cached[1]
-
-
-def read_strings(stored: Stored) -> np.ndarray:
-    """Read strings of any kind as bytes of fixed length: (length,) ``S``, UTF-8.
-
-    Raises
-    ------
-    SourceError
-        They are no strings, longer than `MAX_STRING_BYTES`, or their heap is damaged.
-    """
-    if not stored.is_text:
-        if stored.dtype.kind != "S":
-            raise stored.error(f"has the type {stored.dtype} but must be strings")
-        if stored.dtype.itemsize > 16 * MAX_STRING_BYTES:
-            raise stored.error(f"has strings of {stored.dtype.itemsize} bytes but the limit is {MAX_STRING_BYTES}")
-        return _narrow(stored, stored.all())
-    strings = stored.strings_by_hdf5()
-    if strings is not None:
-        return strings
-    pointers = stored.all()
-    width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
-    stored.memory.check(f"{stored.length:,} strings of up to {width} bytes in {stored.where}", stored.length * width)
-    return resolve(stored.bytes, pointers)
-
-
-def _narrow(stored: Stored, strings: np.ndarray) -> np.ndarray:
-    width = int(np.char.str_len(strings).max()) if len(strings) else 0
-    if width > MAX_STRING_BYTES:
-        raise stored.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
-    return strings.astype(f"S{max(1, width)}")

@@ -17,14 +17,12 @@ import numpy as np
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute as pc
 from h5chunk.sources.arrow import pyarrow
-from h5chunk.sources.matrix.block import Block, SparseSource
-from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES, MemoryLimit
-from h5chunk.sources.matrix.text import Piece, TextFile, first_bad_line, shown
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.matrix.block import Block, MemoryLimit
+from h5chunk.sources.matrix.text import TextSource, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 
-PIECES_IN_MEMORY = 24  # words, pairs and numbers of a piece, in pyarrow's columns
 LABEL_BYTES = 32  # of memory for a label: as read, in one array, as int64, permuted
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 16 << 20
 COMMENT = re.compile(rb"#[^\n]*")
 FIRST_WORD = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)")
 ZERO = re.compile(rb"[ \t]\+?0+:")
@@ -32,23 +30,12 @@ PAIR = re.compile(rb"(0|[1-9][0-9]{0,17}):(\S+)")
 NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-class LibsvmSource(SparseSource):
-    """A file of libsvm or svmlight; see `SparseSource`.
-
-    Parameters
-    ----------
-    path : path
-    memory_bytes : int
-        Limit on the labels, which are kept in memory.
-
-    Raises
-    ------
-    SourceError
-        It is none; names the line.
-    """
+class LibsvmSource(TextSource):
+    """A file of libsvm or svmlight; its labels are kept in memory."""
 
     kind = "libsvm"
     is_sorted_by_row = True
+    pieces_in_memory = 24  # words, pairs and numbers of a piece, in pyarrow's columns
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -59,28 +46,22 @@ class LibsvmSource(SparseSource):
         return cls(source, context.memory_bytes)
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
-        self._text = TextFile(path)
-        self._memory = MemoryLimit(path, memory_bytes)
-        self.path, self.num_bytes = self._text.path, self._text.num_bytes
-        labels = self._read_labels()
+        super().__init__(path)
+        labels = self._read_labels(MemoryLimit(path, memory_bytes))
         self.row_fields = {"labels": labels}
         self.shape = (len(labels), None)
 
-    def _read_labels(self) -> np.ndarray:
+    def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
         """All labels, int64 if all are whole, else float64; finds out where indices start."""
         parts: list[np.ndarray] = []
         self._base, count = 1, 0
-        for piece in self._text.pieces(_piece_bytes(self._memory.memory_bytes // 8)):
-            data = _without_comments(piece.data)
-            if ZERO.search(data):
+        for piece in self._pieces(memory.memory_bytes // 8):
+            if ZERO.search(_without_comments(piece.data)):
                 self._base = 0
-            words = FIRST_WORD.findall(data)
-            try:
-                parts.append(_finite(words))
-            except ValueError:
-                self._refuse_line(*first_bad_line(piece.data, piece.line, _has_labels))
-            count += len(words)
-            self._memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
+            labels = self._parse(piece, _labels)
+            parts.append(labels)
+            count += len(labels)
+            memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
         labels = np.concatenate(parts)
         if not len(labels):
             self._text.fail("holds no row")
@@ -89,17 +70,11 @@ class LibsvmSource(SparseSource):
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         num_rows = 0
-        for piece in self._text.pieces(_piece_bytes(max_bytes)):
-            counts, columns, values = self._parse(piece)
+        for piece in self._pieces(max_bytes):
+            counts, columns, values = self._parse(piece, self._read)
             rows = np.repeat(np.arange(num_rows, num_rows + len(counts), dtype=np.int64), counts)
             num_rows += len(counts)
             yield Block(rows, columns, values), piece.consumed_bytes
-
-    def _parse(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        try:
-            return self._read(piece.data)
-        except (pyarrow.ArrowInvalid, ValueError):
-            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of entries of each row, and columns and values of all; ValueError if something is wrong."""
@@ -132,17 +107,9 @@ class LibsvmSource(SparseSource):
             raise ValueError("an index is negative or a value not finite")
         return counts, columns, values
 
-    def _works(self, data: bytes) -> bool:
-        try:
-            self._read(data)
-        except (pyarrow.ArrowInvalid, ValueError):
-            return False
-        return True
-
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        """Say what is wrong with a line."""
         words = _without_comments(text).split()
-        if not words or not _has_labels(text):
+        if not words or not NUMBER.fullmatch(words[0]) or not np.isfinite(float(words[0])):
             self._text.fail(f"must start with a label that is a finite number: {shown(text)}", line)
         for place, word in enumerate(words[1:]):
             if place == 0 and word.startswith(b"qid:"):
@@ -155,10 +122,6 @@ class LibsvmSource(SparseSource):
             elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
                 self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}, no finite number", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
-
-
-def _piece_bytes(max_bytes: int) -> int:
-    return max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
 
 
 def looks_libsvm(lines: list[bytes]) -> bool:
@@ -176,17 +139,10 @@ def _without_comments(data: bytes) -> bytes:
     return COMMENT.sub(b"", data) if b"#" in data else data
 
 
-def _finite(words: list[bytes]) -> np.ndarray:
-    """Labels as numbers; ValueError if one is none."""
+def _labels(data: bytes) -> np.ndarray:
+    """The labels of whole lines; ValueError if one is no finite number."""
+    words = FIRST_WORD.findall(_without_comments(data))
     numbers = np.array(words, dtype="S").astype(np.float64) if words else np.empty(0)
     if not np.isfinite(numbers).all() or b"_" in b"".join(words):
         raise ValueError("a label is no finite number")
     return numbers
-
-
-def _has_labels(data: bytes) -> bool:
-    try:
-        _finite(FIRST_WORD.findall(_without_comments(data)))
-    except ValueError:
-        return False
-    return True

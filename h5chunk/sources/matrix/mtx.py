@@ -12,33 +12,24 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from h5chunk.sources.arrow import csv, pyarrow
-from h5chunk.sources.matrix.block import Block, SparseSource
+from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
-from h5chunk.sources.matrix.text import Piece, TextFile, first_bad_line, shown
+from h5chunk.sources.matrix.text import TextSource, read_columns, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.store.hdf5.claims import MAX_RATIO
 
 REAL, INTEGER = "float64", "int64"
 FIELDS = {"real": REAL, "integer": INTEGER, "pattern": None}
 SYMMETRIES = ("general", "symmetric", "skew-symmetric")
-PIECES_IN_MEMORY = 10  # text, pyarrow's columns, the block, its mirror image
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
-ARROW_BLOCKS = 8
 MIN_ENTRY_BYTES = 4  # "1 1" and the end of the line
 
 
-class MtxSource(SparseSource):
-    """A Matrix Market file; see `SparseSource`.
-
-    Raises
-    ------
-    SourceError
-        It is none, or one of a kind that is not read.
-    """
+class MtxSource(TextSource):
+    """A Matrix Market file."""
 
     kind = "mtx"
     shape: tuple[int, int]
+    pieces_in_memory = 10  # text, pyarrow's columns, the block, its mirror image
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -46,16 +37,15 @@ class MtxSource(SparseSource):
         return has_suffix(source, ".mtx") or any(line.startswith(b"%%MatrixMarket") for line in first)
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._text = TextFile(path)
-        self.path, self.num_bytes = self._text.path, self._text.num_bytes
+        super().__init__(path)
         lines = self._text.head_lines()
         self._read_banner(lines[0])
-        self._size_line = 1 + next(
+        self.num_skipped = 1 + next(
             (i for i, line in enumerate(lines) if i and line.strip() and not line.startswith(b"%")), len(lines)
         )
-        if self._size_line > len(lines):
+        if self.num_skipped > len(lines):
             self._text.fail("ends before the line with numbers of rows, columns and entries", len(lines))
-        self.shape, self._num_entries = self._read_size(lines[self._size_line - 1])
+        self.shape, self._num_entries = self._read_size(lines[self.num_skipped - 1])
 
     def _read_banner(self, line: bytes) -> None:
         words = line.decode("latin-1").lower().split()
@@ -74,27 +64,23 @@ class MtxSource(SparseSource):
     def _read_size(self, line: bytes) -> tuple[tuple[int, int], int]:
         words = line.split()
         if len(words) != 3 or not all(word.isdigit() and len(word) < 19 for word in words):
-            self._text.fail(f"must give numbers of rows, columns and entries but is {shown(line)}", self._size_line)
+            self._text.fail(f"must give numbers of rows, columns and entries but is {shown(line)}", self.num_skipped)
         rows, columns, entries = (int(word) for word in words)
         if self._symmetry != "general" and rows != columns:
-            self._text.fail(f"{self._symmetry} but of {rows} rows and {columns} columns", self._size_line)
+            self._text.fail(f"{self._symmetry} but of {rows} rows and {columns} columns", self.num_skipped)
         if entries * MIN_ENTRY_BYTES > self.num_bytes * (MAX_RATIO if self._text.is_packed else 1):
             self._text.fail(
-                f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short", self._size_line
+                f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short", self.num_skipped
             )
         return (rows, columns), entries
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // PIECES_IN_MEMORY))
         num_entries, triangles = 0, set()
-        for piece in self._text.pieces(size):
-            if piece.line <= self._size_line:
-                lines = piece.data.split(b"\n", self._size_line - piece.line + 1)
-                piece = Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
-            rows, columns, values = self._parse(piece)
+        for piece in self._pieces(max_bytes):
+            rows, columns, values = self._parse(piece, self._read)
             num_entries += len(rows)
             if num_entries > self._num_entries:
-                self._text.fail(f"has more entries than the {self._num_entries} that line {self._size_line} claims")
+                self._text.fail(f"has more entries than the {self._num_entries} that line {self.num_skipped} claims")
             if self._symmetry != "general":
                 triangles |= set(np.unique(np.sign(rows - columns)).tolist()) - {0}
                 if len(triangles) > 1:
@@ -103,39 +89,23 @@ class MtxSource(SparseSource):
                         "which count twice: it must keep one triangle, or be general",
                         piece.line,
                     )
-                rows, columns, values = self._mirror(rows, columns, values)
+                off = rows != columns
+                if values is not None:
+                    sign = -1 if self._symmetry == "skew-symmetric" else 1
+                    values = np.concatenate([values, sign * values[off]])
+                rows, columns = np.concatenate([rows, columns[off]]), np.concatenate([columns, rows[off]])
             yield Block(rows, columns, values), piece.consumed_bytes
         if num_entries < self._num_entries:
             self._text.fail(
-                f"cut short: {num_entries} entries but line {self._size_line} claims {self._num_entries}: copy it again"
+                f"cut short: {num_entries} entries but line {self.num_skipped} claims {self._num_entries}: copy it "
+                "again"
             )
 
-    def _mirror(
-        self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """These entries and those on the other side of the diagonal."""
-        off = rows != columns
-        both = None
-        if values is not None:
-            both = np.concatenate([values, -values[off] if self._symmetry == "skew-symmetric" else values[off]])
-        return np.concatenate([rows, columns[off]]), np.concatenate([columns, rows[off]]), both
-
-    def _parse(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        try:
-            return self._checked(piece.data)
-        except (pyarrow.ArrowInvalid, ValueError):
-            self._refuse_line(*first_bad_line(piece.data, piece.line, self._works))
-
-    def _works(self, data: bytes) -> bool:
-        try:
-            self._checked(data)
-        except (pyarrow.ArrowInvalid, ValueError):
-            return False
-        return True
-
-    def _checked(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Rows, columns and values in which nothing is wrong; else ValueError."""
-        rows, columns, *rest = self._read(data)
+        types = dict(enumerate([INTEGER, INTEGER, *([self._value_type] if self._value_type else [])]))
+        read = read_columns(BLANK.translate(data), " ", False, len(types), types)
+        rows, columns, *rest = (column.to_numpy() for column in read)
         values = rest[0] if rest else None
         for numbers, limit in ((rows, self.shape[0]), (columns, self.shape[1])):
             if len(numbers) and (int(numbers.min()) < 1 or int(numbers.max()) > limit):
@@ -146,22 +116,7 @@ class MtxSource(SparseSource):
             raise ValueError("the diagonal is not zero")
         return rows - 1, columns - 1, values
 
-    def _read(self, data: bytes) -> list[np.ndarray]:
-        types = [INTEGER, INTEGER, *([self._value_type] if self._value_type else [])]
-        data = BLANK.translate(data)
-        if not data.strip():
-            return [np.empty(0, kind) for kind in types]
-        names = [str(i) for i in range(len(types))]
-        table = csv.read_csv(
-            pyarrow.BufferReader(data),
-            csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
-            csv.ParseOptions(delimiter=" ", quote_char=False),
-            csv.ConvertOptions(check_utf8=False, column_types=dict(zip(names, types, strict=True)), null_values=[]),
-        )
-        return [table[name].to_numpy() for name in names]
-
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        """Say what is wrong with a line."""
         words = text.split()
         kinds = [int, int] + ([] if self._value_type is None else [int if self._value_type == INTEGER else float])
         try:

@@ -1,47 +1,55 @@
-"""Counts of 10x Genomics' Cell Ranger, version 2 and 3: rows are barcodes (cells), columns are features (genes).
+"""Counts of 10x Genomics' Cell Ranger: samples are the barcodes (cells), and columns are features (genes).
 
 In HDF5 they are kept as compressed columns of features x barcodes, which are the compressed rows of what is wanted.
-Source: 10x Genomics, "Feature-Barcode Matrices (HDF5)".
+In a folder, a Matrix Market file has tables of barcodes and features beside it:
+
+| | matrix | cells | genes |
+| --- | --- | --- | --- |
+| Cell Ranger 2 | ``matrix.mtx`` | ``barcodes.tsv`` | ``genes.tsv`` |
+| Cell Ranger 3 and later, STARsolo | ``matrix.mtx.gz`` | ``barcodes.tsv.gz`` | ``features.tsv.gz`` |
+
+Each of them may be packed with gzip or not. The names may have one prefix, as in ``GSM123_matrix.mtx.gz``; the matrix
+may have another name if the tables have none. The file has a row for each feature, so that it is read transposed; one
+that has a row for each barcode, by the lengths of the tables, is read as it is.
+Source: 10x Genomics, "Feature-Barcode Matrices" (HDF5 and the MEX format).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import LayerOptions
-from h5chunk.sources.matrix import compressed
-from h5chunk.sources.matrix.block import Block, SparseSource
-from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored, read_strings
-from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
-from h5chunk.sources.matrix.tenx_files import find_tenx_files
-from h5chunk.sources.recognise import hdf5_members, is_path, suffix_of
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, LayerOptions
+from h5chunk.sources.matrix.block import (
+    Block,
+    MemoryLimit,
+    SparseSource,
+    Transposed,
+)
+from h5chunk.sources.matrix.compressed import check_vectors, read_blocks
+from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
+from h5chunk.sources.matrix.mtx import MtxSource
+from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextFile
+from h5chunk.sources.recognise import has_suffix, hdf5_members, is_path
 
-
-def open_tenx(
-    path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
-) -> SparseSource:
-    """Open counts of 10x: an HDF5 file, a folder, or the Matrix Market file of a folder.
-
-    Raises
-    ------
-    SourceError
-        It is none of these, or broken.
-    """
-    files = find_tenx_files(path)
-    if files is None:
-        return TenxSource(path, layer, memory_bytes)
-    from h5chunk.sources.matrix.tenx_folder import TenxFolderSource  # needs pyarrow
-
-    return TenxFolderSource(files, layer, memory_bytes)
+PACKINGS = ("", ".gz")
+PIECE_BYTES = 1 << 20
+NAME_BYTES = 64  # of memory for a name while a piece is read
+WAYS = (
+    "put the tables of this matrix beside it, or convert the .mtx with --format mtx, which makes its rows the samples, "
+    "or with --format mtx --transpose, which makes its columns the samples"
+)
 
 
 class TenxSource(SparseSource):
-    """A 10x .h5; see `SparseSource`.
+    """A 10x .h5.
 
     Parameters
     ----------
@@ -49,29 +57,28 @@ class TenxSource(SparseSource):
     layer : str, optional
         The genome, in files of version 2 that have several.
     memory_bytes : int
-
-    Raises
-    ------
-    SourceError
-        The file is damaged, none of 10x, or its parts do not agree.
     """
 
     kind = "10x"
     Options = LayerOptions
+    shape: tuple[int, int]
+    axes = ("barcodes", "features")
+    is_sorted_by_row = True
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        if is_path(source) and find_tenx_files(source) is not None:
+        if is_path(source) and _find_files(source) is not None:
             return True
-        groups = {} if suffix_of(source) == ".h5ad" else hdf5_members(source, head)
+        groups = {} if has_suffix(source, ".h5ad") else hdf5_members(source, head)
         return any({"barcodes", "indptr", "indices"} <= members for members in groups.values())
 
     @classmethod
     def open(cls, source: Any, options: LayerOptions, context: OpenContext) -> SparseSource:
-        return open_tenx(source, options.layer, context.memory_bytes)
-
-    axes = ("barcodes", "features")
-    is_sorted_by_row = True
+        """Open an HDF5 file, a folder, or the Matrix Market file of a folder."""
+        files = _find_files(source)
+        if files is None:
+            return cls(source, options.layer, context.memory_bytes)
+        return TenxFolderSource(files, options.layer, context.memory_bytes)
 
     def __init__(
         self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
@@ -109,23 +116,128 @@ class TenxSource(SparseSource):
             raise sizes.error("must be two numbers, of features and of barcodes")
         num_features, num_barcodes = (int(size) for size in sizes.read(0, 2))
         parts = [group.dataset(name) for name in ("data", "indices", "indptr")]
-        shape = compressed.check_kinds((num_barcodes, num_features), parts[0], parts[2], parts[1])
+        shape = num_barcodes, num_features
+        check_vectors("csr", shape, parts)
         return shape, parts
 
     def _names(self, stored: Stored, length: int, what: str) -> np.ndarray:
         if stored.length != length:
             raise stored.error(f"has {stored.length} names but the matrix has {length} {what}")
-        names = read_strings(stored)
+        names = stored.strings()
         self._file.memory.keep(f"{length:,} {what}", 2 * names.nbytes)
         return names
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with self._file.open() as root:
-            shape, parts = self._matrix(self._find(root))
+            yield from read_blocks("csr", *self._matrix(self._find(root)), max_bytes)
 
-            def consumed() -> int:
-                return int(sum(part.stored_bytes * part.read_part for part in parts))
 
-            yield from compressed.compressed_blocks(
-                shape, *parts, by_column=False, max_bytes=max_bytes, consumed=consumed
+@dataclass(frozen=True)
+class TenxFiles:
+    """Paths of the matrix and of its tables; None for a table that is missing."""
+
+    matrix: str
+    barcodes: str | None
+    features: str | None
+
+
+def _find_files(path: str | os.PathLike[str]) -> TenxFiles | None:
+    """Find the tables that belong to a folder, or to a Matrix Market file.
+
+    None for a folder without ``matrix.mtx`` in it, or in the only folder in it (where Cell Ranger 2 puts it, below the
+    name of the genome), and for any other file that has no table beside it.
+    """
+    path = os.fsdecode(path)
+    if os.path.isdir(path):
+        return _in_folder(path) or _in_only_folder(path)
+    folder, name = os.path.split(path)
+    stem = name.removesuffix(".gz")
+    if not stem.endswith(".mtx") or not os.path.isfile(path):
+        return None
+    for prefix in dict.fromkeys((stem.removesuffix("matrix.mtx") if stem.endswith("matrix.mtx") else "", "")):
+        files = _with_tables(path, folder, prefix)
+        if files.barcodes or files.features:
+            return files
+    return None
+
+
+def _in_folder(path: str) -> TenxFiles | None:
+    matrix = _first_file(path, "matrix.mtx")
+    return None if matrix is None else _with_tables(matrix, path, "")
+
+
+def _in_only_folder(path: str) -> TenxFiles | None:
+    try:
+        with os.scandir(path) as entries:
+            folders = [entry.path for entry in islice(filter(os.DirEntry.is_dir, entries), 2)]
+    except OSError:
+        return None
+    files = _in_folder(folders[0]) if len(folders) == 1 else None
+    return files if files is not None and files.barcodes and files.features else None
+
+
+def _with_tables(matrix: str, folder: str, prefix: str) -> TenxFiles:
+    features = _first_file(folder, f"{prefix}features.tsv") or _first_file(folder, f"{prefix}genes.tsv")
+    return TenxFiles(matrix, _first_file(folder, f"{prefix}barcodes.tsv"), features)
+
+
+def _first_file(folder: str, name: str) -> str | None:
+    paths = (os.path.join(folder, name + packing) for packing in PACKINGS)
+    return next((path for path in paths if os.path.isfile(path)), None)
+
+
+class TenxFolderSource(SparseSource):
+    """A Matrix Market file of 10x with its tables, which has one matrix and thus no layers."""
+
+    kind = "10x"
+    axes = ("barcodes", "features")
+
+    def __init__(self, files: TenxFiles, layer: str | None, memory_bytes: int) -> None:
+        if layer is not None:
+            raise OptionError(f"layer is {layer!r} but {printable(files.matrix)} has one matrix only")
+        self.path, self._files = files.matrix, files
+        if files.barcodes is None or files.features is None:
+            other = files.barcodes or files.features
+            missing = "features.tsv or genes.tsv" if files.barcodes else "barcodes.tsv"
+            beside = f"{printable(other)} is beside it, but no {missing}" if other else "no tables of 10x are beside it"
+            raise SourceError(f"{printable(self.path)}: {beside}, so that it is unclear what samples are: {WAYS}")
+        matrix: SparseSource = MtxSource(files.matrix)
+        self.num_bytes = matrix.num_bytes
+        memory = MemoryLimit(self.path, memory_bytes)
+        most = max(size or 0 for size in matrix.shape)
+        self.row_names = _read_names(files.barcodes, most, memory)
+        self.column_names = _read_names(files.features, most, memory)
+        self.shape = len(self.row_names), len(self.column_names)
+        if matrix.shape not in (self.shape, self.shape[::-1]):
+            raise SourceError(
+                f"{printable(self.path)}: is {matrix.shape[0]} x {matrix.shape[1]}, but "
+                f"{printable(files.barcodes)} has {self.shape[0]} lines and {printable(files.features)} "
+                f"{self.shape[1]}, so that it is unclear what samples are: {WAYS}"
             )
+        self._matrix = Transposed(matrix) if matrix.shape == self.shape[::-1] else matrix
+
+    def files(self) -> list[str]:
+        return [path for path in (self.path, self._files.barcodes, self._files.features) if path is not None]
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        return self._matrix.blocks(max_bytes)
+
+
+def _read_names(path: str, most: int, memory: MemoryLimit) -> np.ndarray:
+    """Read the first column of a table without a header, of at most so many lines: (lines,) ``S``."""
+    table = TextFile(path)
+    parts: list[np.ndarray] = []
+    count, width = 0, 1
+    for piece in table.pieces(PIECE_BYTES):
+        names = [line.split(b"\t", 1)[0].removesuffix(b"\r") for line in piece.data.split(b"\n")[:-1]]
+        bad = next((i for i, name in enumerate(names) if not 0 < len(name) <= MAX_ID_BYTES), None)
+        if bad is not None:
+            table.fail(f"has a name of {len(names[bad])} bytes, but 1 to {MAX_ID_BYTES} are read", piece.line + bad)
+        count, width = count + len(names), max(width, *map(len, names))
+        if count > most:
+            table.fail(f"has more lines than the {most:,} rows or columns of the matrix", piece.line)
+        memory.check(f"{count:,} names of up to {width} bytes", 2 * count * width + len(names) * NAME_BYTES)
+        parts.append(np.array(names, "S"))
+    names_of_all = np.concatenate(parts)
+    memory.keep(f"{count:,} names", names_of_all.nbytes)
+    return names_of_all

@@ -1,7 +1,7 @@
 """Read text, compressed with gzip or not, in pieces of whole lines with their line numbers.
 
-Knows lines, not what they mean. Decoding is bounded: a piece has a size, a line has a limit, and what inflates without
-end is a line without end.
+Knows lines, not what they mean (`TextSource` is told). Decoding is bounded: a piece has a size, a line has a limit, and
+what inflates without end is a line without end.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import gzip
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, NoReturn, cast
+from typing import IO, Any, ClassVar, NoReturn, cast
 
 from h5chunk.errors import SourceError, printable
+from h5chunk.sources.arrow import csv, pyarrow
+from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.stamp import stamp_of
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -27,21 +29,13 @@ MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
 MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # of the limit on a line where pieces are small
 MAX_SHOWN = 120  # characters of a line in a message
 HEAD_BYTES = 1 << 18
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
+ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole lines of a text.
-
-    Attributes
-    ----------
-    data : bytes
-        Ends with a line feed.
-    line : int
-        Number of the first line, from 1.
-    consumed_bytes : int
-        Bytes of the file read so far.
-    """
+    """Whole lines of a text, the number of the first, from 1, and the bytes of the file that were read so far."""
 
     data: bytes
     line: int
@@ -49,13 +43,7 @@ class Piece:
 
 
 class TextFile:
-    """A text file that is read from its start as often as needed.
-
-    Raises
-    ------
-    SourceError
-        It is missing, empty, no regular file, or no text that we read.
-    """
+    """A text file that is read from its start as often as needed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -67,7 +55,10 @@ class TextFile:
             if start.startswith(magic):
                 self.fail(f"packed in a way that is not read: unpack it first ({tool})")
         self.is_packed = start.startswith(GZIP_MAGIC)
-        self.head = self._head()
+        with self._open() as raw, self._naming_damage(lambda: 1):
+            head = self._unpacked(raw).read(HEAD_BYTES)
+        self._check_text(head, 1)
+        self.head = head.removeprefix(UTF8_MARK)  # the last line may be cut
         if self.head.startswith(WIDE_TEXT):
             self.fail("text of 16-bit characters (UTF-16): save it as UTF-8")
         if not self.head.strip(b" \t\r\n"):
@@ -95,13 +86,6 @@ class TextFile:
     def _unpacked(self, raw: IO[bytes]) -> IO[bytes]:
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if self.is_packed else raw
 
-    def _head(self) -> bytes:
-        """The first lines, without the mark of UTF-8; the last one may be cut."""
-        with self._open() as raw, self._naming_damage(lambda: 1):
-            head = self._unpacked(raw).read(HEAD_BYTES)
-        self._check_text(head, 1)
-        return head.removeprefix(UTF8_MARK)
-
     def head_lines(self) -> list[bytes]:
         """The first lines, whole, without their ends."""
         lines = self.head.split(b"\n")
@@ -120,19 +104,15 @@ class TextFile:
                 yield b"\n".join(lines if number == num_probes else lines[:-1])
 
     def pieces(self, num_bytes: int) -> Iterator[Piece]:
-        """All lines, in order, about ``num_bytes`` at a time.
-
-        Raises
-        ------
-        SourceError
-            The file changed, is damaged or cut short, holds a zero byte or a line of more than `PIECES_OF_LINE` pieces.
-        """
+        """All lines, in order, about ``num_bytes`` at a time; none longer than `PIECES_OF_LINE` times that."""
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of a line that goes on
         with self._open() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
-            while data := self._read_unchanged(file, raw, num_bytes):
+            while data := file.read(num_bytes):
+                if stamp_of(os.fstat(raw.fileno())) != self._stamp:  # what grows while it is read may have no end
+                    self.fail("changed while it was read")
                 if line == 1 and not rest:  # the very start
                     data = data.removeprefix(UTF8_MARK)
                 self._check_text(data, line)
@@ -148,13 +128,6 @@ class TextFile:
                 line += data.count(b"\n")
             if last := b"".join(rest):
                 yield Piece(last + b"\n", line, raw.tell())
-
-    def _read_unchanged(self, file: IO[bytes], raw: IO[bytes], num_bytes: int) -> bytes:
-        """The next bytes; looks each time, as what grows while it is read may have no end."""
-        data = file.read(num_bytes)
-        if stamp_of(os.fstat(raw.fileno())) != self._stamp:
-            self.fail("changed while it was read")
-        return data
 
     def _check_text(self, data: bytes, line: int) -> None:
         if b"\0" in data and not data.startswith(WIDE_TEXT):
@@ -174,13 +147,7 @@ class TextFile:
 
 
 def check_regular(path: str) -> tuple[int, ...]:
-    """Return the stamp of a regular file that is not empty.
-
-    Raises
-    ------
-    SourceError
-        It is not.
-    """
+    """Return the stamp of a regular file that is not empty; SourceError if it is not."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -192,27 +159,69 @@ def check_regular(path: str) -> tuple[int, ...]:
     return stamp_of(status)
 
 
-def first_bad_line(data: bytes, line: int, works: Callable[[bytes], bool]) -> tuple[int, bytes]:
-    """Find the number and text of the first invalid line by bisection.
+class TextSource(SparseSource):
+    """Base of matrices in text, of which pieces are parsed as a whole; where that fails, the bad line is looked for."""
 
-    Parameters
-    ----------
-    data : bytes
-        Whole lines, one of which does not work.
-    line : int
-        Number of the first.
-    works : callable
-        Whether some whole lines are all well.
+    pieces_in_memory: ClassVar[int]  # text and all that is made of it
+    num_skipped = 0  # lines above the data
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._text = TextFile(path)
+        self.path, self.num_bytes = self._text.path, self._text.num_bytes
+
+    def _pieces(self, max_bytes: int) -> Iterator[Piece]:
+        """The lines of data."""
+        size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // self.pieces_in_memory))
+        for piece in self._text.pieces(size):
+            if piece.line <= self.num_skipped:
+                lines = piece.data.split(b"\n", self.num_skipped - piece.line + 1)
+                piece = Piece(lines[-1], piece.line + len(lines) - 1, piece.consumed_bytes)
+            yield piece
+
+    def _parse(self, piece: Piece, read: Callable[[bytes], Any]) -> Any:
+        """Return what ``read`` makes of a piece; if it raises ValueError, as Arrow does, say which line is wrong."""
+        try:
+            return read(piece.data)
+        except ValueError:
+            lines = piece.data.split(b"\n")[:-1]
+            low, high = 0, len(lines)  # lines[:low] are well
+            while high - low > 1:
+                middle = (low + high) // 2
+                try:
+                    read(b"".join(line + b"\n" for line in lines[low:middle]))
+                    low = middle
+                except ValueError:
+                    high = middle
+            self._refuse_line(piece.line + low, lines[low].removesuffix(b"\r"))
+
+    def _refuse_line(self, line: int, text: bytes) -> NoReturn:
+        """Say what is wrong with a line."""
+        raise NotImplementedError
+
+
+def read_columns(data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any]) -> list[Any]:
+    """Read some of the columns of whole lines, by their numbers, as Arrow arrays of some types.
+
+    Raises
+    ------
+    ArrowInvalid
+        A line has not ``width`` columns, or a cell is not of its type.
     """
-    lines = data.splitlines(keepends=True) if b"\r" not in data else [part + b"\n" for part in data.split(b"\n")[:-1]]
-    low, high = 0, len(lines)  # lines[:low] work
-    while high - low > 1:
-        middle = (low + high) // 2
-        if works(b"".join(lines[low:middle])):
-            low = middle
-        else:
-            high = middle
-    return line + low, lines[low].removesuffix(b"\n").removesuffix(b"\r")
+    if not data.strip(b"\r\n"):
+        return [pyarrow.array([], kind) for kind in types.values()]
+    names = [str(number) for number in range(width)]
+    table = csv.read_csv(
+        pyarrow.BufferReader(data),
+        csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
+        csv.ParseOptions(delimiter=mark, quote_char='"' if quotes else False),
+        csv.ConvertOptions(
+            check_utf8=False,
+            include_columns=[names[number] for number in types],
+            column_types={names[number]: kind for number, kind in types.items()},
+            null_values=[],
+        ),
+    )
+    return [table[names[number]].combine_chunks() for number in types]
 
 
 def shown(text: bytes) -> str:

@@ -27,8 +27,7 @@ from h5chunk.errors import OptionError, SourceError, human_bytes, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
-from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.matrix.transposed import Transposed
+from h5chunk.sources.matrix.block import SparseSource, Transposed
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.matrix import DENSE, MATRIX, read_matrix
 from h5chunk.store.format.spec import GROUP, GZIP_LEVEL, FieldSpec, FileSpec

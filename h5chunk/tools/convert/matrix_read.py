@@ -11,8 +11,7 @@ import numpy as np
 from h5chunk.errors import SourceError, printable
 from h5chunk.plan.codes import MAX_CODE
 from h5chunk.plan.permutation import permutation
-from h5chunk.sources.matrix.block import Block, SparseSource
-from h5chunk.sources.matrix.memory import MemoryLimit
+from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix_ids import Ids, inverse_of
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries

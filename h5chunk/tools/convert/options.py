@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from h5chunk.errors import OptionError
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, MATRICES, MatrixSourceOptions
 from h5chunk.sources.kinds import KIND_OPTIONS as KIND_OPTIONS
-from h5chunk.sources.kinds import MATRICES, MatrixSourceOptions
-from h5chunk.sources.matrix.memory import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.options import Options, option
 
 if TYPE_CHECKING:

@@ -1,0 +1,203 @@
+"""Matrices in files of NumPy: an .npz of ``scipy.sparse.save_npz``, and a dense .npy, of which zeros are dropped.
+
+The members of an .npz (compressed rows, compressed columns or coordinates) are unpacked as streams, several side by
+side, so that memory is bounded whatever they claim. Source: scipy.sparse.save_npz (members and their names).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+
+from h5chunk.errors import SourceError, printable
+from h5chunk.sources.matrix.block import Block, SparseSource
+from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
+from h5chunk.sources.matrix.text import check_regular
+from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
+from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
+from h5chunk.stamp import stamp_of
+
+FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # indices that are larger do not pack that well unless they are made up
+CELL_BYTES = 48  # of memory for one cell that is not zero, as int64 numbers and masks
+MIN_CELLS = 1024
+MEMBERS = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("row", "col")}
+
+
+class NpzSource(SparseSource):
+    """A scipy .npz."""
+
+    kind = "npz"
+    shape: tuple[int, int]
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        members = zip_members(source, head)
+        return {"format.npy", "shape.npy"} <= members or (not members and has_suffix(source, ".npz"))
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._stamp = check_regular(self.path)
+        self.num_bytes = self._stamp[2]
+        with open_npz(self.path) as archive:
+            for member in archive.infolist():
+                packed, size = member.compress_size, member.file_size
+                is_index = member.filename in ("indices.npy", "row.npy", "col.npy")
+                if is_index and size > FREE_BYTES and size > MAX_LARGE_RATIO * packed:
+                    raise self._error(
+                        f"member {member.filename!r} unpacks to {size} bytes, {size // packed} times what it takes, "
+                        "out of proportion for indices: save it with compressed=False if it is meant so"
+                    )
+            self._layout = self._read_layout(archive)
+            self.shape = self._read_shape(archive)
+            with self._vectors(archive) as vectors:
+                check_vectors(self._layout, self.shape, vectors)
+        self.is_sorted_by_row = self._layout == "csr"
+
+    def _error(self, what: str) -> SourceError:
+        return SourceError(f"{printable(self.path)}: {what}")
+
+    def _small(self, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+        if f"{name}.npy" not in archive.namelist():
+            raise self._error(f"has no member {name!r}, so it is no matrix of scipy.sparse.save_npz")
+        with _Member(self.path, archive, name) as member:
+            if member.num_bytes > MAX_SMALL_BYTES:
+                raise self._error(f"member {name!r} has {member.num_bytes} bytes: that cannot be")
+            return member.read(0, member.length)
+
+    def _read_layout(self, archive: zipfile.ZipFile) -> str:
+        word = self._small(archive, "format")
+        if word.dtype.kind not in "SU" or word.size != 1:
+            raise self._error(f"member 'format' has the type {word.dtype} but must be a word")
+        text = word.ravel()[0]
+        name = text.decode("latin-1") if isinstance(text, bytes) else str(text)
+        if name not in MEMBERS:
+            raise self._error(f"format is {name!r} but csr, csc and coo are read: save it after .tocsr()")
+        missing = [part for part in (*MEMBERS[name], "data") if f"{part}.npy" not in archive.namelist()]
+        if missing:
+            raise self._error(f"has no member {missing[0]!r}, which format {name} needs")
+        return name
+
+    def _read_shape(self, archive: zipfile.ZipFile) -> tuple[int, int]:
+        shape = self._small(archive, "shape")
+        if shape.dtype.kind not in "iu" or shape.size != 2 or int(shape.min()) < 0:
+            raise self._error(f"member 'shape' is {shape.tolist()} but must be two numbers, of rows and of columns")
+        return int(shape[0]), int(shape[1])
+
+    @contextlib.contextmanager
+    def _vectors(self, archive: zipfile.ZipFile) -> Iterator[list[_Member]]:
+        """Streams of data, and of indices and indptr, or of rows and columns, of a file that does not change."""
+        with contextlib.ExitStack() as stack:
+            self._check_unchanged(archive)
+            names = ("data", *MEMBERS[self._layout])
+            yield [stack.enter_context(_Member(self.path, archive, name)) for name in names]
+            self._check_unchanged(archive)
+
+    def _check_unchanged(self, archive: zipfile.ZipFile) -> None:
+        assert archive.fp is not None
+        if stamp_of(archive.fp.fileno()) != self._stamp:
+            raise self._error("changed while it was read")
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        with open_npz(self.path) as archive, self._vectors(archive) as vectors:
+            yield from read_blocks(self._layout, self.shape, vectors, max_bytes)
+
+
+class _Member:
+    """A vector that lies in a zip, as a stream; zipfile compares its checksum with the last value."""
+
+    def __init__(self, path: str, archive: zipfile.ZipFile, name: str) -> None:
+        self.name = f"{printable(path)}: {name}"
+        self._file: IO[bytes] = archive.open(f"{name}.npy")
+        shape, _, self.dtype = read_header(self._file, self.name)
+        if len(shape) > 1:
+            raise SourceError(f"{self.name} has {len(shape)} dimensions but must have one")
+        self.length = shape[0] if shape else 1
+        self.num_bytes = self.length * self.dtype.itemsize
+        info = archive.getinfo(f"{name}.npy")
+        there = info.file_size - self._file.tell()
+        if there != self.num_bytes:
+            raise SourceError(f"{self.name} claims {self.num_bytes} bytes but {there} are there")
+        self._packed_bytes = info.compress_size
+        self._at = 0
+
+    def __enter__(self) -> _Member:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @property
+    def consumed_bytes(self) -> int:
+        return self._packed_bytes * self._at // max(1, self.length)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        if start != self._at:
+            raise AssertionError("members are read in order")
+        data = self._file.read((stop - start) * self.dtype.itemsize)
+        if len(data) != (stop - start) * self.dtype.itemsize:
+            raise SourceError(f"{self.name} ends early: the file is damaged")
+        self._at = stop
+        return np.frombuffer(data, self.dtype)
+
+
+class NpySource(SparseSource):
+    """A dense .npy of two dimensions."""
+
+    kind = "npy"
+    shape: tuple[int, int]
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        return head.startswith(NPY_MAGIC)
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._stamp = check_regular(self.path)
+        self.num_bytes = self._stamp[2]
+        shown = printable(self.path)
+        with open(self.path, "rb") as file:  # noqa: PTH123
+            shape, self._by_column, self._dtype = read_header(file, shown)
+            self._offset = file.tell()
+        check_values_type(shown, self._dtype)
+        if len(shape) != 2:
+            raise SourceError(f"{shown} has {len(shape)} dimensions but a matrix has two, rows and columns")
+        self.shape = (shape[0], shape[1])
+        claimed = self._offset + shape[0] * shape[1] * self._dtype.itemsize
+        if claimed != self.num_bytes:
+            raise SourceError(
+                f"{shown} has {self.num_bytes} bytes but its shape {shape} needs {claimed}: it is cut short"
+            )
+        self.is_sorted_by_row = not self._by_column
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        num_rows, num_columns = self.shape
+        num_cells = num_rows * num_columns
+        at_once = max(MIN_CELLS, max_bytes // CELL_BYTES)
+        for start in range(0, num_cells, at_once):
+            part = self._cells(start, min(at_once, num_cells - start))
+            places = np.flatnonzero(part)
+            values = native(part[places])
+            places += start
+            if self._by_column:
+                columns, rows = np.divmod(places, num_rows)
+            else:
+                rows, columns = np.divmod(places, num_columns)
+            check_finite(printable(self.path), values, rows, columns)
+            yield Block(rows, columns, values), self._offset + (start + len(part)) * self._dtype.itemsize
+
+    def _cells(self, start: int, count: int) -> np.ndarray:
+        """Some cells, as they are stored; not mapped into memory, as a file that gets shorter would end the process."""
+        offset = self._offset + start * self._dtype.itemsize
+        try:
+            with open(self.path, "rb") as file:  # noqa: PTH123
+                cells = np.fromfile(file, self._dtype, count, offset=offset)
+                if len(cells) == count and stamp_of(os.fstat(file.fileno())) == self._stamp:
+                    return cells
+        except OSError as error:
+            raise SourceError(f"{printable(self.path)}: cannot be read: {error.strerror}") from None
+        raise SourceError(f"{printable(self.path)}: changed while it was read")

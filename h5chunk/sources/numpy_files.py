@@ -1,0 +1,90 @@
+"""Headers of .npy, and the members of .npz: checked before memory is taken for what they claim; nothing is unpickled.
+
+Source: numpy.lib.format (the .npy format), numpy.savez.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import warnings
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+import numpy as np
+
+from h5chunk.errors import SourceError, printable
+from h5chunk.sources.container import BoundedFile
+from h5chunk.sources.recognise import MAX_ZIP_DIRECTORY_BYTES
+from h5chunk.store.hdf5.claims import MAX_RATIO
+
+MAX_HEADER_BYTES = MAX_SMALL_BYTES = 1 << 16
+PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+DAMAGES = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OSError, NotImplementedError, RuntimeError,
+)  # fmt: skip
+
+
+def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Read shape, whether columns lie together, and type of an array in .npy; leaves the file at its first value.
+
+    Raises
+    ------
+    SourceError
+        It is none, or one of Python objects.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # headers of Python 2 and the like
+            version = np.lib.format.read_magic(file)
+            if version not in ((1, 0), (2, 0)):
+                raise SourceError(f"{name}: version {version} of the .npy format is not read: save it again")
+            size = file.read(2 * version[0])
+            length = int.from_bytes(size, "little")
+            if length > MAX_HEADER_BYTES:
+                raise SourceError(f"{name}: claims a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, by_column, dtype = read(io.BytesIO(size + file.read(length)))
+    except SourceError:
+        raise
+    except Exception as error:  # a header is Python's notation, and its parser has errors of many types
+        raise SourceError(f"{name} is no .npy array: {(str(error).splitlines() or ['damaged'])[0]}") from None
+    if any(length < 0 for length in shape):
+        raise SourceError(f"{name} claims the shape {shape}: that cannot be")
+    if dtype.hasobject:
+        raise SourceError(f"{name} holds Python objects, which are never unpickled: save plain numbers")
+    return shape, by_column, dtype
+
+
+@contextmanager
+def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
+    """Open an .npz whose members do not claim what cannot be; damage found meanwhile becomes a SourceError."""
+    shown = printable(path)
+    try:
+        with BoundedFile(path, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
+            file.limit = None
+            _check_members(shown, archive, os.fstat(file.fileno()).st_size)
+            yield archive
+    except SourceError:
+        raise
+    except DAMAGES as error:
+        raise SourceError(f"{shown}: damaged, or no .npz: {error}") from None
+
+
+def _check_members(shown: str, archive: zipfile.ZipFile, num_bytes: int) -> None:
+    repeated = next((name for name, count in Counter(archive.namelist()).items() if count > 1), None)
+    if repeated is not None:
+        raise SourceError(f"{shown}: two members are called {repeated!r}: save it again")
+    if sum(member.compress_size for member in archive.infolist()) > num_bytes:
+        raise SourceError(f"{shown}: its members claim more than its {num_bytes} bytes: they overlap")
+    for member in archive.infolist():
+        packed, size, name = member.compress_size, member.file_size, printable(member.filename)
+        if member.flag_bits & 1 or member.compress_type not in PACKINGS:
+            raise SourceError(f"{shown}: member {name!r} is encrypted or packed unusually: save it again")
+        if size > MAX_RATIO * packed + MAX_SMALL_BYTES:
+            raise SourceError(f"{shown}: member {name!r} claims {size} bytes out of {packed}: that cannot be")
