@@ -12,6 +12,7 @@ import pytest
 
 import h5chunk
 from h5chunk.errors import OptionError
+from h5chunk.sources.kinds import KIND_OPTIONS
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import find_kind, open_source
 from h5chunk.sources.options import Options
@@ -20,6 +21,7 @@ from h5chunk.sources.options import Options
 def check_kind(kind: Any) -> None:
     """What its class says of itself."""
     assert isinstance(kind.kind, str) and isinstance(kind.noun, str) and issubclass(kind.Options, Options)
+    assert KIND_OPTIONS[kind.kind] is kind.Options
     kind.Options()  # all options have defaults
     for field in dataclasses.fields(kind.Options):
         assert field.metadata["help"].endswith(".") and field.metadata["help"][0].isupper()
