@@ -238,6 +238,5 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 
     result = run("convert", root, path)
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--split-folders yes" in result.stderr
-    assert run("tune", root, "--batch-size", 8, "--budget", "1s", "--json").exit_code == 0
     result = run("convert", root, path, "--split-folders", "no", "--json")
     assert json.loads(result.stdout)["class_names"] == ["Train", "cat", "val"]

@@ -530,7 +530,7 @@ def test_all_images_broken(tmp_path: Path) -> None:
     for file in source.rglob("*.png"):
         file.write_bytes(b"broken")
     old = path.read_bytes()
-    with pytest.raises(SourceError, match="none of the 8 images can be used"):
+    with pytest.raises(SourceError, match="none of the 8 samples can be used"):
         append(path, source, on_error="skip", workers=0)
     check_left(path, old)
 
