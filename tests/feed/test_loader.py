@@ -182,7 +182,7 @@ def test_the_warning_points_at_the_caller(tmp_path):
 
 
 def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.read.chunks.MAX_DECODED_BYTES", 359)
+    monkeypatch.setattr("h5chunk.store.read.direct.MAX_DECODED_BYTES", 359)
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}))
     [expected] = expected_epochs(path, 16)
     with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode at most"):

@@ -18,7 +18,7 @@ from h5chunk.feed.read_pool import Progress, ReadPool, WindowRead
 from h5chunk.plan.order import Window
 from h5chunk.store.hdf5 import ranges
 from h5chunk.store.hdf5.ranges import VectorPart
-from h5chunk.store.read.plain import direct_field
+from h5chunk.store.read.direct import direct_field
 from h5chunk.store.read.reader import H5Reader
 
 __all__ = ["nothing_is_left"]
@@ -91,6 +91,7 @@ def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct, 
 def test_parts_are_shared_out(path, monkeypatch):
     """Two threads work on one window at the same time."""
     monkeypatch.setattr(ranges, "PART_BYTES", 1)
+    monkeypatch.setattr(ranges, "RUN_BYTES", 1)
     both, read = threading.Barrier(2, timeout=WAIT_S), VectorPart.__call__
     seen = set()
 

@@ -151,7 +151,8 @@ def test_no_samples(tmp_path, options):
     ],
 )
 def test_one_run(offsets, sizes, expected):
-    table = ChunkTable(np.array(offsets, np.int64), np.array(sizes, np.int64), np.zeros(len(sizes), np.uint32), (4, 5))
+    table = ChunkTable.unwritten((4 * len(sizes), 5), (4, 5))
+    table.offsets[:], table.sizes[:] = offsets, sizes
     assert table.is_one_run is expected
 
 

@@ -375,7 +375,7 @@ def test_unshuffling_ignores_what_the_elements_are():
 @pytest.mark.parametrize(
     ("pipeline", "dtype", "message"),
     [
-        (["blosc2"], "u1", r"filter Blosc2 \(32026\) is decoded by HDF5 alone"),
+        (["blosc2"], "u1", r"filter blosc2 \(32026\) is decoded by HDF5 alone"),
         (["unknown"], "u1", r"filter '.*' \(40000\) is decoded by HDF5 alone"),
         (["gzip", "bitshuffle"], "S5", r"filter bitshuffle \(32008\) with parameters .* is left to HDF5"),
     ],

@@ -76,7 +76,7 @@ def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *,
     seed=st.integers(0, 3),
 )
 def test_files_of_ours(tmp_path, monkeypatch, num_rows, num_columns, density, pattern, run_bytes, seed):
-    monkeypatch.setattr("h5chunk.store.read.csr.RUN_BYTES", run_bytes)
+    monkeypatch.setattr("h5chunk.store.hdf5.ranges.RUN_BYTES", run_bytes)
     monkeypatch.setattr(ranges, "PART_BYTES", run_bytes)
     wanted = matrix(num_rows, num_columns, min(density, 2000 / num_columns), seed)
     path = tmp_path / "a.h5"

@@ -23,9 +23,8 @@ from h5chunk.store.hdf5 import ranges
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.codecs import ChunkDecoder
 from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES
-from h5chunk.store.read import plain
-from h5chunk.store.read.chunks import ChunkedField
-from h5chunk.store.read.plain import PlainField
+from h5chunk.store.read import direct
+from h5chunk.store.read.direct import ChunkedField, PlainField
 from h5chunk.store.read.reader import H5Reader
 
 __all__ = ["no_imagecodecs"]
@@ -54,12 +53,17 @@ ROWS = [[0], [N - 1], [3, 1, 2], list(range(N)), list(range(N))[::-1], [36, 0], 
 def direct_field(path: Path, dataset: str = "x") -> PlainField | ChunkedField:
     reader = H5Reader(path, {"x": dataset}, trusted=True)
     with h5py.File(path) as file:
-        return plain.direct_field(path, file, reader.fields["x"])
+        return direct.direct_field(path, file, reader.fields["x"])
 
 
 def offset_of(path: Path, chunk: int) -> int:
     with h5py.File(path) as file:
         return int(list_chunks(file["x"]).offsets[chunk])
+
+
+def is_one_run(path: Path) -> bool:
+    with h5py.File(path) as file:
+        return list_chunks(file["x"]).is_one_run
 
 
 def read(field: PlainField | ChunkedField, path: Path, rows: np.ndarray, out: np.ndarray) -> None:
@@ -82,6 +86,13 @@ def check_direct(path: Path, data: np.ndarray, rows: list[int], field: PlainFiel
     assert found.tobytes() == reference.tobytes() == data[rows].tobytes()
 
 
+def runs_of(field: PlainField, rows: np.ndarray) -> list[tuple[int, int, int]]:
+    """The offset, the rows and the bytes of each run that is read for some rows."""
+    out = np.empty((len(rows), field.row_bytes), np.uint8)
+    jobs = np.concatenate([part.jobs(0) for part in field.parts(rows, np.arange(len(rows)), out)])
+    return [(int(job["offset"]), int(job["count"]), int(job["num_bytes"])) for job in jobs]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(tmp_path, layout):
     file_options, options = LAYOUTS[layout]
@@ -97,7 +108,7 @@ def test_implicit_index(tmp_path, early):
     create(tmp_path / "a.h5", early, SHAPE, (4, 3, 5), data, **V110)
     for rows in ROWS:
         check_direct(tmp_path / "a.h5", data, rows)
-    assert direct_field(tmp_path / "a.h5").is_one_run or not early
+    assert is_one_run(tmp_path / "a.h5") or not early
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": True}])
@@ -124,7 +135,7 @@ def test_scattered_chunks(tmp_path):
         for chunk in (9, 2, 3, 4, 0, 8, 1, 6, 7, 5):
             made[4 * chunk : 4 * chunk + 4] = data[4 * chunk : 4 * chunk + 4]
             file.create_dataset(f"between{chunk}", data=np.zeros(100 * chunk))
-    assert not direct_field(tmp_path / "a.h5").is_one_run
+    assert not is_one_run(tmp_path / "a.h5")
     for rows in ROWS:
         check_direct(tmp_path / "a.h5", data, rows)
 
@@ -147,7 +158,7 @@ def test_more_rows_than_one_call_takes(tmp_path):
     data = values((num_rows, 3), np.uint8)
     path = make_file(tmp_path / "a.h5", x=(data, {}))
     field = direct_field(path)
-    assert np.diff(field._borders(np.arange(num_rows))).max() == MAX_VECTORS
+    assert max(count for _, count, _ in runs_of(field, np.arange(num_rows))) == MAX_VECTORS
     check_direct(path, data, list(range(num_rows)))
     check_direct(path, data, list(range(5, num_rows)))
 
@@ -156,8 +167,8 @@ def test_more_rows_than_one_call_takes(tmp_path):
 def test_long_runs_are_cut(tmp_path, options):
     data = values((20, 300_000), np.uint8)
     path = make_file(tmp_path / "a.h5", x=(data, options))
-    borders = direct_field(path)._borders(np.arange(20))
-    assert np.diff(borders).max() * 300_000 <= RUN_BYTES
+    sizes = [num_bytes for *_, num_bytes in runs_of(direct_field(path), np.arange(20))]
+    assert sum(sizes) == data.nbytes and max(sizes) < RUN_BYTES + 300_000
     check_direct(path, data, list(range(20))[::-1])
 
 
@@ -168,27 +179,20 @@ def test_long_runs_are_cut(tmp_path, options):
     run_rows=st.sampled_from([1, 3, 1000]),
 )
 def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
-    """Every place once, each run neighbours in one chunk, no longer than it may be, no shorter than it must be."""
-    monkeypatch.setattr("h5chunk.store.read.plain.RUN_BYTES", 4 * run_rows)
+    """Each row once, each run neighbours in the file, no longer than it may be, no shorter than it must be."""
+    monkeypatch.setattr("h5chunk.store.hdf5.ranges.RUN_BYTES", 4 * run_rows)
     options = {"chunks": (chunk_samples, 2), "maxshape": (None, 2)} if chunk_samples else {}
     data = values((200, 2), np.int16)
     path = make_file(tmp_path / "a.h5", x=(data, options))
     field = direct_field(path)
     numbers = np.array(rows, np.int64)
-    places = np.argsort(numbers, kind="stable")
-    borders = field._borders(np.asarray(numbers)[places])
-    assert sorted(places.tolist()) == list(range(len(rows)))
-    assert borders[0] == 0 and borders[-1] == len(rows) and (np.diff(borders) > 0).all()
-    assert numbers[places].tolist() == sorted(rows)
-    chunk = chunk_samples or 200
-    runs = np.split(numbers[places], borders[1:-1])
-    for run in runs:
-        assert run.tolist() == list(range(run[0], run[0] + len(run)))
-        assert run[0] // chunk == run[-1] // chunk
-        assert len(run) <= run_rows
+    chunk, within = np.divmod(np.sort(numbers), chunk_samples or 200)
+    offsets = [offset_of(path, number) + 4 * int(row) for number, row in zip(chunk, within, strict=True)]
+    runs = runs_of(field, np.sort(numbers))
+    assert [start + 4 * row for start, count, _ in runs for row in range(count)] == offsets
+    assert all(num_bytes == 4 * count <= 4 * run_rows for _, count, num_bytes in runs)
     if run_rows == 1000:
-        for one, two in itertools.pairwise(runs):
-            assert one[-1] + 1 != two[0] or one[-1] // chunk != two[0] // chunk
+        assert all(one + size != two for (one, _, size), (two, _, _) in itertools.pairwise(runs))
     check_direct(path, data, rows, field)
 
 
@@ -242,8 +246,8 @@ def test_filters_with_all_types(tmp_path, dtype, name):
     name=st.sampled_from(["gzip", "lzf, shuffle, fletcher32", "zstd"]),
 )
 def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_bytes, kept, name):
-    monkeypatch.setattr("h5chunk.store.read.chunks.PART_BYTES", part_bytes)
-    monkeypatch.setattr("h5chunk.store.read.chunks.KEPT_CHUNKS", kept)
+    monkeypatch.setattr("h5chunk.store.read.direct.PART_BYTES", part_bytes)
+    monkeypatch.setattr("h5chunk.store.read.direct.KEPT_CHUNKS", kept)
     data = encoded(tmp_path / "a.h5", (200, 30), chunk, "i2", **FILTERS[name])
     field = direct_field(tmp_path / "a.h5")
     check_direct(tmp_path / "a.h5", data, rows, field)
@@ -336,7 +340,7 @@ def test_a_stored_chunk_of_more_than_it_can_be(tmp_path):
     encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
     with h5py.File(tmp_path / "a.h5", "a") as file:
         file["x"].id.write_direct_chunk((8, 0), bytes(1 << 20))
-    with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: 1048576 stored bytes for 1200 of data"):
+    with pytest.raises(FileError, match=r"a\.h5: '/x': its chunk 2 is stored in 1048576 bytes for 1200"):
         direct_field(tmp_path / "a.h5")
 
 
@@ -348,7 +352,7 @@ def test_memory_that_decoding_takes(tmp_path):
 
 
 def test_huge_compressed_chunks_are_not_direct(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.read.chunks.MAX_DECODED_BYTES", 1199)
+    monkeypatch.setattr("h5chunk.store.read.direct.MAX_DECODED_BYTES", 1199)
     encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
     with pytest.raises(NotDirect, match=r"its chunks are of 1\.2 KiB, and threads decode at most 1\.2 KiB each"):
         direct_field(tmp_path / "a.h5")
@@ -381,7 +385,7 @@ def test_a_whole_field(tmp_path, options, scattered):
             made[start : start + chunk] = data[start : start + chunk]
             file[f"between{start}"] = np.zeros(start)
     field = direct_field(tmp_path / "a.h5")
-    assert field.is_one_run == (not scattered or not options)
+    assert is_one_run(tmp_path / "a.h5") == (not scattered or not options)
     with (tmp_path / "a.h5").open("rb") as file:
         np.testing.assert_array_equal(field.read_all(file.fileno()), data)
 

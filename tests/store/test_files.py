@@ -242,9 +242,9 @@ def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
         (field,) = [field for name, field in loader._source.direct.items() if name == "images"]
         chunk_bytes = 8 * IMAGES[0].nbytes
         assert field.scratch_bytes(4) == (3 * 4 + 8 * 2) * chunk_bytes
-        assert len({id(chunks._local) for chunks in field._encoded._each}) == 1
+        assert len({id(chunks.local) for chunks in field.chunks}) == 1
         epoch_of(loader)
-        assert len({id(chunks._local) for chunks in field._encoded._each}) == 1
+        assert len({id(chunks.local) for chunks in field.chunks}) == 1
 
 
 # ---- which files

@@ -17,8 +17,7 @@ import h5chunk
 from h5chunk.errors import FileError
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.codecs import ChunkDecoder
-from h5chunk.store.read.chunks import ChunkedField
-from h5chunk.store.read.plain import direct_field
+from h5chunk.store.read.direct import ChunkedField, direct_field
 from h5chunk.store.read.reader import H5Reader
 
 
@@ -96,7 +95,7 @@ def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_large_chunks_are_left_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.read.chunks.MAX_DECODED_BYTES", 31)
+    monkeypatch.setattr("h5chunk.store.read.direct.MAX_DECODED_BYTES", 31)
     path = make_file(tmp_path / "a.h5", x=(values((32, 4, 4), "u1"), {"chunks": (8, 2, 2)}))
     with pytest.raises(NotDirect, match="its chunks are of 32 bytes"):
         open_tiles(path)

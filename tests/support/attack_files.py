@@ -16,7 +16,7 @@ import numpy as np
 from support.foreign import make_images
 
 from h5chunk.store.hdf5.chunk_table import NotDirect
-from h5chunk.store.read.plain import direct_field
+from h5chunk.store.read.direct import direct_field
 from h5chunk.store.read.reader import H5Reader
 
 N = 40

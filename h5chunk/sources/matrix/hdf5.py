@@ -24,14 +24,13 @@ from h5chunk.sources.matrix.block import MemoryLimit
 from h5chunk.sources.matrix.text import check_regular
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.child import in_child, limited_memory
-from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, list_chunks
+from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.library import is_stored_as
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, Bytes, read_words, resolve
-from h5chunk.store.hdf5.unwritten import count_unwritten
 
 CHUNK_COPIES = 2  # of a chunk in memory while it is decoded
 CHUNK_ENTRY_BYTES = 64  # of memory for a chunk in the table of chunks, while that is sorted

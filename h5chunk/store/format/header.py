@@ -16,7 +16,7 @@ from h5chunk.errors import FileError, as_text, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.spec import FORMAT_VERSION, GROUP
 from h5chunk.store.hdf5.guard import check_beside
-from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.open import damages_are
 
 _NUMBERS = {
     "num_samples": np.int64,
@@ -35,14 +35,10 @@ class Header:
 
     Attributes
     ----------
-    format_version, num_samples, chunk_samples, window_chunks : int
     cache : CacheSettings
         Recommended for one process that reads all open windows.
-    shuffled : bool
-    seed : int
     options : dict
         What the command that wrote the file was asked for; empty if the file does not say it.
-    class_names : tuple of str
     kind : str
         Of a matrix: ``csr`` or ``dense``; empty for images.
     """
@@ -71,15 +67,8 @@ def header_attributes(
 ) -> dict[str, Any]:
     """Return attributes of ``/h5chunk``, of the types that the specification gives them.
 
-    Parameters
-    ----------
-    cache : CacheSettings
-        Recommended for one process that reads all open windows.
-    options : mapping
-        What is asked for; JSON must be able to hold it.
-    kind : {"", "csr", "dense"}
-    **numbers : int
-        Those of ``num_samples``, ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled`` that are set.
+    ``options`` must be for JSON; ``kind`` is empty, ``csr`` or ``dense``; ``numbers`` are those of ``num_samples``,
+    ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled`` that are set.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -90,48 +79,34 @@ def header_attributes(
 
 
 def read_header(file: h5py.File) -> Header | None:
-    """Read the header of a file; None if h5chunk did not write the file.
-
-    Raises
-    ------
-    FileError
-        The header is of a newer format, or damaged.
-    """
+    """Read the header of a file; None if h5chunk did not write it. FileError: it is of a newer format, or damaged."""
     check_beside(file, GROUP, _ATTRIBUTES)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
         return None
     shown = printable(file.filename)
-    try:
-        version = int(group.attrs["format_version"])
+    with damages_are(FileError, f"{shown}: damaged: what its group /{GROUP} says cannot be", AttributeError):
+        attrs = group.attrs
+        version = int(attrs["format_version"])
         if version > FORMAT_VERSION:
             raise FileError(
                 f"{shown}: format version {version} but this h5chunk reads up to {FORMAT_VERSION}: install a newer one"
             )
-        header = _parse_header(group, version)
-        if header.num_samples < 1 or header.chunk_samples < 1 or header.window_chunks < 1:
+        num_samples, chunk_samples, window_chunks, seed, shuffled = (int(attrs[name]) for name in _NUMBERS)
+        if num_samples < 1 or chunk_samples < 1 or window_chunks < 1:
             raise ValueError("num_samples, chunk_samples and window_chunks must be at least 1")
-        return header
-    except FileError:
-        raise
-    except (*DAMAGES, AttributeError) as error:
-        raise FileError(f"{shown}: damaged: what its group /{GROUP} says cannot be: {error}") from None
-
-
-def _parse_header(group: h5py.Group, version: int) -> Header:
-    attrs = group.attrs
-    return Header(
-        format_version=version,
-        num_samples=int(attrs["num_samples"]),
-        chunk_samples=int(attrs["chunk_samples"]),
-        window_chunks=int(attrs["window_chunks"]),
-        cache=CacheSettings(int(attrs["rdcc_nslots"]), int(attrs["rdcc_nbytes"]), float(attrs["rdcc_w0"])),
-        shuffled=bool(attrs["shuffled"]),
-        seed=int(attrs["seed"]),
-        options=_parse_options(bytes(attrs["options"])),
-        class_names=_read_class_names(group.get("class_names")),
-        kind=bytes(attrs.get("kind", b"")).decode("utf-8", "replace"),
-    )
+        return Header(
+            format_version=version,
+            num_samples=num_samples,
+            chunk_samples=chunk_samples,
+            window_chunks=window_chunks,
+            cache=CacheSettings(int(attrs["rdcc_nslots"]), int(attrs["rdcc_nbytes"]), float(attrs["rdcc_w0"])),
+            shuffled=bool(shuffled),
+            seed=seed,
+            options=_parse_options(bytes(attrs["options"])),
+            class_names=_read_class_names(group.get("class_names")),
+            kind=bytes(attrs.get("kind", b"")).decode("utf-8", "replace"),
+        )
 
 
 def _read_class_names(table: h5py.Dataset | None) -> tuple[str, ...]:

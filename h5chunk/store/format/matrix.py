@@ -10,7 +10,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.csr import index_dtype
 from h5chunk.store.format.spec import GROUP
-from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.open import damages_are
 
 MATRIX = "X"  # name of the group, or of the dataset of dense rows
 CSR, DENSE = "csr", "dense"  # kinds
@@ -18,19 +18,7 @@ CSR, DENSE = "csr", "dense"  # kinds
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix of an h5chunk file.
-
-    Attributes
-    ----------
-    kind : {"csr", "dense"}
-    num_rows, num_columns : int
-    num_entries : int or None
-        None for dense rows.
-    scale : float
-        A value is its code over this.
-    pattern : bool
-        All values are one.
-    """
+    """The matrix of an h5chunk file; dense rows have no ``num_entries``, and a value is its code over ``scale``."""
 
     kind: str
     num_rows: int
@@ -43,17 +31,12 @@ class Matrix:
 def read_matrix(file: h5py.File) -> Matrix | None:
     """Read the shape and scale of the matrix of an h5chunk file; None if there is none.
 
-    Shapes, types and the ends of ``indptr`` are checked, but not the entries.
-
-    Raises
-    ------
-    FileError
-        The file is damaged.
+    Raises FileError if it is damaged: shapes, types and the ends of ``indptr`` are checked, but not the entries.
     """
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:
         return None
-    try:
+    with damages_are(FileError, f"{printable(file.filename)}: damaged: its matrix cannot be", AttributeError):
         kind = bytes(group.attrs["kind"]).decode("utf-8", "replace")
         if kind not in (CSR, DENSE):
             raise ValueError(f"its kind is {kind!r}, not {CSR} or {DENSE}: a newer h5chunk may read it")
@@ -69,8 +52,6 @@ def read_matrix(file: h5py.File) -> Matrix | None:
         num_rows, num_columns = (int(size) for size in matrix.attrs["shape"])
         num_entries = _check_csr(matrix, num_rows, num_columns, int(group.attrs["num_samples"]))
         return Matrix(kind, num_rows, num_columns, num_entries, scale, pattern)
-    except (*DAMAGES, AttributeError) as error:
-        raise FileError(f"{printable(file.filename)}: damaged: its matrix cannot be: {error}") from None
 
 
 def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: int) -> int:

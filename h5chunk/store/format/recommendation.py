@@ -13,7 +13,6 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from h5chunk.errors import FileError, OptionError, OutputError, printable
 from h5chunk.plan.cache import CacheSettings
@@ -41,13 +40,7 @@ def read_recommendation(
 ) -> Recommended | None:
     """Read the recommended window and cache of a file; None if there are none for the file as it is now.
 
-    Parameters
-    ----------
-    path : path
-        The HDF5 file.
-    dataset : str, optional
-    num_samples, chunk_samples : int, optional
-        Of the field with the largest samples; what is given must be what the recommendation was found for.
+    What is given of the dataset with the largest samples must be what the recommendation was found for.
 
     Raises
     ------
@@ -88,22 +81,11 @@ def write_recommendation(
     num_samples: int,
     chunk_samples: int,
 ) -> Path:
-    """Write the recommendation for a file; return its path.
-
-    Raises
-    ------
-    OutputError
-        It cannot be written.
-    """
+    """Write the recommendation for a file; return its path. OutputError: it cannot be written."""
     sidecar = sidecar_of(path)
-    content: dict[str, Any] = {
-        "version": VERSION,
-        "window_chunks": window_chunks,
-        "cache": [cache.nslots, cache.nbytes, cache.w0],
-        "dataset": dataset,
-        "num_samples": num_samples,
-        "chunk_samples": chunk_samples,
-    }
+    made_for = {"dataset": dataset, "num_samples": num_samples, "chunk_samples": chunk_samples}
+    settings = {"window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
+    content = {"version": VERSION, **settings, **made_for}
     part = sidecar.with_name(f".{sidecar.name}.part-{os.getpid()}")
     try:
         try:

@@ -152,23 +152,15 @@ class FieldSpec:
     @property
     def sample_bytes(self) -> int:
         """Bytes of one sample."""
-        return int(np.prod(self.sample_shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.sample_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A dataset to be written that is no field.
+    """A dataset to be written that is no field; contiguous if it has no ``chunks``.
 
-    Attributes
-    ----------
-    shape : tuple of int
-    dtype : np.dtype
-    chunks : tuple of int, optional
-        Contiguous without.
-    fill : int, optional
-        Nothing is ever written to it: all elements read as this, and take no bytes.
-    gzip : bool
-        Its chunks are compressed, and written one by one (`h5chunk.store.write.new_file.NewFile.chunk_writer`).
+    With a value to ``fill``, nothing is ever written to it: all elements read as this, and take no bytes. With
+    ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.new_file.NewFile.chunk_writer`).
     """
 
     shape: tuple[int, ...]
@@ -194,7 +186,6 @@ class FileSpec:
 
     Attributes
     ----------
-    num_samples, chunk_samples : int
     fields : tuple of FieldSpec
         The one with the largest samples first: it then lies at the start of the file.
     tables : dict of str to (shape, dtype)
@@ -257,12 +248,9 @@ def make_group(parent: h5py.Group, path: str) -> h5py.Group:
 
 
 def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
-    """Write a file with everything but its data; return the places of the data.
+    """Write a file with everything but its data; return the places of the data, by path without the leading slash.
 
-    Returns
-    -------
-    dict of str to Region
-        By path in the file without the leading slash; datasets without elements are left out.
+    Datasets without elements are left out.
     """
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     with h5py.File(new_file(path, creation, LIBVER, ALIGNMENT)) as file:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from h5py._objects import phil
 
@@ -40,17 +40,10 @@ LOOK_S = 1.0
 METADATA_BYTES = 256 << 20  # of memory
 METADATA_RATIO = 32  # and so many bytes for one of the file: its tables may be compressed
 PR_SET_PDEATHSIG = 1  # of prctl
+SAID, DONE, FAILED = "said", "done", "failed"  # messages of the child, each with a value
 
 _is_child = False  # then work is done at once: the process may crash
 _tried: set[Hashable] = set()  # files, as they were, that did not crash
-
-
-class _Said(NamedTuple):
-    value: Any
-
-
-class _Done(NamedTuple):
-    value: Any
 
 
 class Stuck(WorkerError):
@@ -60,13 +53,7 @@ class Stuck(WorkerError):
 def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
     """Look at files in a child process, once for each file, as it is now, and process.
 
-    Parameters
-    ----------
-    paths : sequence of paths
-    look : callable
-        Does with one file what the caller is about to do with it.
-    about : hashable
-        What ``look`` looks at, if it does not always do the same.
+    ``look`` does with a file what the caller is about to do with it; ``about`` tells apart what it looks at.
 
     Raises
     ------
@@ -101,13 +88,8 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
 def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
     """Return what ``work(say)`` returns in a child process.
 
-    Parameters
-    ----------
-    work : callable
-        Its value and its errors must pickle. What it passes to ``say`` is passed to ``heard`` in this process.
-    shown : callable
-        Gives the file, for messages.
-    heard : callable
+    Its value and its errors must pickle. What it passes to ``say`` is passed to ``heard`` in this process; ``shown``
+    gives the file, for messages.
 
     Raises
     ------
@@ -135,13 +117,16 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
     try:
         with ours:
             result = _listen(ours, child, heard, shown)
-        over = result is None or isinstance(result, _Done)
+        over = True
     finally:
         if not over:
             os.kill(child, signal.SIGKILL)
-        status = _wait(child)
-    if isinstance(result, _Done):
-        value: T = result.value
+        try:
+            status = os.waitpid(child, 0)[1]
+        except ChildProcessError:  # another part of this process has waited for it
+            status = 0
+    if result:
+        value: T = result[0]
         return value
     what = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
     raise FileError(f"{shown()}: this file crashes HDF5 ({what}): it is damaged, or memory is short")
@@ -164,54 +149,43 @@ def limited_memory(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _wait(child: int) -> int:
-    """Return the exit status of a child; 0 if another part of this process has waited for it."""
-    try:
-        return os.waitpid(child, 0)[1]
-    except ChildProcessError:
-        return 0
-
-
-def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) -> _Done | None:
-    """Return the result; None if the child dies before it has one."""
+def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) -> list[Any]:
+    """Return a list of the result; an empty one if the child dies before it has one."""
     watch = _Watch(child)
     while True:
         try:
             if not pipe.poll(LOOK_S):
                 if watch.is_dead() and not pipe.poll():  # another process may have inherited the other end of the pipe
-                    return None
+                    return []
                 watch.check(shown)
                 continue
-            message = pipe.recv()
+            kind, value = pipe.recv()
         except EOFError:
-            return None
-        if isinstance(message, _Said):
-            heard(message.value)
-            watch.restart()
-        elif isinstance(message, _Done):
-            return message
-        else:
-            raise message
+            return []
+        if kind == DONE:
+            return [value]
+        if kind == FAILED:
+            raise value
+        heard(value)
+        watch.moved = None
 
 
 class _Watch:
-    """Watch whether a child process makes progress: whether it reads, writes, or sends messages."""
+    """Sees whether a child process makes progress: whether it reads, writes, or sends messages."""
 
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
-        self._io: bytes | None = None
+        self.moved: bytes | None = None  # counters that change whenever it reads or writes; None: look anew
         self._ticks: dict[str, tuple[str, int]] = {}
         self._since = 0.0
 
-    def restart(self) -> None:
-        """Start anew, as the child has just sent a message."""
-        self._io = None
-
     def check(self, shown: Callable[[], str]) -> None:
         """Raise an error if the child only runs, or only sleeps."""
-        moved, threads = self._bytes_moved(), self._threads()
-        if self._io is None or moved != self._io:
-            self._io, self._ticks, self._since = moved, threads, time.monotonic()
+        moved, threads = None, self._threads()
+        with contextlib.suppress(OSError):
+            moved = (self._folder / "io").read_bytes()
+        if self.moved is None or moved != self.moved:
+            self.moved, self._ticks, self._since = moved, threads, time.monotonic()
             return
         per_s = os.sysconf("SC_CLK_TCK")
         ran = max((ticks - self._ticks.get(name, ("", 0))[1] for name, (_, ticks) in threads.items()), default=0)
@@ -224,14 +198,7 @@ class _Watch:
 
     def is_dead(self) -> bool:
         """Whether the child has ended."""
-        states = {state for state, _ in self._threads().values()}
-        return states <= {"Z", "X"}
-
-    def _bytes_moved(self) -> bytes | None:
-        """Return counters that change whenever the child reads or writes; None if the system has none."""
-        with contextlib.suppress(OSError):
-            return (self._folder / "io").read_bytes()
-        return None
+        return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
     def _threads(self) -> dict[str, tuple[str, int]]:
         """Return the state and the processor time, in ticks, of each thread."""
@@ -255,11 +222,11 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
             try:
-                pipe.send(_Done(work(lambda value: pipe.send(_Said(value)))))
+                pipe.send((DONE, work(lambda value: pipe.send((SAID, value)))))
             except H5ChunkError as error:
-                pipe.send(error)
+                pipe.send((FAILED, error))
             except BaseException:
-                pipe.send(WorkerError(traceback.format_exc()))
+                pipe.send((FAILED, WorkerError(traceback.format_exc())))
             code = 0
     finally:
         os._exit(code)  # nothing of the parent's is closed or flushed

@@ -1,4 +1,4 @@
-"""List the places of a dataset's chunks in the file, once, for any thread or process.
+"""List the places of a dataset's chunks in the file, once, for any thread or process; and find those never written.
 
 Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; asking for them one by one
 walks the index each time. HDF5 1.14.2 leaves the user block out of the offsets, in ``H5Dget_chunk_info`` too, so the
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
-from h5chunk.store.hdf5.library import ALL_FILTERS, has_extensible_array, partial_chunks_are_plain
+from h5chunk.errors import FileError, as_text, printable
+from h5chunk.store.hdf5.library import ALL_FILTERS, EXTENSIBLE_ARRAY, chunk_index_type, partial_chunks_are_plain
 
 NUMBERS_AT_A_TIME = 1 << 17
+FILTER_BYTES = 64 << 10  # that filters add to a chunk at most, beside its length once more, for headers and tables
 CHECKSUM_BYTES = 4  # that Fletcher-32 puts behind a chunk
 COMPARED_BYTES = 1 << 20  # the largest chunk that is read whole to compare it
 COMPARED_ELEMENTS = 64  # of a larger one, or of contiguous data
@@ -44,14 +45,21 @@ class ChunkTable:
     filter_masks : (num_chunks,) uint32
         Bit i set: filter i was skipped for this chunk. All bits are set for partial chunks at the edges of a dataset
         that stores these without its filters.
-    chunk_shape : tuple of int
-        Of a stored chunk; edge chunks are stored in full. A contiguous dataset is one chunk of its own shape.
+    chunk_shape, shape : tuple of int
+        Of a stored chunk, and of the dataset; edge chunks are stored in full. A contiguous dataset is one chunk.
     """
 
     offsets: np.ndarray
     sizes: np.ndarray
     filter_masks: np.ndarray
     chunk_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def unwritten(cls, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> ChunkTable:
+        """Return a table of chunks none of which was written."""
+        count = math.prod(_grid(shape, chunk_shape))
+        return cls(np.full(count, -1), np.zeros(count, np.int64), np.zeros(count, np.uint32), chunk_shape, shape)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -63,6 +71,26 @@ class ChunkTable:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
+
+    def start(self, chunk: int) -> tuple[int, ...]:
+        """Return the first element of a chunk."""
+        place = np.unravel_index(chunk, _grid(self.shape, self.chunk_shape))
+        return tuple(int(at) * step for at, step in zip(place, self.chunk_shape, strict=True))
+
+    @property
+    def num_across(self) -> int:
+        """Chunks that lie side by side over the same rows."""
+        return math.prod(_grid(self.shape[1:], self.chunk_shape[1:]))
+
+    def rows(self, chunk: int) -> tuple[int, int]:
+        """Return the first and the last index of the first axis that lie in a chunk."""
+        first = chunk // self.num_across * self.chunk_shape[0]
+        return first, min(first + self.chunk_shape[0], self.shape[0]) - 1
+
+
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of chunks along each axis; a contiguous dataset may be empty."""
+    return tuple(-(-size // chunk) if chunk else 1 for size, chunk in zip(shape, chunk_shape, strict=True))
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
@@ -81,13 +109,10 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
         raise NotDirect("HDF5 lists its chunks at wrong places, as an axis other than the first can grow without limit")
     if dataset.chunks is None:
         offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None  # else None plus the user block
-        num_bytes = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's type may be wider
-        table = ChunkTable(
-            np.array([-1 if offset is None else offset], np.int64),
-            np.array([0 if offset is None else num_bytes], np.int64),
-            np.zeros(1, np.uint32),
-            tuple(dataset.shape),
-        )
+        table = ChunkTable.unwritten(dataset.shape, dataset.shape)
+        if offset is not None:
+            table.offsets[:] = offset
+            table.sizes[:] = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's type may be wider
     else:
         table = _list_index(dataset, name)
     end = int((table.offsets + table.sizes).max(initial=0))
@@ -108,7 +133,7 @@ def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
     """
     if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
         return False
-    return has_extensible_array(dataset) is not False
+    return chunk_index_type(dataset) in (EXTENSIBLE_ARRAY, None)
 
 
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
@@ -149,8 +174,9 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
         checksums[applied] += CHECKSUM_BYTES * (code == h5py.h5z.FILTER_FLETCHER32)
     if partial_chunks_are_plain(properties) is None or is_variable(dataset.id.get_type()):
         changed |= written  # HDF5 does not say what they take in the file
-    sizes, expected = table.sizes, chunk_bytes + checksums
-    wrong = written & np.where(changed, sizes <= checksums, sizes != expected)
+    sizes = table.sizes
+    wrong = written & np.where(changed, sizes <= checksums, sizes != chunk_bytes + checksums)
+    wrong |= sizes > 2 * chunk_bytes + FILTER_BYTES  # no filter does that
     if wrong.any():
         first = int(wrong.argmax())
         raise FileError(
@@ -159,17 +185,16 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 
 
 def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Compare the smallest stored chunk with the bytes at its offset.
+    """Compare the smallest stored chunk with the bytes at its offset, if it is of up to 1 MiB or uncompressed.
 
-    Takes about 0.1 ms and the time of reading up to 1 MiB, or the one chunk that HDF5 caches if it is uncompressed.
-    Compressed chunks that are all larger are not compared, nor is what lies in a file that is open for writing.
+    What lies in a file that is open for writing is not compared.
     """
     file, stored = dataset.file.id, np.flatnonzero(table.sizes)
     if not len(stored) or file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
         return
     chunk = int(stored[table.sizes[stored].argmin()])
     try:
-        expected = _read_start(dataset, chunk, int(table.sizes[chunk]))
+        expected = _read_start(dataset, table.start(chunk), int(table.sizes[chunk]))
     except (OSError, RuntimeError, ValueError) as error:
         raise FileError(f"{name}: its chunk {chunk} cannot be read: {error}") from None
     if os.pread(file.get_vfd_handle(), len(expected), int(table.offsets[chunk])) != expected:
@@ -180,11 +205,9 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
         )
 
 
-def _read_start(dataset: h5py.Dataset, chunk: int, size: int) -> bytes:
+def _read_start(dataset: h5py.Dataset, start: tuple[int, ...], size: int) -> bytes:
     """Read the first stored bytes of a chunk through HDF5; none where that would take long."""
     chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
-    grid = [-(-length // step) for length, step in zip(dataset.shape, chunks, strict=True)]
-    start = tuple(int(at) * step for at, step in zip(np.unravel_index(chunk, grid), chunks, strict=True))
     if dataset.chunks and size <= COMPARED_BYTES:
         memory = bytearray(size)
         dataset.id.read_direct_chunk(start, out=memory)
@@ -217,10 +240,9 @@ def _leaves_out_user_block() -> bool:
 
 def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     chunks = dataset.chunks
-    grid = tuple(-(-length // chunk) for length, chunk in zip(dataset.shape, chunks, strict=True))
+    table = ChunkTable.unwritten(dataset.shape, chunks)
+    grid = _grid(dataset.shape, chunks)
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
-    count = math.prod(grid)
-    offsets, sizes, masks = np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32)
     block = dataset.file.userblock_size
     missing = block if block and _leaves_out_user_block() else 0
     numbers: list[int] = []  # of some chunks: all at once takes less time, all of a file too much memory
@@ -233,13 +255,13 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
             settle()
 
     def settle() -> None:
-        table = np.array(numbers, np.int64).reshape(-1, len(grid) + 3)
+        listed = np.array(numbers, np.int64).reshape(-1, len(grid) + 3)
         numbers.clear()
-        scaled = table[:, : len(grid)] // chunks
+        scaled = listed[:, : len(grid)] // chunks
         if (scaled >= grid).any():
-            raise IndexError(f"at {table[(scaled >= grid).any(axis=1)][0, : len(grid)].tolist()} of {dataset.shape}")
+            raise IndexError(f"at {listed[(scaled >= grid).any(axis=1)][0, : len(grid)].tolist()} of {dataset.shape}")
         places = scaled @ strides
-        masks[places], offsets[places], sizes[places] = table[:, len(grid) :].T
+        table.filter_masks[places], table.offsets[places], table.sizes[places] = listed[:, len(grid) :].T
 
     try:
         _visit_chunks(dataset, add)
@@ -249,14 +271,44 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     except (OSError, RuntimeError) as error:
         raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
     if partial_chunks_are_plain(dataset.id.get_create_plist()):
-        masks[_partial_chunks(dataset.shape, chunks)] = ALL_FILTERS
-    return ChunkTable(offsets, sizes, masks, tuple(chunks))
+        masks = table.filter_masks.reshape(grid)
+        for axis, (length, chunk) in enumerate(zip(dataset.shape, chunks, strict=True)):
+            if length % chunk:
+                np.moveaxis(masks, axis, 0)[-1] = ALL_FILTERS
+    return table
 
 
-def _partial_chunks(shape: tuple[int, ...], chunks: tuple[int, ...]) -> np.ndarray:
-    """Whether a chunk reaches beyond its dataset: (num_chunks,) bool."""
-    partial = np.zeros([-(-length // chunk) for length, chunk in zip(shape, chunks, strict=True)], bool)
-    for axis, (length, chunk) in enumerate(zip(shape, chunks, strict=True)):
-        if length % chunk:
-            np.moveaxis(partial, axis, 0)[-1] = True
-    return partial.reshape(-1)
+def count_unwritten(dataset: h5py.Dataset) -> int:
+    """Return the number of chunks that were never written, which is legal; a contiguous dataset is one chunk."""
+    properties = dataset.id.get_create_plist()
+    layout = properties.get_layout()
+    if layout == h5py.h5d.CHUNKED:
+        return max(0, math.prod(_grid(dataset.shape, dataset.chunks)) - int(dataset.id.get_num_chunks()))
+    inside = layout == h5py.h5d.CONTIGUOUS and not properties.get_external_count() and dataset.shape is not None
+    return int(inside and math.prod(dataset.shape) > 0 and dataset.id.get_offset() is None)
+
+
+def unwritten_value(dataset: h5py.Dataset) -> str:
+    """Return the value that readers give for elements never written: the fill value; else zero, or an error."""
+    if not _has_fill_value(dataset):
+        never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
+        found = "0" if never or dataset.id.get_storage_size() else "an error"
+        return f"{found}, as there is no fill value"
+    value = dataset.fillvalue
+    value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
+    return printable(repr(as_text(value) if isinstance(value, bytes) else value))
+
+
+def leaves_memory(dataset: h5py.Dataset) -> bool:
+    """Return whether HDF5, unlike h5py, leaves memory unchanged for elements never written, without a fill value."""
+    if _has_fill_value(dataset):
+        return False
+    if dataset.chunks is None:
+        return not dataset.id.get_storage_size()
+    return count_unwritten(dataset) > 0
+
+
+def _has_fill_value(dataset: h5py.Dataset) -> bool:
+    properties = dataset.id.get_create_plist()
+    filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
+    return filled and properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED

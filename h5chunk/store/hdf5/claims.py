@@ -8,31 +8,16 @@ from typing import Any
 
 import h5py
 
-from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError
 from h5chunk.plan.layout import human_bytes
-from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, is_variable, list_chunks
+from h5chunk.store.hdf5.chunk_table import is_variable
+from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
 
 MAX_RATIO = 1032  # bytes that gzip can make of one
 SLACK_BYTES = 64 << 20  # that may be claimed without being stored: a dataset of the fill value alone
 SLACK_CHUNKS = 1 << 20  # the same in chunks, 20 bytes of table each
 MAX_INFLATED_BYTES = 256 << 20  # of a chunk: larger ones must be stored in a size that gzip could make of them
 MAX_ATTRIBUTE_BYTES = 1 << 20
-BITSHUFFLE = 32008
-FILTER_BYTES = 64 << 10  # that filters add to a small chunk, for headers and tables
-KNOWN_FILTERS = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32015: "zstd",
-    32026: "blosc2",
-}  # numbers as registered with The HDF Group
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
@@ -46,8 +31,7 @@ def address_of(item: h5py.HLObject) -> tuple[int, ...]:
 
 def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
     """Whether two objects lie in one file."""
-    one, two = (h5py.h5g.get_objinfo(each.id).fileno for each in (item, other))
-    return bool(one == two)
+    return bool(h5py.h5g.get_objinfo(item.id).fileno == h5py.h5g.get_objinfo(other.id).fileno)
 
 
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:
@@ -55,7 +39,15 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
     codes = []
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
-        _check_values(code, values, properties, where)
+        if code == BITSHUFFLE and len(values) >= 3 and not values[2]:  # it would crash
+            raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
+        if code in (h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT) and len(values) >= 3:
+            count = math.prod(properties.get_chunk())
+            if values[2] != count:  # so would these
+                raise FieldError(
+                    f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they "
+                    f"have {count}: it is damaged"
+                )
         if code not in KNOWN_FILTERS and not trusted:
             label = ascii(name.decode(errors="replace")[:40])
             raise TrustError(
@@ -67,20 +59,6 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
     if twice is not None:
         label = KNOWN_FILTERS.get(twice, str(twice))
         raise FieldError(f"{where} is packed with filter {label} more than once, as a bomb would be: repack it")
-
-
-def _check_values(code: int, values: tuple[int, ...], properties: h5py.h5p.PropDCID, where: str) -> None:
-    """Check the parameters of filters that would crash on other elements than they were set up for."""
-    if len(values) < 3 or code not in (BITSHUFFLE, h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT):
-        return
-    count = math.prod(properties.get_chunk())
-    if code == BITSHUFFLE and not values[2]:
-        raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
-    if code != BITSHUFFLE and values[2] != count:
-        raise FieldError(
-            f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they have "
-            f"{count}: it is damaged"
-        )
 
 
 def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
@@ -154,22 +132,3 @@ def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
     if is_variable(attribute.get_type()) or attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
         return default
     return item.attrs[name]
-
-
-def check_chunks(dataset: h5py.Dataset) -> None:
-    """Raise FileError unless the chunks of a dataset lie apart in the file and are of the length that they must have.
-
-    What is read by byte ranges needs no such look: its table is looked at when it is listed. Chunks that HDF5 lists at
-    wrong places cannot be looked at.
-    """
-    properties = dataset.id.get_create_plist()
-    if properties.get_layout() != h5py.h5d.CHUNKED or not math.prod(dataset.shape) or is_listed_wrongly(dataset):
-        return
-    table = list_chunks(dataset)
-    chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
-    if table.sizes.max(initial=0) > 2 * chunk_bytes + FILTER_BYTES:
-        first = int(table.sizes.argmax())
-        raise FileError(
-            f"{printable(dataset.file.filename)}: {dataset.name!r}: its chunk {first} takes {table.sizes[first]} bytes "
-            f"for {chunk_bytes} of data, which no filter does: it is damaged"
-        )

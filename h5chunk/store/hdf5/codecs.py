@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -30,8 +30,20 @@ SLACK_BYTES = 64 << 10  # headers and block tables of small chunks
 
 GZIP, SHUFFLE, FLETCHER32 = 1, 2, 3
 LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD = 32000, 32001, 32004, 32008, 32015
-LEFT_TO_HDF5 = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "Blosc2"}  # others by the name that the file gives
-SAME_LENGTH = (SHUFFLE, FLETCHER32)  # but for the checksum
+KNOWN_FILTERS = {
+    GZIP: "gzip",
+    SHUFFLE: "shuffle",
+    FLETCHER32: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    LZF: "lzf",
+    BLOSC: "blosc",
+    LZ4: "lz4",
+    BITSHUFFLE: "bitshuffle",
+    ZSTD: "zstd",
+    32026: "blosc2",
+}  # numbers as registered with The HDF Group
 INSTALL = 'pip install "h5chunk[codecs]"'
 
 PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's own numbers of what compresses the bit planes
@@ -54,32 +66,12 @@ class _Filter:
     code: int
     values: tuple[int, ...]
 
-    @property
-    def keeps_length(self) -> bool:
-        return self.code in SAME_LENGTH or (self.code == BITSHUFFLE and not _compressor(self.values))
-
 
 class ChunkDecoder:
     """Decoder of the chunks of one dataset. It pickles, and serves any number of threads at a time.
 
-    Parameters
-    ----------
-    properties : h5py.h5p.PropDCID
-        Of the dataset's creation; used now and not kept.
-    chunk_bytes : int
-        Of a decoded chunk.
-    item_bytes : int
-        Of one element.
-
-    Attributes
-    ----------
-    max_stored_bytes : int
-        No writer stores a chunk in more: refuse what claims to be longer before reading it.
-
-    Raises
-    ------
-    NoDecoder
-        A filter is not decoded here, or not without imagecodecs.
+    ``properties`` of the dataset's creation are not kept. No writer stores a chunk in more than ``max_stored_bytes``.
+    Raises NoDecoder if a filter is not decoded here, or not without imagecodecs.
     """
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
@@ -89,17 +81,16 @@ class ChunkDecoder:
             raise NoDecoder(f"its chunks are of {chunk_bytes} bytes: more than {MAX_CHUNK_BYTES} are left to HDF5")
         if properties.get_layout() == h5py.h5d.CHUNKED and partial_chunks_are_plain(properties) is None:
             raise NoDecoder("this build of h5py does not say whether partial chunks pass the filters")
-        filters = []
+        self._filters = []
         for bit in range(properties.get_nfilters()):
             code, _, values, name = properties.get_filter(bit)
             _check_filter(code, values, name)
-            filters.append(_Filter(bit, code, tuple(values)))
-        self._filters = tuple(filters)
+            self._filters.append(_Filter(bit, code, tuple(values)))
         self.chunk_bytes = chunk_bytes
         self.max_stored_bytes = min(2 * chunk_bytes + SLACK_BYTES, 2**31 - 1)
 
     def __repr__(self) -> str:
-        return " + ".join(_LABELS[each.code] for each in self._filters) or "no filter"
+        return " + ".join(KNOWN_FILTERS[each.code] for each in self._filters) or "no filter"
 
     def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
         """Decode one chunk.
@@ -121,56 +112,48 @@ class ChunkDecoder:
         if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 ({self.chunk_bytes},)")
         active = [each for each in self._filters if not filter_mask >> each.bit & 1]
-        lengths = self._lengths(active)
-        data = _as_bytes(stored)
+        lengths: list[int | None] = [self.chunk_bytes]  # before each filter, and as stored; None: depends on values
+        for each in active:
+            keeps = each.code in (SHUFFLE, FLETCHER32) or (each.code == BITSHUFFLE and not _compressor(each.values))
+            last = lengths[-1]
+            lengths.append(None if last is None or not keeps else last + 4 * (each.code == FLETCHER32))
+        data = np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
         _check_length("the chunk is stored in", len(data), lengths[-1], self.max_stored_bytes)
         turn = 0
         for number in range(len(active) - 1, -1, -1):
-            label, length = _LABELS[active[number].code], lengths[number]
+            code, length = active[number].code, lengths[number]
             room = out if number == 0 else scratch(_local, f"decoded {turn}", length or self.max_stored_bytes)
             try:
-                decoded = _DECODERS[active[number].code](data, active[number].values, room)
+                decoded = _CODECS[code].decode(data, active[number].values, room)
             except DecodeError as error:
-                raise DecodeError(f"{label}: {error}") from None
-            _check_length(f"{label} gives", len(decoded), length, self.max_stored_bytes)
+                raise DecodeError(f"{KNOWN_FILTERS[code]}: {error}") from None
+            _check_length(f"{KNOWN_FILTERS[code]} gives", len(decoded), length, self.max_stored_bytes)
             if np.may_share_memory(decoded, room):  # else it is a part of data, which must not be overwritten
                 turn ^= 1
             data = decoded
         if not np.may_share_memory(data, out):
             out[:] = data
 
-    def _lengths(self, active: list[_Filter]) -> list[int | None]:
-        """Return the bytes before each filter was applied, and as stored; None where they depend on the values."""
-        lengths: list[int | None] = [self.chunk_bytes]
-        for each in active:
-            last = lengths[-1]
-            lengths.append(None if last is None or not each.keeps_length else last + 4 * (each.code == FLETCHER32))
-        return lengths
-
 
 def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
     """Raise NoDecoder unless a filter with these parameters is decoded here."""
-    if code not in _DECODERS:
-        label = LEFT_TO_HDF5.get(code) or ascii(name.decode(errors="replace")[:40])
+    label = KNOWN_FILTERS.get(code) or ascii(name.decode(errors="replace")[:40])
+    if code not in _CODECS:
         raise NoDecoder(f"filter {label} ({code}) is decoded by HDF5 alone")
-    if code == BITSHUFFLE and (
-        len(values) < 3
-        or values[2] not in (1, 2, 4, 8)
-        or (len(values) > 3 and values[3] % 8 != 0)
-        or _compressor(values) not in (0, PLANES_LZ4, PLANES_ZSTD)
-    ):
-        raise NoDecoder(f"filter {_LABELS[code]} ({code}) with parameters {values} is left to HDF5")
-    for function in _needed(code, values):
+    functions = _CODECS[code].functions
+    if code == BITSHUFFLE:
+        if (
+            len(values) < 3
+            or values[2] not in (1, 2, 4, 8)
+            or (len(values) > 3 and values[3] % 8 != 0)
+            or _compressor(values) not in (0, PLANES_LZ4, PLANES_ZSTD)
+        ):
+            raise NoDecoder(f"filter {label} ({code}) with parameters {values} is left to HDF5")
+        planes = {PLANES_LZ4: ("lz4h5_decode", "lz4_decode"), PLANES_ZSTD: ("zstd_decode",)}
+        functions = (*functions, *planes.get(_compressor(values), ()))
+    for function in functions:
         if _library(function) is None:
-            raise NoDecoder(f"filter {_LABELS[code]} ({code}) needs imagecodecs with {function}: {INSTALL}")
-
-
-def _needed(code: int, values: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the functions of imagecodecs that a filter needs."""
-    if code != BITSHUFFLE:
-        return _FUNCTIONS[code]
-    planes = {PLANES_LZ4: ("lz4h5_decode", "lz4_decode"), PLANES_ZSTD: ("zstd_decode",)}
-    return ("bitshuffle_decode", *planes.get(_compressor(values), ()))
+            raise NoDecoder(f"filter {label} ({code}) needs imagecodecs with {function}: {INSTALL}")
 
 
 @functools.cache
@@ -211,10 +194,6 @@ def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
         memory = np.empty(num_bytes, np.uint8)
         setattr(local, name, memory)
     return memory[:num_bytes]
-
-
-def _as_bytes(stored: memoryview | np.ndarray) -> np.ndarray:
-    return np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
 
 
 def _check_length(what: str, found: int, expected: int | None, limit: int) -> None:
@@ -260,14 +239,9 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
         raise DecodeError(f"{len(data)} bytes hold no checksum")
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
     computed = _function("h5checksum_fletcher32")(body) if len(body) else 0
-    if found not in (computed, _swap_halves(computed)):
+    if found not in (computed, (computed & 0x00FF00FF) << 8 | computed >> 8 & 0x00FF00FF):
         raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, stored is {found:08x}")
     return body
-
-
-def _swap_halves(value: int) -> int:
-    """Swap the bytes in each half of 32 bits."""
-    return (value & 0x00FF00FF) << 8 | value >> 8 & 0x00FF00FF
 
 
 def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -369,32 +343,20 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
     return planes
 
 
-_LABELS = {
-    GZIP: "gzip",
-    SHUFFLE: "shuffle",
-    FLETCHER32: "fletcher32",
-    LZF: "lzf",
-    BLOSC: "blosc",
-    LZ4: "lz4",
-    BITSHUFFLE: "bitshuffle",
-    ZSTD: "zstd",
-}
-_FUNCTIONS: dict[int, tuple[str, ...]] = {
-    GZIP: ("deflate_decode", "deflate_adler32"),
-    SHUFFLE: ("byteshuffle_decode",),
-    FLETCHER32: ("h5checksum_fletcher32",),
-    LZF: ("lzf_decode",),
-    BLOSC: ("blosc_decode",),
-    LZ4: ("lz4h5_decode",),
-    ZSTD: ("zstd_decode",),
-}
-_DECODERS: dict[int, Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]] = {
-    GZIP: _ungzip,
-    SHUFFLE: _unshuffle,
-    FLETCHER32: _check_fletcher32,
-    LZF: _unlzf,
-    BLOSC: _unblosc,
-    LZ4: _unlz4,
-    BITSHUFFLE: _unbitshuffle,
-    ZSTD: _unzstd,
+class _Codec(NamedTuple):
+    """The functions of imagecodecs that a filter needs, and what undoes it."""
+
+    functions: tuple[str, ...]
+    decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # stored bytes, parameters, room for them
+
+
+_CODECS = {
+    GZIP: _Codec(("deflate_decode", "deflate_adler32"), _ungzip),
+    SHUFFLE: _Codec(("byteshuffle_decode",), _unshuffle),
+    FLETCHER32: _Codec(("h5checksum_fletcher32",), _check_fletcher32),
+    LZF: _Codec(("lzf_decode",), _unlzf),
+    BLOSC: _Codec(("blosc_decode",), _unblosc),
+    LZ4: _Codec(("lz4h5_decode",), _unlz4),
+    BITSHUFFLE: _Codec(("bitshuffle_decode",), _unbitshuffle),
+    ZSTD: _Codec(("zstd_decode",), _unzstd),
 }

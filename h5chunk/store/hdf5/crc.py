@@ -18,12 +18,11 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
     >>> hex(crc32(np.frombuffer(b"123456789", np.uint8)))
     '0xcbf43926'
     """
-    fast = _fast()
-    return int(fast(data, start)) if fast is not None else zlib.crc32(data.data, start)
+    return int(_fastest()(data, start))
 
 
 @functools.cache
-def _fast() -> Callable[[Any, int], int] | None:
+def _fastest() -> Callable[[Any, int], int]:
     try:
         import imagecodecs
 
@@ -32,4 +31,4 @@ def _fast() -> Callable[[Any, int], int] | None:
             return found
     except (ImportError, AttributeError):
         pass
-    return native.crc32 if native.available() else None
+    return native.crc32 if native.available() else zlib.crc32

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,11 @@ import h5py
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError, UnsupportedError, as_text, printable
 from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.claims import address_of, check_attributes, check_claims, check_filters, small_attribute
-from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.open import DAMAGES, damages_are
 from h5chunk.store.hdf5.trust import Trust
 
 MAX_DEPTH = 32  # links that lead to links
 REMEDY = "to let it through, pass trusted=True (--trusted)"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An object of a file that must not be read, and the reason."""
-
-    name: str
-    error: FieldError
 
 
 class Guard:
@@ -59,11 +50,6 @@ class Guard:
         unknown filters are run.
     remedy : str
         What the error says to do about something that is not followed.
-
-    Raises
-    ------
-    OptionError
-        ``trusted`` is no bool.
     """
 
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
@@ -75,22 +61,11 @@ class Guard:
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
         """Open the object under a path in the file; None if there is none.
 
-        Raises
-        ------
-        TrustError
-            A link on the way is not followed.
-        FieldError
-            What is there makes no sense.
+        Raises TrustError if a link on the way is not followed, FieldError if what is there makes no sense.
         """
-        where = f"{printable(self.path)}: {name!r}"
-        try:
-            if not self._is_there(file, name, where, 0):
-                return None
-            return file[name]
-        except FileError:
-            raise
-        except DAMAGES as error:
-            raise FieldError(f"{where} cannot be opened: {error}") from None
+        where = self._where(name)
+        with damages_are(FieldError, f"{where} cannot be opened"):
+            return file[name] if self._is_there(file, name, where, 0) else None
 
     def _is_there(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
         """Walk the names of a path; each must be a hard link, or one that is trusted."""
@@ -123,20 +98,12 @@ class Guard:
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
         """Check the claims of a dataset before its shape is used.
 
-        Raises
-        ------
-        TrustError
-            Its values lie elsewhere, or need a filter that is not known.
-        FieldError
-            It claims what cannot be.
+        Raises TrustError if its values lie elsewhere, or need a filter that is not known; FieldError if it claims what
+        cannot be.
         """
-        where = f"{printable(self.path)}: {name!r}"
-        try:
+        where = self._where(name)
+        with damages_are(FieldError, f"{where} is damaged"):
             self._check_field(dataset, where, 0)
-        except FileError:
-            raise
-        except DAMAGES as error:
-            raise FieldError(f"{where} is damaged: {error}") from None
 
     def _check_field(self, dataset: h5py.Dataset, where: str, depth: int) -> None:
         properties = dataset.id.get_create_plist()
@@ -144,7 +111,14 @@ class Guard:
         if layout == h5py.h5d.VIRTUAL:
             self._check_virtual(dataset, properties, where, depth)
         elif layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
-            self._check_external(properties, where)
+            names = [os.fsdecode(properties.get_external(i)[0]) for i in range(properties.get_external_count())]
+            if self._trust is None:
+                raise TrustError(
+                    f"{where} keeps its values in another file, {names[0]!r}, which is not opened: copy them; "
+                    f"{self._remedy}"
+                )
+            for name in names:
+                self._trust.check_storage(name, where)
         elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # not before: it opens what a view shows
             check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
             check_claims(dataset, properties, where)
@@ -166,28 +140,18 @@ class Guard:
                 if other is not None and "%" not in name and self._is_there(other, name, where, depth + 1):
                     self._check_field(other[name], where, depth + 1)
 
-    def _check_external(self, properties: h5py.h5p.PropDCID, where: str) -> None:
-        names = [os.fsdecode(properties.get_external(i)[0]) for i in range(properties.get_external_count())]
-        if self._trust is None:
-            raise TrustError(
-                f"{where} keeps its values in another file, {names[0]!r}, which is not opened: copy them; "
-                f"{self._remedy}"
-            )
-        for name in names:
-            self._trust.check_storage(name, where)
-
     def check_matrix(self, file: h5py.File, name: str) -> None:
         """Check the parts of a sparse matrix in a group as `check_field` does."""
         group = file[name]
-        for part in list(group):
+        parts = ["indptr", "indices"] + ([] if small_attribute(group, "pattern", False) else ["data"])
+        for part in (part for part in list(group) if part in parts):  # ``part in group`` would follow links
             where = f"{name.rstrip('/')}/{part}"
-            if part in ("indptr", "indices", "data"):
-                item = self.find(file, where)
-                if isinstance(item, h5py.Dataset) and (part != "data" or not small_attribute(group, "pattern", False)):
-                    self.check_field(item, where)
+            item = self.find(file, where)
+            if isinstance(item, h5py.Dataset):
+                self.check_field(item, where)
 
-    def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | Refusal]]:
-        """Yield all datasets in a group by their path from there, each once; and a Refusal for each link."""
+    def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | FieldError]]:
+        """Yield all datasets in a group by their path from there, each once; and the error of what is not read."""
         seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:
@@ -196,25 +160,18 @@ class Guard:
                 parts = list(inside)
             except DAMAGES as error:
                 name = prefix.rstrip("/") or "/"
-                where = f"{printable(self.path)}: {name!r}"
-                yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot list what is in it: {error}"))
+                yield name, FieldError(f"{self._where(name)} is damaged, HDF5 cannot list what is in it: {error}")
                 continue
             for part in parts:
-                if isinstance(part, bytes):  # as h5py gives what it cannot decode
-                    name = f"{prefix}{as_text(part)}"
-                    where = f"{printable(self.path)}: {name!r}"
-                    yield name, Refusal(name, UnsupportedError(f"{where} has a name that is not UTF-8: rename it"))
-                    continue
-                name = f"{prefix}{part}"
+                name = f"{prefix}{as_text(part)}"
                 try:
-                    item = self._member(inside, part, name)
+                    item = self._member(inside, part, self._where(name))
                     address = address_of(item)
                 except FieldError as error:
-                    yield name, Refusal(name, error)
+                    yield name, error
                     continue
                 except DAMAGES as error:
-                    where = f"{printable(self.path)}: {name!r}"
-                    yield name, Refusal(name, FieldError(f"{where} is damaged, HDF5 cannot open it: {error}"))
+                    yield name, FieldError(f"{self._where(name)} is damaged, HDF5 cannot open it: {error}")
                     continue
                 if address in seen:
                     continue
@@ -224,24 +181,22 @@ class Guard:
                 elif isinstance(item, h5py.Dataset):
                     yield name, item
 
-    def _member(self, group: h5py.Group, part: str, name: str) -> Any:
-        where = f"{printable(self.path)}: {name!r}"
+    def _member(self, group: h5py.Group, part: str | bytes, where: str) -> Any:
+        if isinstance(part, bytes):  # as h5py gives what it cannot decode
+            raise UnsupportedError(f"{where} has a name that is not UTF-8: rename it")
         link = group.get(part, getlink=True)
         if not isinstance(link, h5py.HardLink) and not self._leads(link, group, where, 0):
             raise FieldError(f"{where} is a link that leads to nothing")
         return group[part]
 
+    def _where(self, name: str) -> str:
+        return f"{printable(self.path)}: {name!r}"
+
 
 def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
-    """Check the group that h5chunk keeps beside the data, and some of its attributes, before they are read.
-
-    Raises
-    ------
-    FileError
-        It is a link, has links or values of variable length, or claims what cannot be.
-    """
+    """Raise FileError unless the group that h5chunk keeps beside the data, and some of its attributes, can be read."""
     shown = f"{printable(file.filename)}: damaged: what its group /{name} holds cannot be"
-    try:
+    with damages_are(FileError, shown):
         link = file.get(name, getlink=True)
         if link is not None and not isinstance(link, h5py.HardLink):
             raise FileError(f"{shown}: it is itself a link to somewhere else")
@@ -251,12 +206,8 @@ def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
         check_attributes(group, shown, attributes)
         guard = Guard(file.filename)
         for inner, item in guard.walk(group):
-            if isinstance(item, Refusal):
+            if isinstance(item, FieldError):
                 raise FileError(f"{shown}: {inner} is a link, or cannot be opened")
             if is_variable(item.id.get_type()):
                 raise FileError(f"{shown}: {inner} has values of variable length")
             guard.check_field(item, f"{name}/{inner}")
-    except FileError:
-        raise
-    except DAMAGES as error:
-        raise FileError(f"{shown}: {error}") from None

@@ -26,10 +26,9 @@ def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
     return None if options is None else bool(options & DONT_FILTER_PARTIAL_CHUNKS)
 
 
-def has_extensible_array(dataset: h5py.Dataset) -> bool | None:
-    """Whether the index of a chunked dataset is an extensible array."""
-    index = _call("H5Dget_chunk_index_type", dataset.id.id, ctypes.c_int)
-    return None if index is None else bool(index == EXTENSIBLE_ARRAY)
+def chunk_index_type(dataset: h5py.Dataset) -> int | None:
+    """Return the type of the index of a chunked dataset, such as `EXTENSIBLE_ARRAY`."""
+    return _call("H5Dget_chunk_index_type", dataset.id.id, ctypes.c_int)
 
 
 def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
@@ -40,9 +39,8 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
         stored = stored.get_super()
-    return bool(
-        stored.equal(h5py.h5t.py_create(np.dtype(dtype.str), logical=True))
-    )  # .str: no names of an enum's values
+    plain = np.dtype(dtype.str)  # without the names of an enum's values
+    return bool(stored.equal(h5py.h5t.py_create(plain, logical=True)))
 
 
 def _call(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ctypes.c_int]) -> int | None:

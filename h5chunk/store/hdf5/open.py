@@ -26,13 +26,7 @@ REASONS = (
 
 @contextmanager
 def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise FileError where HDF5 fails on a damaged file, and OutputError where the disk of its copy is full.
-
-    Parameters
-    ----------
-    path : path
-        Of the file that is read.
-    """
+    """Raise FileError where HDF5 fails on a damaged file, and OutputError where the disk of its copy is full."""
     try:
         yield
     except H5ChunkError:
@@ -45,26 +39,26 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
-    """Open a file for a while; any failure of HDF5 on it meanwhile becomes a FileError.
+def damages_are(kind: type[FileError], words: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise what HDF5 raises of a damaged file, and other errors, as an error that begins with these words."""
+    damages: tuple[type[Exception], ...] = (*DAMAGES, *others)
+    try:
+        yield
+    except FileError:
+        raise
+    except damages as error:
+        raise kind(f"{words}: {error}") from None
 
-    Raises
-    ------
-    FileError
-        As `open_file`; or the file is damaged.
-    """
+
+@contextmanager
+def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
+    """Open a file for a while; any failure of HDF5 on it meanwhile becomes a FileError."""
     with translate_errors(path), open_file(path, **options) as file:
         yield file
 
 
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
-    """Open a file for reading.
-
-    Parameters
-    ----------
-    path : path
-    **options
-        Further arguments of `h5py.File`.
+    """Open a file for reading, with further arguments of `h5py.File`.
 
     Raises
     ------

@@ -30,13 +30,7 @@ _preadv.restype = ctypes.c_ssize_t
 
 
 def open_descriptor(path: Path) -> int:
-    """Open a file for reading.
-
-    Raises
-    ------
-    FileError
-        It cannot be opened.
-    """
+    """Open a file for reading, or raise FileError."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -46,20 +40,8 @@ def open_descriptor(path: Path) -> int:
 class VectorPart:
     """A task that reads runs of bytes and scatters each to a row of places.
 
-    Parameters
-    ----------
-    runs : list of (int, int, int, int)
-        First vector and number of vectors of each run, its offset in the file and its bytes.
-    vectors : (n, 2) uintp, C-contiguous
-        Address and length of each place.
-    out : object
-        Holds the memory that the addresses point into.
-    where : callable
-
-    Raises
-    ------
-    FileError
-        When called: the file ends before a run does, or cannot be read.
+    A run is its first vector, its number of vectors, its offset in the file and its bytes; a vector, of (n, 2) uintp,
+    is the address and the length of a place in the memory that ``out`` keeps.
     """
 
     def __init__(self, runs: list[tuple[int, int, int, int]], vectors: np.ndarray, out: object, where: Where) -> None:
@@ -69,8 +51,13 @@ class VectorPart:
         table, stride = self._vectors.ctypes.data, self._vectors.strides[0]
         for first, count, offset, num_bytes in self._runs:
             got = _preadv(descriptor, table + first * stride, count, offset)
-            if got != num_bytes:
-                self._read_rest(descriptor, first, count, offset, self._failed(offset) if got < 0 else got)
+            if got == num_bytes:
+                continue
+            if got < 0:
+                error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                if not isinstance(error, (InterruptedError, BlockingIOError)):
+                    raise FileError(f"{self._where(offset)}: cannot be read: {error.strerror}") from error
+            self._read_rest(descriptor, first, count, offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
         """Return the task as jobs of a `h5chunk.native.NativePool`: (num_runs,) JOB."""
@@ -90,14 +77,6 @@ class VectorPart:
             return FileError(f"{where}: {CUT}")
         return FileError(f"{where}: closed while it was read")
 
-    def _failed(self, offset: int) -> int:
-        """Raise the error of the system; return 0 if the call was only interrupted."""
-        number = ctypes.get_errno()
-        error = OSError(number, os.strerror(number))
-        if isinstance(error, (InterruptedError, BlockingIOError)):
-            return 0
-        raise FileError(f"{self._where(offset)}: cannot be read: {error.strerror}") from error
-
     def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
         """Read the rest: preadv may read less than was asked for, in large requests or after a signal."""
         for address, length in self._vectors[first : first + count].tolist():
@@ -109,34 +88,28 @@ class VectorPart:
 
 
 def vector_parts(
-    borders: np.ndarray, vectors: np.ndarray, offsets: np.ndarray, out: object, where: Where
+    offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, where: Where
 ) -> Iterator[VectorPart]:
-    """Divide runs into tasks for several threads.
+    """Yield the tasks that read ``sizes[i]`` bytes of the file from ``offsets[i]`` on to byte ``places[i]`` of ``out``.
 
-    Parameters
-    ----------
-    borders : (num_runs + 1,) int64
-        Run i is ``vectors[borders[i]:borders[i + 1]]``.
-    vectors : (n, 2) uintp
-    offsets : (num_runs,) int64
-        Of each run in the file.
+    Neighbours in the file share a system call.
     """
-    counts = np.diff(borders)
-    sizes = np.add.reduceat(vectors[:, 1], borders[:-1]).astype(np.int64)
-    runs = list(zip(borders[:-1].tolist(), counts.tolist(), offsets.tolist(), sizes.tolist(), strict=True))
+    vectors = np.empty((len(sizes), 2), np.uintp)
+    vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
+    groups = (np.cumsum(sizes) - 1) // RUN_BYTES
+    apart = (offsets[1:] != offsets[:-1] + sizes[:-1]) | (groups[1:] != groups[:-1])
+    apart[MAX_VECTORS - 1 :: MAX_VECTORS] = True
+    firsts = np.append(0, np.flatnonzero(apart) + 1)
+    counts = np.diff(np.append(firsts, len(sizes)))
+    num_bytes = np.add.reduceat(sizes, firsts)
+    runs = list(zip(firsts.tolist(), counts.tolist(), offsets[firsts].tolist(), num_bytes.tolist(), strict=True))
     per_part = max(1, PART_BYTES * len(runs) // max(1, int(sizes.sum())))
     for first in range(0, len(runs), per_part):
         yield VectorPart(runs[first : first + per_part], vectors, out, where)
 
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
-    """Fill a buffer from an offset of the file.
-
-    Raises
-    ------
-    FileError
-        The file ends before, or cannot be read.
-    """
+    """Fill a buffer from an offset of the file; raise FileError if that ends before, or cannot be read."""
     done = 0
     while done < len(buffer):
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import suppress
 
 import h5py
 import numpy as np
@@ -21,9 +20,9 @@ class RawChunks:
     Parameters
     ----------
     dataset : h5py.Dataset
-        Chunked, of fixed-size elements; must stay open.
+        Of fixed-size elements. Where HDF5 reads any of it, it is kept and must stay open.
     descriptor : int
-        Of the same file.
+        Of the same file, for what is read without naming another one.
     where : str
         Names the dataset in messages.
     table : ChunkTable, or None
@@ -31,35 +30,34 @@ class RawChunks:
 
     Attributes
     ----------
-    chunk_bytes : int
-        Decoded.
     decodes : bool
-        Whether chunks pass filters, or HDF5 reads them: then they can only be read whole.
-
-    Raises
-    ------
-    FileError
-        A stored length cannot be.
+        Whether chunks pass filters, or HDF5 reads them: then they can only be read whole, of ``chunk_bytes``.
+    left_to_hdf5 : str
+        The reason why stored bytes are not decoded here; empty if they can be.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable | None) -> None:
-        self._dataset, self._descriptor, self.where = dataset, descriptor, where
-        self._kind = dataset.id.get_type()
-        self._item_bytes = stored_item_bytes(dataset)
-        self._grid = [-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)]
-        self.chunk_bytes = math.prod(dataset.chunks) * self._item_bytes
         properties = dataset.id.get_create_plist()
+        self._descriptor, self.where, self._item_bytes = descriptor, where, stored_item_bytes(dataset)
+        chunks = dataset.chunks or dataset.shape
+        self._table = ChunkTable.unwritten(dataset.shape, chunks) if table is None else table
+        self.chunk_bytes = math.prod(chunks) * self._item_bytes
         self.decodes = properties.get_nfilters() > 0 or table is None
-        self._table = _unknown(math.prod(self._grid)) if table is None else table
-        self._fill = self._read_fill() if (self._table.offsets < 0).any() and table is not None else None
         self._local = threading.local()
-        self._decoder: ChunkDecoder | None = None
-        if self.decodes and table is not None:
-            with suppress(NoDecoder):  # then HDF5 decodes them
+        self.left_to_hdf5 = "" if table is not None else "HDF5 does not say where its chunks lie"
+        if table is not None:
+            try:
                 self._decoder = ChunkDecoder(properties, self.chunk_bytes, self._item_bytes)
-        most = int(self._table.sizes.max(initial=0))
-        if self._decoder is not None and most > self._decoder.max_stored_bytes:
-            raise FileError(f"{where} has a chunk of {self.chunk_bytes} bytes that is stored in {most}: it is damaged")
+            except NoDecoder as error:
+                self.left_to_hdf5 = str(error)
+        self._fill: np.ndarray | None = None
+        self._is_listed = table is not None
+        self._dataset = dataset if self.needs_hdf5 or (self._table.offsets < 0).any() else None
+
+    @property
+    def needs_hdf5(self) -> bool:
+        """Whether HDF5 reads the chunks."""
+        return self.decodes and bool(self.left_to_hdf5)
 
     def run_ends(self, first: int, last: int) -> list[int]:
         """Return the ends of runs of chunks that lie one behind the other, from ``first`` to ``last`` (excluded)."""
@@ -69,19 +67,8 @@ class RawChunks:
         ends = np.flatnonzero(~(behind | (unwritten[1:] & unwritten[:-1]))) + first + 1
         return [*ends.tolist(), last]
 
-    @property
-    def needs_hdf5(self) -> bool:
-        """Whether HDF5 reads the chunks."""
-        return self.decodes and self._decoder is None
-
     def read(self, number: int, out: np.ndarray) -> None:
-        """Read a whole chunk, with or without filters, into ``out``, (chunk_bytes,) uint8.
-
-        Raises
-        ------
-        FileError
-            It is damaged.
-        """
+        """Read a whole chunk, with or without filters, into ``out``, (chunk_bytes,) uint8."""
         if self.decodes:
             self.decode(number, out)
         else:
@@ -91,62 +78,57 @@ class RawChunks:
         """Read bytes of a chunk without filters from its byte ``start`` on, and of those behind it in a run."""
         offset = int(self._table.offsets[number])
         if offset < 0:
-            self._put_fill(out)
+            self._put_fill(number, out)
         else:
             view = out.reshape(-1).data
             read_bytes(self._descriptor, offset + start, view, lambda _: f"{self.where}, chunk {number}")
 
     def decode(self, number: int, out: np.ndarray) -> None:
-        """Read a whole chunk with filters into ``out``, (chunk_bytes,) uint8.
-
-        Raises
-        ------
-        FileError
-            It is damaged.
-        """
-        offset, size = int(self._table.offsets[number]), int(self._table.sizes[number])
-        if offset < 0 and self._fill is not None:
-            self._put_fill(out)
-        elif self._decoder is None:
+        """Read a whole chunk with filters into ``out``, (chunk_bytes,) uint8; raise FileError if it is damaged."""
+        if self._table.offsets[number] < 0 and self._is_listed:
+            self._put_fill(number, out)
+        elif self.left_to_hdf5:
             self._decode_by_hdf5(number, out)
         else:
-            stored = scratch(self._local, "stored", size)
-            read_bytes(self._descriptor, offset, stored.data, lambda _: f"{self.where}, chunk {number}")
-            try:
-                self._decoder.decode(stored, int(self._table.filter_masks[number]), out)
-            except DecodeError as error:
-                raise FileError(f"{self.where}, chunk {number}: {error}: it is damaged") from None
+            self.decode_stored(number, self.read_stored(self._descriptor, number, self._local), out)
 
-    def _decode_by_hdf5(self, number: int, out: np.ndarray) -> None:
-        place = np.unravel_index(number, self._grid)
-        chunks, shape = self._dataset.chunks, self._dataset.shape
-        start = tuple(int(at) * chunk for at, chunk in zip(place, chunks, strict=True))
-        count = tuple(min(chunk, size - at) for chunk, size, at in zip(chunks, shape, start, strict=True))
+    def read_stored(self, descriptor: int, number: int, local: threading.local) -> np.ndarray:
+        """Read the stored bytes of a chunk into memory of this thread, (n,) uint8, valid until its next call."""
+        stored = scratch(local, "stored", int(self._table.sizes[number]))
+        offset = int(self._table.offsets[number])
+        read_bytes(descriptor, offset, stored.data, lambda _: f"{self.where}, chunk {number}")
+        return stored
+
+    def decode_stored(self, number: int, stored: np.ndarray, out: np.ndarray) -> None:
+        """Decode a chunk whose stored bytes are in memory into ``out``; raise FileError if it is damaged."""
         try:
-            values = self._read(start, count)
-        except (OSError, RuntimeError) as error:
-            raise FileError(f"{self.where}, chunk {number}: HDF5 cannot decode it: {error}") from None
-        item = f"V{self._item_bytes}"
-        out.view(item).reshape(chunks)[tuple(slice(0, size) for size in count)] = values
+            self._decoder.decode(stored, int(self._table.filter_masks[number]), out)
+        except DecodeError as error:
+            raise FileError(f"{self.where}, chunk {number}: {error}: it is damaged") from None
 
-    def _read(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
-        """Read elements through HDF5, unconverted."""
-        values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves it so where there is no fill value
-        space = self._dataset.id.get_space()
-        space.select_hyperslab(start, count)
-        self._dataset.id.read(h5py.h5s.create_simple(count), space, values, self._kind)
-        return values
-
-    def _read_fill(self) -> np.ndarray:
-        """Read the value of an element that was never written: (item_bytes,) uint8."""
-        number = int((self._table.offsets < 0).argmax())
-        place = np.unravel_index(number, self._grid)
-        start = tuple(int(at) * chunk for at, chunk in zip(place, self._dataset.chunks, strict=True))
-        return self._read(start, (1,) * len(start)).reshape(1).view(np.uint8)
-
-    def _put_fill(self, out: np.ndarray) -> None:
+    def _put_fill(self, number: int, out: np.ndarray) -> None:
+        """Put what HDF5 reads of a chunk that was never written, which is one value, into all elements."""
+        if self._fill is None:
+            start = self._table.start(number)
+            self._fill = self._read_by_hdf5(start, (1,) * len(start)).reshape(1).view(np.uint8)
         out.reshape(-1, self._item_bytes)[:] = self._fill
 
+    def _decode_by_hdf5(self, number: int, out: np.ndarray) -> None:
+        start, chunks = self._table.start(number), self._table.chunk_shape
+        ends = zip(chunks, self._table.shape, start, strict=True)
+        count = tuple(min(chunk, size - at) for chunk, size, at in ends)
+        try:
+            values = self._read_by_hdf5(start, count)
+        except (OSError, RuntimeError) as error:
+            raise FileError(f"{self.where}, chunk {number}: HDF5 cannot decode it: {error}") from None
+        out.view(f"V{self._item_bytes}").reshape(chunks)[tuple(map(slice, count))] = values
 
-def _unknown(count: int) -> ChunkTable:
-    return ChunkTable(np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32), ())
+    def _read_by_hdf5(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
+        """Read elements unconverted."""
+        assert self._dataset is not None
+        values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves it so where there is no fill value
+        dataset = self._dataset.id
+        space = dataset.get_space()
+        space.select_hyperslab(start, count)
+        dataset.read(h5py.h5s.create_simple(count), space, values, dataset.get_type())
+        return values

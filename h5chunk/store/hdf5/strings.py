@@ -53,23 +53,8 @@ class Bytes:
 def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkError]) -> list[str]:
     """Read an attribute that is a string, or a list of them; those of variable length are looked up without HDF5.
 
-    Parameters
-    ----------
-    item : h5py object
-        Of a file on disk.
-    name : str
-    error : callable
-        Makes an error that names the object.
-
-    Returns
-    -------
-    list of str
-        Empty if there is no such attribute, or it is something else.
-
-    Raises
-    ------
-    H5ChunkError
-        What ``error`` makes: the attribute is damaged.
+    ``item`` is of a file on disk; ``error`` makes the error of a damaged attribute. Returns an empty list if there is
+    no such attribute, or it is something else.
     """
     if name not in item.attrs:
         return []
@@ -77,35 +62,22 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
     kind = attribute.get_type()
     if not isinstance(kind, h5py.h5t.TypeStringID) or len(attribute.shape) > 1:
         return []
+    words = np.ravel(small_attribute(item, name, ()))
     if kind.is_variable_str():
-        words = _read_variable(item, name, math.prod(attribute.shape), error)
-    else:
-        words = np.ravel(small_attribute(item, name, ()))
+        descriptor = os.open(item.file.filename, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file = Bytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
+            num_bytes = math.prod(attribute.shape) * POINTER.itemsize
+            words = resolve(file, np.frombuffer(_attribute_bytes(file, address_of(item)[-2], name, num_bytes), POINTER))
+        finally:
+            os.close(descriptor)
     return [bytes(word).decode("utf-8", "backslashreplace") for word in words.tolist()]
 
 
-def _read_variable(item: h5py.HLObject, name: str, count: int, error: Callable[[str], H5ChunkError]) -> np.ndarray:
-    descriptor = os.open(item.file.filename, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        file = Bytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
-        pointers = attribute_bytes(file, address_of(item)[-2], name, count * POINTER.itemsize)
-        return resolve(file, np.frombuffer(pointers, POINTER))
-    finally:
-        os.close(descriptor)
-
-
 def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
-    """Read the strings that pointers lead to: (n,) ``S``, as long as the longest.
+    """Read the strings that pointers, (n,) `POINTER`, lead to: (n,) ``S``, as long as the longest.
 
-    Parameters
-    ----------
-    file : Bytes
-    pointers : (n,) `POINTER`
-
-    Raises
-    ------
-    H5ChunkError
-        What ``file.error`` makes: a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
+    Raises what ``file.error`` makes if a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
@@ -120,25 +92,20 @@ def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
     for address, start, stop in zip(addresses.tolist(), starts, stops, strict=True):
         if address < end:
             raise file.error("the collections of its string heap overlap: the file is damaged")
-        data = _collection(file, address)
-        end = address + len(data)
+        magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
+        if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= MAX_HEAP_BYTES:
+            raise file.error("its string heap is damaged")
+        data = file.read(address, size)
+        end = address + size
         objects = _objects(file, data)
         group = order[start:stop]
         indices, sizes = pointers["index"][group].tolist(), lengths[group].tolist()
         for place, index, length in zip(group.tolist(), indices, sizes, strict=True):
-            begin, size = objects.get(index, (0, -1))
-            if size < length:
+            begin, room = objects.get(index, (0, -1))
+            if room < length:
                 raise file.error(f"string {place} is not in the heap: the file is damaged")
             strings[place] = data[begin : begin + length]
     return strings
-
-
-def _collection(file: Bytes, address: int) -> bytes:
-    """Read one collection of the global heap."""
-    magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
-    if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= MAX_HEAP_BYTES:
-        raise file.error("its string heap is damaged")
-    return file.read(address, size)
 
 
 def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
@@ -157,14 +124,8 @@ def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
     return objects
 
 
-def attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> bytes:
-    """Read the stored value of an attribute of the object whose header is at ``address``.
-
-    Raises
-    ------
-    H5ChunkError
-        What ``file.error`` makes: the header is damaged, or keeps its attributes elsewhere.
-    """
+def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> bytes:
+    """Read the stored value of an attribute of the object whose header is at ``address``."""
     wanted = name.encode()
     for kind, message in _messages(file, address):
         if kind == ATTRIBUTE and len(message) > 8:
@@ -183,7 +144,8 @@ def attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> byt
 def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
     """Yield the (type, bytes) of each message in an object header of version 1 or 2."""
     start = file.read(address, 16)
-    if start.startswith(b"OHDR"):
+    is_new = start.startswith(b"OHDR")
+    if is_new:
         flags = start[5]
         at = address + 6 + 16 * (flags >> 5 & 1) + 4 * (flags >> 4 & 1)
         width = 1 << (flags & 3)
@@ -193,7 +155,6 @@ def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
     else:
         blocks = [(address + 16, int.from_bytes(start[8:12], "little"))]
         head = struct.Struct("<HHB3x")
-    is_new = start.startswith(b"OHDR")
     for number, (place, size) in enumerate(blocks):  # grows as continuations are met
         if size > MAX_HEADER_BYTES or number >= MAX_HEADER_BLOCKS:
             raise file.error("an object header is damaged: it has no end")

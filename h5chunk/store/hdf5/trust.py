@@ -21,13 +21,7 @@ PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", 
 
 
 class Trust:
-    """The folder that data may come from.
-
-    Parameters
-    ----------
-    path : Path
-        Of the file that is trusted.
-    """
+    """The folder that data may come from: that of the trusted file."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.resolve().parent
@@ -47,19 +41,19 @@ class Trust:
     def opened(self, base: str, target: str, where: str, what: str) -> Iterator[h5py.File | None]:
         """Open the file that a link or view in the file ``base`` leads to; None if HDF5 finds none either.
 
-        Raises
-        ------
-        TrustError
-            It lies outside of the trusted folder.
-        FieldError
-            It cannot be opened.
+        Raises TrustError if it lies outside of the trusted folder, FieldError if it cannot be opened.
         """
         if what == "a view" and target == ".":
             with h5py.File(base, "r") as file:
                 yield file
             return
         if what == "a view" and "%" in target:  # one of many, by number: they lie in one folder
-            self._check_folder(base, target, where)
+            folder, _, last = target.rpartition("/")
+            place = _places(base, f"{folder}/" if folder else ".", "a view")[0]
+            if "%" in folder or not place.resolve().is_relative_to(self.folder):
+                raise TrustError(
+                    f"{where} is a view of {last!r} in {printable(place)}, outside of the file's folder: copy it there"
+                )
             yield None
             return
         found = next((place for place in _places(base, target, what) if place.exists()), None)
@@ -80,15 +74,6 @@ class Trust:
         if found is None:
             raise FieldError(f"{where} keeps its values in {target!r}, which is not there")
         self.check(found, where, target)
-
-    def _check_folder(self, base: str, target: str, where: str) -> None:
-        folder, _, last = target.rpartition("/")
-        for place in _places(base, f"{folder}/" if folder else ".", "a view"):
-            if "%" in folder or not place.resolve().is_relative_to(self.folder):
-                raise TrustError(
-                    f"{where} is a view of {last!r} in {printable(place)}, outside of the file's folder: copy it there"
-                )
-            return
 
 
 def _places(base: str, target: str, what: str) -> list[Path]:

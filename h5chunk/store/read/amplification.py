@@ -18,33 +18,27 @@ NOTABLE = 1.01  # bytes read over bytes wanted: less is not worth saying
 
 
 def read_amplification(
-    reader: H5Reader,
-    rows: np.ndarray | None,
-    direct: Mapping[str, DirectField] | None = None,
-    kept: Collection[str] = (),
+    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, DirectField], kept: Collection[str] = ()
 ) -> float:
-    """Return the bytes read over the bytes of some samples; 1.0 if there are none, or all are read.
+    """Return the bytes read over the bytes of some samples; 1.0 if there are none, or all are read (``rows`` None).
 
-    Parameters
-    ----------
-    reader : H5Reader
-    rows : (n,) int64, optional
-        None: all samples once.
-    direct : dict of str to DirectField, optional
-        What is read by byte ranges, not through HDF5.
-    kept : collection of str
-        Fields that are not counted, as they are kept in memory whole.
+    ``direct`` is read by byte ranges, other fields through HDF5; those ``kept`` in memory whole are not counted.
     """
     names = [name for name in reader.fields if name not in kept]
-    wanted = 0 if rows is None else sum(bytes_of(reader, name, rows) for name in names)
+    wanted = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
     if rows is None or not wanted:
         return 1.0
-    direct = direct or {}
-    read = (direct[name].bytes_read(rows) if name in direct else bytes_by_hdf5(reader, name, rows) for name in names)
-    return sum(read) / wanted
+    read = 0
+    for name in names:
+        if name in direct:
+            read += direct[name].bytes_read(rows)
+            continue
+        for number, some in reader.by_file(rows):
+            read += _bytes_by_hdf5(reader.readers[number], name, rows[some] - reader.starts[number])
+    return read / wanted
 
 
-def bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
+def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
     """Return the bytes of some samples of a field, each as often as it is named."""
     field = reader.fields[name]
     if isinstance(field, MatrixField):
@@ -52,26 +46,18 @@ def bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
     return len(rows) * field.grid.sample_bytes
 
 
-def bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
+def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
     """Return the bytes that are read through HDF5's chunk cache: whole chunks, but for large plain samples.
 
     Of a compressed matrix, whose chunks are not those of its rows, about.
     """
-    return sum(
-        _bytes_of_file(reader.readers[number], name, rows[some] - reader.starts[number])
-        for number, some in reader.by_file(rows)
-    )
-
-
-def _bytes_of_file(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    field = reader.fields[name]
-    grid = field.grid
+    field, grid = reader.fields[name], reader.fields[name].grid
     if isinstance(field, Field):
         if not grid.needs_cache or not grid.band_samples:
             return len(rows) * grid.sample_bytes
         return read_with(rows, grid.band_samples, grid.shape[0]) * grid.sample_bytes
     if not field.filtered:
-        return bytes_of(reader, name, rows)
+        return _bytes_of(reader, name, rows)
     chunks = np.unique(rows // field.chunk_samples)
     ends = np.minimum((chunks + 1) * field.chunk_samples, field.num_rows)
     return int((reader.indptr[ends] - reader.indptr[chunks * field.chunk_samples]).sum()) * field.entry_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,32 +34,16 @@ PIECE_BYTES = 2 << 20  # read and summed at a time
 _local = threading.local()
 
 
+@dataclass(frozen=True)
 class Checksums:
-    """The checksums of one dataset's chunks, and which of them this process has found right. It pickles.
+    """The checksums of one dataset's chunks, (num_chunks,) uint32, and which chunks this process has found ``right``.
 
-    Parameters
-    ----------
-    expected : (num_chunks,) uint32
-    always : bool
-        Whether a chunk that was found right is checked again.
+    These need no other look, unless all are checked ``always``.
     """
 
-    def __init__(self, expected: np.ndarray, *, always: bool) -> None:
-        self.expected = expected
-        self._right = None if always else np.zeros(len(expected), bool)
-
-    def due(self, chunks: np.ndarray) -> np.ndarray:
-        """Return which of some chunks are to be checked: (n,) bool."""
-        return np.ones(len(chunks), bool) if self._right is None else ~self._right[chunks]
-
-    def is_due(self, chunk: int) -> bool:
-        """Return whether one chunk is to be checked."""
-        return self._right is None or not self._right[chunk]
-
-    def found_right(self, chunk: int) -> None:
-        """Note that a chunk is right: it is not checked again, unless all always are."""
-        if self._right is not None:
-            self._right[chunk] = True
+    expected: np.ndarray
+    right: np.ndarray
+    always: bool
 
 
 Sums = Mapping[str, Checksums]  # by field; of a matrix by ``field/indptr``, ``field/indices`` and ``field/data``
@@ -68,96 +53,55 @@ NO_SUMS: Sums = MappingProxyType({})
 class ChunkChecks:
     """Checker of the chunks of one dataset, for any number of threads.
 
-    Parameters
-    ----------
-    path : path
-    name : str
-        Of the field, for messages.
-    dataset : h5py.Dataset
-        Used now and not kept.
-    table : ChunkTable
-        Of its chunks.
-    sums : Checksums
-    indptr : (num_rows + 1,) int64, optional
-        Where rows begin, of the entries of a matrix.
-    num_samples : int, optional
-        Where it has not as many rows.
+    ``indptr`` says which rows the entries of a matrix belong to, for messages.
     """
 
     def __init__(
-        self,
-        path: Path,
-        name: str,
-        dataset: h5py.Dataset,
-        table: ChunkTable,
-        sums: Checksums,
-        indptr: np.ndarray | None = None,
-        num_samples: int | None = None,
+        self, path: Path, name: str, table: ChunkTable, sums: Checksums, indptr: np.ndarray | None = None
     ) -> None:
         self._path, self._name, self._table, self._sums, self._indptr = path, name, table, sums, indptr
-        self._num_rows = num_samples or dataset.shape[0]
-        self._chunk_rows = (dataset.chunks or dataset.shape)[0]
-        steps = zip(dataset.shape[1:], (dataset.chunks or dataset.shape)[1:], strict=True)
-        self._across = math.prod(-(-size // step) for size, step in steps)
+        self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
-    def check_rows(self, descriptor: int, rows: np.ndarray) -> None:
-        """Check the chunks that hold some of these rows of the dataset, if they are to be checked."""
-        bands = np.unique(rows // self._chunk_rows)
-        self.check(descriptor, (bands[:, None] * self._across + np.arange(self._across)).reshape(-1))
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return the chunks that hold some of these rows of the dataset, at least one."""
+        bands = rows // self._chunk_rows
+        bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
+        return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
-    def check_entries(self, descriptor: int, firsts: np.ndarray, counts: np.ndarray) -> None:
-        """Check the chunks that hold some of these runs of entries."""
-        self.check(descriptor, self._of_entries(firsts, counts))
-
-    def check_all(self, descriptor: int) -> None:
-        """Check all chunks."""
-        self.check(descriptor, np.arange(len(self._table)))
-
-    def parts(self, rows: np.ndarray) -> Iterator[Part]:
-        """Divide `check_rows` into tasks for several threads; ``rows`` of a chunk lie side by side."""
-        assert self._across == 1
-        chunks = rows // self._chunk_rows
-        return self._parts(chunks[np.append(True, chunks[1:] != chunks[:-1])] if len(chunks) else chunks)
-
-    def entry_parts(self, firsts: np.ndarray, counts: np.ndarray) -> Iterator[Part]:
-        """Divide `check_entries` into tasks for several threads."""
-        return self._parts(self._of_entries(firsts, counts))
-
-    def _parts(self, chunks: np.ndarray) -> Iterator[Part]:
-        due = chunks[self._sums.due(chunks)]
-        per_part = max(1, PART_BYTES // max(1, int(self._table.sizes.max(initial=0))))
-        for first in range(0, len(due), per_part):
-            yield partial(self.check, chunks=due[first : first + per_part])
-
-    def _of_entries(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def of_entries(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return the chunks that hold any of these runs of entries, none of which is empty."""
         steps = np.zeros(len(self._table) + 1, np.int64)
         np.add.at(steps, firsts // self._chunk_rows, 1)
         np.add.at(steps, (firsts + counts - 1) // self._chunk_rows + 1, -1)
         return np.flatnonzero(np.cumsum(steps[:-1]))
 
-    def check(self, descriptor: int, chunks: np.ndarray) -> None:
-        """Read the stored bytes of chunks that are to be checked, and compare.
+    def parts(self, chunks: np.ndarray) -> Iterator[Part]:
+        """Divide `check` into tasks for several threads."""
+        due = chunks[~self._sums.right[chunks]]
+        per_part = max(1, PART_BYTES // max(1, int(self._table.sizes.max(initial=0))))
+        for first in range(0, len(due), per_part):
+            yield partial(self.check, chunks=due[first : first + per_part])
 
-        Raises
-        ------
-        FileError
-            A chunk is not what it was when it was written, or cannot be read.
-        """
-        for chunk in chunks[self._sums.due(chunks)].tolist():
-            offset, size = int(self._table.offsets[chunk]), int(self._table.sizes[chunk])
-            if offset < 0:
-                raise FileError(f"{self._where(chunk)} was never written, though it has a checksum: {self._remedy}")
-            found = 0
-            for start in range(0, size, PIECE_BYTES):
-                piece = scratch(_local, "piece", PIECE_BYTES)[: size - start]
-                read_bytes(descriptor, offset + start, piece.data, partial(self._where_at, chunk))
-                found = crc32(piece, found)
-            self._compare(chunk, found)
+    def check(self, descriptor: int, chunks: np.ndarray) -> None:
+        """Read the stored bytes of chunks that are to be checked; FileError: one is not what it was when written."""
+        for chunk in chunks[~self._sums.right[chunks]].tolist():
+            self._compare(chunk, self._read(descriptor, chunk))
+
+    def _read(self, descriptor: int, chunk: int) -> int:
+        """Return the checksum of a chunk in the file."""
+        offset, size = int(self._table.offsets[chunk]), int(self._table.sizes[chunk])
+        if offset < 0:
+            raise FileError(f"{self._where(chunk)} was never written, though it has a checksum: {self._remedy}")
+        found = 0
+        for start in range(0, size, PIECE_BYTES):
+            piece = scratch(_local, "piece", PIECE_BYTES)[: size - start]
+            read_bytes(descriptor, offset + start, piece.data, lambda _: self._where(chunk))
+            found = crc32(piece, found)
+        return found
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
         """Compare a chunk whose stored bytes are in memory."""
-        if self._sums.is_due(chunk):
+        if not self._sums.right[chunk]:
             self._compare(chunk, crc32(stored))
 
     def _compare(self, chunk: int, found: int) -> None:
@@ -167,67 +111,43 @@ class ChunkChecks:
                 f"{self._where(chunk)} does not match its checksum ({found:08x}, not {expected:08x}): its bytes are "
                 f"not those that were written: {self._remedy}"
             )
-        self._sums.found_right(chunk)
+        if not self._sums.always:
+            self._sums.right[chunk] = True
 
     @property
     def _remedy(self) -> str:
         return f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC writes them anew"
 
-    def _where_at(self, chunk: int, _offset: int) -> str:
-        return self._where(chunk)
-
     def _where(self, chunk: int) -> str:
-        first, last = self._samples(chunk)
+        """Name a chunk, and the first and the last sample with elements in it."""
+        first, last = self._table.rows(chunk)
+        if self._indptr is not None:
+            first, last = (np.searchsorted(self._indptr, (first, last), "right") - 1).tolist()
         return f"{printable(self._path)}: field {self._name!r}, chunk {chunk} (samples {first} to {last})"
-
-    def _samples(self, chunk: int) -> tuple[int, int]:
-        """Return the first and the last sample with elements in a chunk."""
-        first = chunk // self._across * self._chunk_rows
-        last = min(first + self._chunk_rows, self._num_rows) - 1
-        if self._indptr is None:
-            return first, last
-        rows = np.searchsorted(self._indptr, (first, last), "right") - 1
-        return int(rows[0]), int(rows[1])
-
-
-def checks_of(
-    path: Path, name: str, dataset: h5py.Dataset, table: ChunkTable, sums: Sums, indptr: np.ndarray | None = None
-) -> ChunkChecks | None:
-    """Return the checker of a field, or of a part of a matrix; None if it is not to be checked."""
-    return ChunkChecks(path, name, dataset, table, sums[name], indptr) if name in sums else None
-
-
-def check_mode(checksums: str) -> None:
-    """Raise OptionError unless ``checksums`` is off, first or always."""
-    if checksums not in (OFF, FIRST, ALWAYS):
-        raise OptionError(f"checksums is {checksums!r}: give off, first or always")
 
 
 def read_sums(
     file: h5py.File, path: Path, fields: Mapping[str, Field | MatrixField], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
-    """Read the checksums of fields; none if they are not to be checked.
+    """Read the checksums of fields; none if they are not to be checked. OptionError: they shall be, but there are none.
 
-    Raises
-    ------
-    OptionError
-        They shall be checked, but the file has none.
-    FileError
-        Those that it has cannot be.
+    Raises FileError if those that the file has cannot be.
     """
-    check_mode(checksums)
-    found: dict[str, Checksums] = {}
+    if checksums not in (OFF, FIRST, ALWAYS):
+        raise OptionError(f"checksums is {checksums!r}: give off, first or always")
     if checksums == OFF:
-        return found
+        return {}
+    datasets: dict[str, str] = {}
     for name, field in fields.items():
         if isinstance(field, MatrixField):
             parts = ["indptr", "indices"] + (["data"] if field.value_dtype is not None else [])
-            datasets = {f"{name}/{part}": f"{field.dataset}/{part}" for part in parts}
+            datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in parts}
         else:
-            datasets = {name: field.dataset}
-        for key, dataset in datasets.items():
-            expected = _expected(file, path, dataset, header, checksums)
-            found[key] = Checksums(expected, always=checksums == ALWAYS)
+            datasets[name] = field.dataset
+    found = {}
+    for name, dataset in datasets.items():
+        expected = _expected(file, path, dataset, header, checksums)
+        found[name] = Checksums(expected, np.zeros(len(expected), bool), checksums == ALWAYS)
     return found
 
 

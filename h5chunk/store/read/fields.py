@@ -23,7 +23,7 @@ from h5chunk.store.format.matrix import CSR, DENSE
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.claims import MAX_RATIO, small_attribute
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.open import damages_are
 from h5chunk.store.hdf5.strings import read_words
 
 MATRIX_PARTS = ("indptr", "indices", "data")
@@ -38,10 +38,7 @@ class Field:
     Attributes
     ----------
     name : str
-        What users call it.
-    dataset : str
-        Path in the file.
-    grid : ChunkGrid
+        What users call it; ``dataset`` is its path in the file.
     dtype : np.dtype
         Native byte order.
     axes : str
@@ -70,10 +67,7 @@ class MatrixField:
     Attributes
     ----------
     name : str
-        What users call it.
-    dataset : str
-        Path of its group in the file.
-    num_rows, num_columns, num_entries : int
+        What users call it; ``dataset`` is the path of its group in the file.
     index_dtype : np.dtype
         Of columns, as stored.
     value_dtype : np.dtype or None
@@ -129,16 +123,16 @@ def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str
     there = [name for name in ("images", "X", "labels") if file.id.links.exists(name.encode())]  # follows no link
     main = next((name for name in there if name != "labels"), None)
     if main is None:
-        raise FieldError(_missing(file, path, "images"))
+        raise _missing(file, path, "images")
     return {name: name for name in (main, "labels") if name in there}
 
 
-def _missing(file: h5py.File, path: Path, wanted: str) -> str:
+def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
     datasets = [name for name, item in Guard(path).walk(file) if isinstance(item, h5py.Dataset) and _has_samples(item)]
     datasets = sorted(name for name in datasets if not name.startswith(f"{GROUP}/"))
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name those to read with fields={'name': 'dataset'}"
-    return f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}"
+    return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
 
 
 def _has_samples(dataset: h5py.Dataset) -> bool:
@@ -146,13 +140,12 @@ def _has_samples(dataset: h5py.Dataset) -> bool:
 
 
 def look_at(
-    file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard | None = None
+    file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard
 ) -> Field | MatrixField:
     """Describe a dataset, or the group of a matrix, as a field, after the guard has checked it."""
-    guard = guard or Guard(path)
     item = guard.find(file, dataset)
     if item is None:
-        raise FieldError(_missing(file, path, dataset))
+        raise _missing(file, path, dataset)
     where = f"{printable(path)}: {dataset!r}"
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
@@ -168,21 +161,9 @@ def look_at(
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
     axes = axes.decode("utf-8", "replace") if isinstance(axes, bytes) else ""
-    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, _scale(item, path, header))
-
-
-def _scale(dataset: h5py.Dataset, path: Path, header: Header | None) -> float | None:
-    """Return the number that the values of an h5chunk file's dense rows are divided by."""
-    found = small_attribute(dataset, "scale") if header is not None and header.kind == DENSE else None
-    if found is None:
-        return None
-    try:
-        scale = float(found)
-    except (TypeError, ValueError):
-        scale = math.nan
-    if not 0 < scale < math.inf:
-        raise FileError(f"{printable(path)}: {dataset.name!r} is damaged: its scale is {scale}")
-    return scale
+    codes = header is not None and header.kind == DENSE and "scale" in item.attrs
+    scale = _scale(item, where) if codes else None
+    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale)
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
@@ -197,16 +178,7 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 
 
 def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
-    """Describe the CSR matrix in a group.
-
-    Parameters
-    ----------
-    group : h5py.Group
-    path : path
-    name : str
-        For messages.
-    chunk_samples : int, optional
-        Rows of a nominal chunk, where an h5chunk file says it: values are codes then.
+    """Describe the CSR matrix in a group; ``chunk_samples`` is what an h5chunk file says of it: values are codes then.
 
     Raises
     ------
@@ -230,38 +202,40 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         raise FieldError(f"{where} is no CSR matrix: its indptr or indices are not whole numbers")
     pattern, scale = False, 1.0
     if chunk_samples is not None:
-        pattern, scale = _codes(group, where)
+        scale, pattern = _scale(group, where), small_attribute(group, "pattern")
+        if not isinstance(pattern, np.generic) or pattern not in (0, 1):
+            raise FileError(f"{where} is damaged: it does not say whether it is a pattern")
+        if group["data"].dtype != np.uint8:
+            raise FileError(f"{where} is damaged: its codes are {group['data'].dtype}, not uint8")
     values = None if pattern else group["data"].dtype.newbyteorder("=")
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
-    index_dtype = group["indices"].dtype.newbyteorder("=")
-    if chunk_samples is None:
-        chunk_samples = _nominal_chunk(group, num_rows, num_columns, num_entries)
+    indices = group["indices"]
+    index_dtype = indices.dtype.newbyteorder("=")
+    if chunk_samples is None:  # as in h5chunk files, but no fewer than a compressed chunk holds
+        chosen = plan_csr(max(1, num_rows), num_columns, num_entries, pattern=False).chunk_samples
+        if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
+            chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
+        chunk_samples = max(1, min(chosen, num_rows))
     return MatrixField(
         name, group.name, num_rows, num_columns, num_entries, index_dtype, values, scale, chunk_samples, filtered
     )
 
 
-def _codes(group: h5py.Group, where: str) -> tuple[bool, float]:
-    """Return whether the matrix of an h5chunk file is a pattern, and its scale."""
+def _scale(item: h5py.HLObject, where: str) -> float:
+    """Return the number that the values of a matrix of h5chunk's are divided by."""
     try:
-        pattern, scale = bool(int(small_attribute(group, "pattern"))), float(small_attribute(group, "scale"))
+        scale = float(small_attribute(item, "scale"))
     except (TypeError, ValueError, OverflowError):
-        raise FileError(f"{where} is damaged: it does not say its scale, or whether it is a pattern") from None
+        scale = math.nan
     if not 0 < scale < math.inf:
         raise FileError(f"{where} is damaged: its scale is {scale}")
-    if group["data"].dtype != np.uint8:
-        raise FileError(f"{where} is damaged: its codes are {group['data'].dtype}, not uint8")
-    return pattern, scale
+    return scale
 
 
 def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
     """Return rows and columns, if the group says that rows are compressed: a CSC matrix looks the same."""
-    try:
+    with damages_are(FileError, f"{where} is damaged: what it says of itself cannot be read"):
         words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
-    except FileError:
-        raise
-    except DAMAGES as error:
-        raise FileError(f"{where} is damaged: what it says of itself cannot be read: {error}") from None
     kind = next((each[0] for each in words if len(each) == 1), "")
     if kind not in ("csr_matrix", "csr"):
         said = f"it says {kind!r}" if kind else "it does not say so"
@@ -275,23 +249,8 @@ def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _nominal_chunk(group: h5py.Group, num_rows: int, num_columns: int, num_entries: int) -> int:
-    """Return the rows that are read together: as in h5chunk files, but no fewer than a compressed chunk holds."""
-    chosen = plan_csr(max(1, num_rows), num_columns, num_entries, pattern=False).chunk_samples
-    indices = group["indices"]
-    if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
-        chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
-    return max(1, min(chosen, num_rows))
-
-
 def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
-    """Read the first entry of each row: (num_rows + 1,) int64.
-
-    Raises
-    ------
-    FileError
-        It is damaged.
-    """
+    """Read the first entry of each row: (num_rows + 1,) int64; raise FileError if it is damaged."""
     where = f"{printable(path)}: {field.name!r}"
     dataset = group["indptr"]
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:

@@ -31,8 +31,7 @@ def open_reader(
     path : path or sequence of paths
         A file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or several of
         these, in this order. A folder of shards must have all of one set: name some of them by a pattern or a list.
-    fields : mapping of str to str, optional
-    trusted, checksums
+    fields, trusted, checksums
         As for `H5Reader`.
 
     Raises
@@ -46,26 +45,23 @@ def open_reader(
     """
     files = list_files(path)
     _check_shards(path)
-    return _open(files, fields, _name(path, files), {"trusted": trusted, "checksums": checksums})
+    name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{files[0]} and {len(files) - 1} more")
+    return _open(files, fields, name, trusted, checksums)
 
 
 def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
     """Open other fields of the same file or files."""
-    files = [each.path for each in reader.readers]
-    return _open(files, fields, reader.path, {"trusted": reader.trusted, "checksums": reader.checksums})
+    return _open([each.path for each in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
 
 
-def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, options: dict[str, Any]) -> H5Reader:
-    _try(files, fields, options)
+def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
+    """Open files; those that are not trusted in a child process first, which HDF5 may crash."""
+    options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
+    if trusted is False:
+        try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
     if len(files) == 1:
         return H5Reader(files[0], fields, **options)
     return FileSet(files, fields, name, **options)
-
-
-def _try(files: list[Path], fields: Mapping[str, str] | None, options: dict[str, Any]) -> None:
-    """Open files that are not trusted in a child process first, which HDF5 may crash."""
-    if options["trusted"] is False:
-        try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
 
 
 def list_files(path: Paths) -> list[Path]:
@@ -130,10 +126,3 @@ def _natural(path: Path) -> list[tuple[int, str] | str]:
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
     ]
     return [*key, (-1, str(path))]
-
-
-def _name(path: Paths, files: list[Path]) -> Path:
-    """Return the name of the set in messages."""
-    if isinstance(path, (str, os.PathLike)):
-        return Path(path)
-    return Path(f"{files[0]} and {len(files) - 1} more")

@@ -11,45 +11,37 @@ import math
 import os
 import resource
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from itertools import pairwise
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import plan_layout
-from h5chunk.store.read.agreement import check_names, joined_field, joined_header, with_chunks
+from h5chunk.errors import FieldError, FileError, OptionError, printable
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.layout import choose_window_chunks, plan_layout
+from h5chunk.store.format.header import Header
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.fields import MatrixField
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import H5Reader
 
 RESERVED_DESCRIPTORS = 32  # of a process, beside those of data: standard streams, sockets, libraries
 
+REMEDY = "the fields of all files must be equal: name others with fields=..., or read these files apart"
+MATRIX_REMEDY = (
+    "the values of all files must be stored alike: convert their sources together, or each with the same scale or "
+    "binarize"
+)
+
 
 class FileSet(H5Reader):
-    """Reader of rows of several files as if they were one.
+    """Reader of rows of several files as if they were one, with the attributes and options of `H5Reader`.
 
-    Parameters
-    ----------
-    paths : sequence of paths
-    fields : mapping of str to str, or None
-        As for `H5Reader`, in each of the files.
-    name : path
-        What messages call the set.
-    trusted, checksums
-        As for `H5Reader`, of each of the files.
-
-    Attributes
-    ----------
-    chunk_starts : (num_chunks + 1,) int64, or None
-        The number of each chunk's first sample; None: all chunks are of ``chunk_samples``, but for the last one. Where
-        they differ, ``chunk_samples`` is what they have on average.
-    header : Header or None
-        What all files say of themselves, if all do. A set is shuffled if it was as a whole, when it was packed.
+    Where the files' chunks differ, ``chunk_samples`` is what they have on average. The header is what all files say of
+    themselves, if all do; a set is shuffled if it was as a whole, when it was packed.
 
     Raises
     ------
@@ -71,58 +63,48 @@ class FileSet(H5Reader):
         checksums: str = OFF,
     ) -> None:
         self.path, self.trusted, self.checksums = name, trusted, checksums
-        _check_number(len(paths), name)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most != resource.RLIM_INFINITY and len(paths) + RESERVED_DESCRIPTORS > most:
+            raise FileError(
+                f"{printable(name)}: {len(paths)} files, but this process may have {most} open at a time: raise that "
+                f"with ulimit -n {2 * len(paths) + 1024}, or pack them into fewer files"
+            )
         self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
-        _check_different(self.readers)
-        check_names(self.readers)
-        self.fields = {each: joined_field(self.readers, each) for each in self.readers[0].fields}
+        _check_names(self.readers)
+        self.fields = {each: _joined_field(self.readers, each) for each in self.readers[0].fields}
         self.matrix = next((field for field in self.fields.values() if isinstance(field, MatrixField)), None)
         lengths = [reader.num_samples for reader in self.readers]
-        self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self.num_samples = int(self.starts[-1])
         main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
-        sizes = _chunk_samples(self.readers)
-        even, starts = _even_size(lengths, sizes), _starts_of_chunks(lengths, sizes)
-        self.chunk_starts = None if even else starts
-        self.chunk_samples = even or round(self.num_samples / (len(starts) - 1))
-        self.main = self.fields[main.name] = with_chunks(main, self.chunk_samples)  # as orders think, and caches
+        chunk_samples = [reader.chunk_samples for reader in self.readers]
+        if not any(reader.main.grid.chunks for reader in self.readers):  # samples are read together as if in one file
+            plan = plan_layout(max(1, self.num_samples), max(1, self.readers[0].main.grid.sample_bytes))
+            chunk_samples = [plan.chunk_samples] * len(lengths)
+        files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
+        starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in files), self.starts[-1:]])
+        with_samples = [size for num_samples, size in zip(lengths, chunk_samples, strict=True) if num_samples]
+        self.chunk_samples = size = with_samples[0] if with_samples else max(chunk_samples)
+        sizes = np.diff(starts)
+        if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
+            self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
+        self.main = self.fields[main.name] = _with_chunks(main, self.chunk_samples)  # as orders think, and caches
         if isinstance(self.main, MatrixField):
             self.matrix = self.main
-        self.header = joined_header(self.readers, self.num_samples, self.chunk_samples, self.chunk_bytes)
+        self.header = _joined_header(self)
         self._cache: CacheSettings | None = None
-        self._fingerprint = self._indptr = None
 
-    @property
-    def readers(self) -> tuple[H5Reader, ...]:
-        """The reader of each file."""
-        return self._readers
-
-    @property
-    def starts(self) -> np.ndarray:
-        """The number of each file's first sample, and that of all samples: (num_files + 1,) int64."""
-        return self._starts
-
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """As `H5Reader.fingerprint`, of all files in their order."""
-        if self._fingerprint is None:
-            of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
-            self._fingerprint = zlib.crc32(repr(of_each).encode())
-        return self._fingerprint
+        of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
+        return zlib.crc32(repr(of_each).encode())
 
-    @property
+    @cached_property
     def indptr(self) -> np.ndarray:
-        """Where each row of the matrices begins, as if their entries lay one behind the other: (num_rows + 1,) int64.
-
-        Raises
-        ------
-        FileError
-            A file is damaged, or was changed.
-        """
-        if self._indptr is None:
-            lengths = [np.diff(reader.indptr) for reader in self.readers]
-            self._indptr = np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
-        return self._indptr
+        """As `H5Reader.indptr`, as if the entries of all files lay one behind the other."""
+        lengths = [np.diff(reader.indptr) for reader in self.readers]
+        return np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
 
     def set_caches(self, main: CacheSettings) -> None:
         """Share the cache ``main`` of the largest field out among the files, as each has one of its own."""
@@ -155,16 +137,14 @@ class FileSet(H5Reader):
         }
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, as `H5Reader.read`.
-
-        Raises
-        ------
-        FileError
-            A file was changed or replaced, or cannot be read.
-        """
+        """Read rows of a field, as `H5Reader.read`."""
         for number, some in self.by_file(rows):
             reader, whole = self.readers[number], len(some) == len(rows)
-            there = out if whole else _room_of(some, out)
+            there = out
+            if not whole and isinstance(out, np.ndarray):
+                there = np.empty((len(some), *out.shape[1:]), out.dtype)
+            elif not whole and isinstance(out, CsrBuffers):  # rows of a matrix go to their places at once
+                there = CsrBuffers(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
             try:
                 reader.read(name, (rows if whole else rows[some]) - self.starts[number], there)
             except FileError as error:
@@ -172,17 +152,6 @@ class FileSet(H5Reader):
             if not whole and isinstance(out, np.ndarray):
                 out[some] = there
             reader.check_unchanged()
-
-    def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Each file in which there are any of these rows, and where they are among them, in the same order."""
-        if not len(rows):
-            return
-        files = np.searchsorted(self.starts, rows, "right") - 1
-        order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
-        borders = [0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]
-        for start, stop in pairwise(borders):
-            some = order[start:stop]
-            yield int(files[some[0]]), some
 
     def check_unchanged(self, descriptor: object = None) -> None:
         """Raise FileError unless all files are what they were; those that were opened, are as they are read."""
@@ -196,14 +165,7 @@ class FileSet(H5Reader):
             reader.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_readers": tuple(copy(reader) for reader in self.readers), "_indptr": None}
-
-
-def _room_of(some: np.ndarray, out: np.ndarray | CsrBuffers) -> np.ndarray | CsrBuffers:
-    """Return memory for some of the rows; those of a matrix go to their places at once."""
-    if isinstance(out, np.ndarray):
-        return np.empty((len(some), *out.shape[1:]), out.dtype)
-    return CsrBuffers(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
+        return {**super().__getstate__(), "_readers": tuple(copy(reader) for reader in self.readers)}
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
@@ -213,17 +175,10 @@ def with_remedy(error: FileError, num_files: int) -> FileError:
     return FileError(f"{error}: a set of {num_files} files: raise ulimit -n, or pack them into fewer")
 
 
-def _check_number(num_files: int, name: Path) -> None:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and num_files + RESERVED_DESCRIPTORS > most:
-        raise FileError(
-            f"{printable(name)}: {num_files} files, but this process may have {most} open at a time: raise that with "
-            f"ulimit -n {2 * num_files + 1024}, or pack them into fewer files"
-        )
-
-
-def _check_different(readers: Sequence[H5Reader]) -> None:
+def _check_names(readers: Sequence[H5Reader]) -> None:
+    """Raise OptionError if a file comes twice, FieldError unless all files have the same fields."""
     seen: dict[tuple[int, ...], Path] = {}
+    first = readers[0]
     for reader in readers:
         other = seen.setdefault(reader.stamp[:2], reader.path)
         if other is not reader.path:
@@ -231,30 +186,115 @@ def _check_different(readers: Sequence[H5Reader]) -> None:
                 f"{printable(reader.path)}: the same file as {printable(other)}: name it once; for more of some "
                 "samples use weights"
             )
+    for reader in readers[1:]:
+        if list(reader.fields) != list(first.fields):
+            here, there = (", ".join(map(repr, each.fields)) for each in (reader, first))
+            raise FieldError(f"{printable(reader.path)}: has {here}, but {printable(first.path)} has {there}: {REMEDY}")
 
 
-def _chunk_samples(readers: Sequence[H5Reader]) -> list[int]:
-    """Return the samples that are read together in each file; the same number where none has chunks."""
-    if any(reader.main.grid.chunks for reader in readers):
-        return [reader.chunk_samples for reader in readers]
-    total = sum(reader.num_samples for reader in readers)
-    return [plan_layout(max(1, total), max(1, readers[0].main.grid.sample_bytes)).chunk_samples] * len(readers)
+def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:
+    """Describe a field of all files, one behind the other, with the largest of their chunks."""
+    if any(isinstance(reader.fields[name], MatrixField) for reader in readers):
+        return _joined_matrix(readers, name)
+    fields = [field for reader in readers if isinstance(field := reader.fields[name], Field)]
+    first = fields[0]
+    _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
+    largest = max(fields, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))
+    length = sum(field.grid.shape[0] for field in fields)
+    shape = (length, *first.sample_shape)
+    return replace(first, grid=ChunkGrid(shape, largest.grid.chunks, first.dtype.itemsize, largest.grid.filtered))
 
 
-def _even_size(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the samples of a chunk if all chunks are equal but for the last one; else None."""
-    filled = [(length, size) for length, size in zip(lengths, sizes, strict=True) if length]
-    if not filled:
-        return max(1, *sizes)
-    *others, (last, last_size) = filled
-    size = filled[0][1]
-    whole = all(each == size and length % size == 0 for length, each in others)
-    return size if whole and (last_size == size or last <= min(size, last_size)) else None
+def _joined_matrix(readers: Sequence[H5Reader], name: str) -> MatrixField:
+    fields: list[MatrixField] = []
+    for reader in readers:
+        field = reader.fields[name]
+        if not isinstance(field, MatrixField):
+            other = next(each.path for each in readers if isinstance(each.fields[name], MatrixField))
+            raise FieldError(
+                f"{printable(reader.path)}: field {name!r} holds dense rows, but in {printable(other)} it is a sparse "
+                f"matrix: {REMEDY}"
+            )
+        fields.append(field)
+    _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
+    _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
+    return replace(
+        fields[0],
+        num_rows=sum(field.num_rows for field in fields),
+        num_entries=sum(field.num_entries for field in fields),
+        chunk_samples=max(field.chunk_samples for field in fields),
+        filtered=any(field.filtered for field in fields),
+    )
 
 
-def _starts_of_chunks(lengths: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    starts, done = [], 0
-    for length, size in zip(lengths, sizes, strict=True):
-        starts.append(np.arange(done, done + length, size, dtype=np.int64))
-        done += length
-    return np.concatenate([*starts, [done]])
+def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
+    """Raise FieldError unless a field is the same in all files, as far as these traits of it go."""
+    first = readers[0].fields[name]
+    for reader in readers[1:]:
+        for what in traits:
+            here, there = getattr(reader.fields[name], what), getattr(first, what)
+            if (here is None) != (there is None) or here != there:  # NumPy takes None for float64
+                raise FieldError(
+                    f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(what, here)}, "
+                    f"but in {printable(readers[0].path)} it is {_text(what, there)}: {remedy}"
+                )
+
+
+def _with_chunks(field: Field | MatrixField, chunk_samples: int) -> Field | MatrixField:
+    """Return a field as if its chunks were of so many samples; one without chunks stays so."""
+    if isinstance(field, MatrixField):
+        return replace(field, chunk_samples=chunk_samples)
+    chunks = (chunk_samples, *field.grid.chunks[1:]) if field.grid.chunks else None
+    return replace(field, grid=replace(field.grid, chunks=chunks))
+
+
+def _text(what: str, value: object) -> str:
+    if what == "value_dtype" and value is None:
+        return "none (all are ones)"
+    if value is None or (isinstance(value, str) and not value):
+        return "unknown"
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _joined_header(files: FileSet) -> Header | None:
+    """Return one header for all files; None if one of them is no h5chunk file."""
+    class_names = _class_names(files.readers)
+    headers = [reader.header for reader in files.readers if reader.header is not None]
+    if len(headers) < len(files.readers):
+        return None
+    window_chunks = max(header.window_chunks for header in headers)
+    if all(header.window_chunks * header.chunk_samples >= header.num_samples for header in headers):
+        num_chunks = -(-files.num_samples // files.chunk_samples)
+        window_chunks = choose_window_chunks(files.chunk_bytes, num_chunks)  # all chunks of each: that was the limit
+    return replace(
+        headers[0],
+        num_samples=files.num_samples,
+        chunk_samples=files.chunk_samples,
+        window_chunks=window_chunks,
+        cache=max((header.cache for header in headers), key=lambda cache: cache.nbytes),
+        shuffled=_are_shards(headers),
+        class_names=class_names,
+    )
+
+
+def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
+    """Return the longest list of classes, of which the others must be the beginning."""
+    named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
+    longest, there = max(named, key=lambda each: len(each[1]), default=(Path(), ()))
+    for path, here in named:
+        for label, (name, other) in enumerate(zip(here, there, strict=False)):
+            if name != other:
+                raise FieldError(
+                    f"{printable(path)}: label {label} means {name!r}, but in {printable(longest)} it is {other!r}: "
+                    "labels must mean the same in all files: convert their sources together, or read these files apart"
+                )
+    return there
+
+
+def _are_shards(headers: Sequence[Header]) -> bool:
+    """Return whether the files are shards of one conversion, shuffled together; some may be missing."""
+    if not all("shard" in header.options and header.shuffled for header in headers):
+        return False
+    numbers = [header.options["shard"] for header in headers]
+    others = [{name: value for name, value in header.options.items() if name != "shard"} for header in headers]
+    return all(each == others[0] for each in others) and len(set(map(repr, numbers))) == len(numbers)

@@ -10,6 +10,9 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -20,28 +23,14 @@ from h5chunk.plan.cache import CALL_BYTES, MAX_SLOTS, OLDEST_FIRST, CacheSetting
 from h5chunk.plan.layout import plan_layout
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, read_header
-from h5chunk.store.hdf5.chunk_table import list_chunks
-from h5chunk.store.hdf5.claims import check_chunks
+from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
-from h5chunk.store.hdf5.unwritten import leaves_memory
-from h5chunk.store.read.checksums import NO_SUMS, OFF, ChunkChecks, Sums, read_sums
-from h5chunk.store.read.csr import CsrBuffers, CsrHandle
+from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
+from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, look_at, read_indptr, usual_fields
 
 SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
-
-
-_reading = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Make a new lock after a fork, where the thread that held the old one is missing."""
-    global _reading
-    _reading = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class H5Reader:
@@ -54,15 +43,13 @@ class H5Reader:
         Datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or the matrix
         ``X``, and ``labels`` if there are any.
     trusted : bool
-        Whether to follow links, views and external storage within the file's folder, and to run unknown filters. See
-        `h5chunk.store.hdf5.guard`.
+        See `h5chunk.store.hdf5.guard`.
     checksums : {"off", "first", "always"}
         Whether chunks are checked against the checksums of an h5chunk file: each when this process first reads of it,
-        or whenever it does. See `h5chunk.store.read.checksums`.
+        or whenever it does.
 
     Attributes
     ----------
-    fields : dict of str to Field or MatrixField
     matrix : MatrixField or None
         The field that is a sparse matrix; there may be one.
     main : Field or MatrixField
@@ -73,20 +60,12 @@ class H5Reader:
         The number of each chunk's first sample; None: all chunks are of ``chunk_samples``, but for the last one.
     stamp : tuple of int
         Of the file as it was first opened, see `h5chunk.stamp`.
-
-    Raises
-    ------
-    FileError
-        The file cannot be opened.
-    FieldError
-        A dataset is missing or cannot be a field.
-    TrustError
-        It leads to other files, or needs a filter that is not known.
-    OptionError
-        Checksums shall be checked, but there are none.
+    starts : (num_files + 1,) int64
+        The number of each file's first sample, and that of all samples.
     """
 
     chunk_starts: np.ndarray | None = None
+    _readers: tuple[H5Reader, ...] = ()  # of the files of a set
 
     def __init__(
         self,
@@ -103,14 +82,16 @@ class H5Reader:
             self.header: Header | None = read_header(file)
             if fields is None:
                 fields = usual_fields(file, self.path, self.header)
-            _check_names(fields)
+            if not fields:
+                raise OptionError("fields is empty: name at least one dataset")
+            for each in (*fields.keys(), *fields.values()):
+                if not isinstance(each, str):
+                    raise OptionError(f"fields has {each!r}: give names of datasets")
             guard = Guard(self.path, trusted)
             self.fields = {
                 name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
             }
-            self.sums: Sums = {}
-            if checksums != OFF:
-                self.sums = read_sums(file, self.path, self.fields, self.header, checksums)
+            self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
         matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
         if len(matrices) > 1:
             raise FieldError(f"{printable(self.path)}: fields name {len(matrices)} sparse matrices: name one")
@@ -122,29 +103,27 @@ class H5Reader:
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
-        self._indptr: np.ndarray | None = None
-        self._fingerprint: int | None = None
+        self.starts = np.array([0, self.num_samples])
         self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
-        self.chunk_samples = self.main.grid.band_samples or self._chunk_samples_if_contiguous()
-
-    def _chunk_samples_if_contiguous(self) -> int:
-        """A contiguous dataset has no chunks: neighbours are read together as if it had good ones."""
-        return plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes)).chunk_samples
+        as_if = plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes))  # it had good chunks
+        self.chunk_samples: int = self.main.grid.band_samples or as_if.chunk_samples
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
         """The reader of each file."""
-        return (self,)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """The number of each file's first sample, and that of all samples: (num_files + 1,) int64."""
-        return np.array([0, self.num_samples])
+        return self._readers or (self,)
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Each file in which there are any of these rows, and where they are among them, in the same order."""
-        if len(rows):
-            yield 0, np.arange(len(rows))
+        """Yield each file in which there are any of these rows, and where they are among them, in the same order."""
+        if len(self.readers) == 1 or not len(rows):
+            if len(rows):
+                yield 0, np.arange(len(rows))
+            return
+        files = np.searchsorted(self.starts, rows, "right") - 1
+        order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
+        for start, stop in pairwise([0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]):
+            some = order[start:stop]
+            yield int(files[some[0]]), some
 
     def cache_bytes(self, main: CacheSettings) -> int:
         """The most that caches of the largest field take in one process, all files together."""
@@ -156,50 +135,35 @@ class H5Reader:
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
-        """A number that is the same for copies of a file.
+        """A number that is the same for copies of a file, and other for other data as far as can be seen.
 
-        Files of different data have different ones as far as can be seen: by their checksums in h5chunk files, by
-        names, shapes and types in others.
+        That is by their checksums in h5chunk files, by names, shapes and types in others.
         """
-        if self._fingerprint is None:
-            about = [
-                (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str)
-                for name, each in self.fields.items()
-            ]
-            found = zlib.crc32(repr(about).encode())
-            if self.header is not None:
-                with opened(self.path) as file:
-                    self.check_unchanged()
-                    found = checksums_of(file, found)
-            self._fingerprint = found
-        return self._fingerprint
-
-    @property
-    def indptr(self) -> np.ndarray:
-        """Where each row of the matrix begins in its entries: (num_rows + 1,) int64.
-
-        Raises
-        ------
-        FileError
-            It is damaged, or the file was changed.
-        """
-        if self._indptr is None:
-            assert self.matrix is not None
+        about = [
+            (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str) for name, each in self.fields.items()
+        ]
+        found = zlib.crc32(repr(about).encode())
+        if self.header is not None:
             with opened(self.path) as file:
                 self.check_unchanged()
-                self._check_indptr(file, self.matrix)
-                self._indptr = read_indptr(file[self.matrix.dataset], self.path, self.matrix)
-        return self._indptr
+                found = checksums_of(file, found)
+        return found
 
-    def _check_indptr(self, file: h5py.File, matrix: MatrixField) -> None:
-        name = f"{matrix.name}/indptr"
-        if name in self.sums:
-            dataset = file[f"{matrix.dataset}/indptr"]
-            table, sums = list_chunks(dataset), self.sums[name]
-            checks = ChunkChecks(self.path, name, dataset, table, sums, num_samples=matrix.num_rows)
-            checks.check_all(file.id.get_vfd_handle())
+    @cached_property
+    def indptr(self) -> np.ndarray:
+        """Where each row of the matrix begins in its entries: (num_rows + 1,) int64. FileError if it is damaged."""
+        assert self.matrix is not None
+        name = f"{self.matrix.name}/indptr"
+        with opened(self.path) as file:
+            self.check_unchanged()
+            if name in self.sums:
+                table = list_chunks(file[f"{self.matrix.dataset}/indptr"])
+                table = replace(table, shape=(self.matrix.num_rows,))  # messages are of rows
+                checks = ChunkChecks(self.path, name, table, self.sums[name])
+                checks.check(file.id.get_vfd_handle(), np.arange(len(table)))
+            return read_indptr(file[self.matrix.dataset], self.path, self.matrix)
 
     def set_caches(self, main: CacheSettings) -> None:
         """Give the largest field the cache ``main``, and each other field room for the same samples.
@@ -213,7 +177,7 @@ class H5Reader:
             bands = -(-room_samples // grid.band_samples) + 1 if grid.band_samples else 0
             if grid.num_bands * grid.band_bytes <= SMALL_FIELD_BYTES:
                 bands = grid.num_bands
-            caches[field.name] = _cache_of(grid, bands, OLDEST_FIRST)
+            caches[field.name] = _settings(grid, bands, OLDEST_FIRST)
         caches[self.main.name] = main
         if caches != self._caches:
             self._caches = caches
@@ -233,15 +197,10 @@ class H5Reader:
             Each from 0 to ``num_samples - 1``; in any order, also repeated.
         out : (n, *sample_shape), the field's dtype, C-contiguous; or CsrBuffers
             The latter for a matrix, with its ``starts``.
-
-        Raises
-        ------
-        FileError
-            The file was changed, or cannot be read.
         """
         handle = self._handles()[name]
         try:
-            with _reading:  # a handle keeps what it selects, and memory to read through
+            with handle.lock:  # it keeps what it selects, and memory to read through
                 handle.read(rows, out)  # type: ignore[arg-type]
         except FileError:
             self.check_unchanged()
@@ -261,19 +220,20 @@ class H5Reader:
             with translate_errors(self.path):
                 file = open_file(self.path)
                 self.check_unchanged()
-                self.read_through(file)
-        assert self._opened is not None
+                return self.read_through(file)
         return self._opened[1]
 
-    def read_through(self, file: h5py.File) -> None:
+    def read_through(self, file: h5py.File) -> dict[str, _Handle | CsrHandle]:
         """Read through a file that is open already, such as one over a Python file object, until `close`."""
-        self._opened = os.getpid(), {field.name: self._handle(file, field) for field in self.fields.values()}
-
-    def _handle(self, file: h5py.File, field: Field | MatrixField) -> _Handle | CsrHandle:
-        cache = self._caches.get(field.name)
-        if isinstance(field, MatrixField):
-            return CsrHandle(file, field, self.indptr, cache, self.sums)
-        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples, self.sums)
+        handles: dict[str, _Handle | CsrHandle] = {}
+        for name, field in self.fields.items():
+            if isinstance(field, MatrixField):
+                handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
+            else:
+                band_samples = field.grid.band_samples or self.chunk_samples
+                handles[name] = _Handle(file, field, self._caches.get(name), band_samples, self.sums)
+        self._opened = os.getpid(), handles
+        return handles
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
@@ -294,36 +254,24 @@ class H5Reader:
         self._opened = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None, "_indptr": None}
-
-
-def _check_names(fields: Mapping[str, str]) -> None:
-    """Raise OptionError unless they name datasets."""
-    if not fields:
-        raise OptionError("fields is empty: name at least one dataset")
-    wrong = next((each for pair in fields.items() for each in pair if not isinstance(each, str)), None)
-    if wrong is not None:
-        raise OptionError(f"fields has {wrong!r}: give names of datasets")
+        return {**{name: value for name, value in self.__dict__.items() if name != "indptr"}, "_opened": None}
 
 
 class _Handle:
     """One open dataset with its cache."""
 
     def __init__(
-        self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums = NO_SUMS
+        self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
     ) -> None:
-        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-        if cache is not None:
-            access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
-        self._file = file  # keeps it open
-        self._id = h5py.h5d.open(file.id, field.dataset.encode(), access)
+        self._file, self.lock = file, threading.Lock()  # the file stays open as long as it is kept
+        self._id = open_dataset(file, field.dataset, cache)
         dataset = h5py.Dataset(self._id)
-        check_chunks(dataset)
-        self._clears = leaves_memory(dataset)
         self._checks: ChunkChecks | None = None
+        if dataset.chunks and dataset.size and not is_listed_wrongly(dataset):
+            list_chunks(dataset)  # which checks it; what is read by byte ranges was checked when it was listed
         if field.name in sums and dataset.size:
-            table = list_chunks(dataset)
-            self._checks = ChunkChecks(Path(file.filename), field.name, dataset, table, sums[field.name])
+            self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
+        self._clears = leaves_memory(dataset)
         self._space = self._id.get_space()
         dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)  # .str: no names of an enum's
         self._kind = h5py.h5t.py_create(dtype, logical=True)  # values, or HDF5 would change values without a name
@@ -336,27 +284,30 @@ class _Handle:
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def cache(self) -> CacheSettings:
-        nslots, nbytes, w0 = self._id.get_access_plist().get_chunk_cache()
-        return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 says 0 slots where there is no cache
+        return cache_of(self._id)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Read rows chunk by chunk: a run in one call where that copies little more than is wanted, else singly."""
         if not len(rows):
             return
         if self._checks is not None:
-            self._checks.check_rows(self._file.id.get_vfd_handle(), rows)
+            self._checks.check(self._file.id.get_vfd_handle(), self._checks.of_rows(rows))
         places = np.argsort(rows, kind="stable")
         ordered = rows[places]
         chunks = ordered // self._band_samples
         borders = np.flatnonzero(chunks[1:] != chunks[:-1]) + 1
-        for start, stop in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
+        for start, stop in pairwise([0, *borders.tolist(), len(rows)]):
             first, last = int(ordered[start]), int(ordered[stop - 1]) + 1
             too_many = (last - first) * self._row_bytes > (stop - start - 1) * CALL_BYTES
             if stop - start == 1 or (too_many and not self._whole):
                 for place in range(start, stop):
                     self._read_run(int(ordered[place]), self._row, out[places[place] : places[place] + 1])
-            else:
-                self._read_through(first, last, ordered[start:stop], places[start:stop], out)
+                continue
+            if len(self._scratch) < last - first:
+                self._scratch = np.empty((last - first, *self._shape), out.dtype)
+            scratch = self._scratch[: last - first]
+            self._read_run(first, h5py.h5s.create_simple(scratch.shape), scratch)
+            out[places[start:stop]] = scratch[ordered[start:stop] - first]
 
     def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
         count = memory.shape[0]
@@ -365,20 +316,13 @@ class _Handle:
         self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
         self._id.read(memory, self._space, out, self._kind)
 
-    def _read_through(self, first: int, last: int, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-        if len(self._scratch) < last - first:
-            self._scratch = np.empty((last - first, *self._shape), out.dtype)
-        scratch = self._scratch[: last - first]
-        self._read_run(first, h5py.h5s.create_simple(scratch.shape), scratch)
-        out[places] = scratch[rows - first]
-
 
 def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
     """Return the cache that holds ``open_chunks`` runs of ``reader.chunk_samples`` samples until read in full."""
-    return _cache_of(reader.main.grid, open_chunks, w0)
+    return _settings(reader.main.grid, open_chunks, w0)
 
 
-def _cache_of(grid: ChunkGrid, open_bands: int, w0: float) -> CacheSettings:
+def _settings(grid: ChunkGrid, open_bands: int, w0: float) -> CacheSettings:
     if not grid.needs_cache:
         return CacheSettings(1, 0)
     nbytes = cache_for(open_bands, grid.band_bytes, max(1, grid.num_bands)).nbytes

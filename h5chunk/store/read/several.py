@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, VectorPart, open_descriptor
-from h5chunk.store.read.chunks import ChunkedField, ChunkSet
 from h5chunk.store.read.csr import CsrField
-from h5chunk.store.read.fields import MatrixField
+from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, ChunkedField, PlainField, direct_field
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.fileset import with_remedy
-from h5chunk.store.read.plain import PlainField, direct_field
 from h5chunk.store.read.reader import H5Reader
 
 FileField = PlainField | ChunkedField | CsrField  # what reads a field of one file by byte ranges
@@ -34,33 +32,14 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def of(self, number: int) -> int:
-        """The descriptor of a file.
-
-        Raises
-        ------
-        FileError
-            It cannot be opened, or is not what it was.
-        """
+        """Return the descriptor of a file; raise FileError if it cannot be opened, or is not what it was."""
         found = self._open[number]
         if found is None:
             with self._lock:
                 found = self._open[number]
                 if found is None:
-                    found = self._open[number] = self._open_one(number)
+                    found = self._open[number] = _open_checked(self._readers[number], len(self._readers))
         return found
-
-    def _open_one(self, number: int) -> int:
-        reader = self._readers[number]
-        try:
-            descriptor = open_descriptor(reader.path)
-        except FileError as error:
-            raise with_remedy(error, len(self._readers)) from error.__cause__
-        try:
-            reader.check_unchanged(descriptor)
-        except FileError:
-            os.close(descriptor)
-            raise
-        return descriptor
 
     def check(self, number: int) -> None:
         """Raise FileError if a file was changed, or replaced under its name."""
@@ -74,17 +53,11 @@ class OpenFiles:
         self._open = [None] * len(self._readers)
 
 
-def open_descriptors(reader: H5Reader) -> Any:
-    """Open the files of a reader for tasks: the descriptor of one file, or `OpenFiles` of several.
-
-    Raises
-    ------
-    FileError
-        The file cannot be opened, or is not what it was.
-    """
-    if len(reader.readers) > 1:
-        return OpenFiles(reader)
-    descriptor = open_descriptor(reader.path)
+def _open_checked(reader: H5Reader, num_files: int) -> int:
+    try:
+        descriptor = open_descriptor(reader.path)
+    except FileError as error:
+        raise with_remedy(error, num_files) from error.__cause__
     try:
         reader.check_unchanged(descriptor)
     except FileError:
@@ -93,7 +66,18 @@ def open_descriptors(reader: H5Reader) -> Any:
     return descriptor
 
 
-def close_descriptors(opened: Any) -> None:
+def open_descriptors(reader: H5Reader) -> int | OpenFiles:
+    """Open the files of a reader for tasks: the descriptor of one file, or `OpenFiles` of several.
+
+    Raises
+    ------
+    FileError
+        The file cannot be opened, or is not what it was.
+    """
+    return OpenFiles(reader) if len(reader.readers) > 1 else _open_checked(reader, 1)
+
+
+def close_descriptors(opened: int | OpenFiles) -> None:
     """Close what `open_descriptors` returned."""
     if isinstance(opened, OpenFiles):
         opened.close()
@@ -101,69 +85,57 @@ def close_descriptors(opened: Any) -> None:
         os.close(opened)
 
 
-class FilesField:
+class FilesField(ByteReader):
     """Reader of a field of several files, as `PlainField` is of one; its tasks take `OpenFiles` for a descriptor.
 
-    Parameters
-    ----------
-    reader : H5Reader
-    name : str
-    fields : list of PlainField, ChunkedField, CsrField or None
-        Of each file; None for one without samples.
+    Of each file, there is the reader of the field in it; None if it is without samples. The files share the memory that
+    one would have.
     """
 
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[FileField | None]) -> None:
-        self.name, self._reader, self._fields = name, reader, fields
-        self._there: list[tuple[int, Any]] = [
-            (number, field) for number, field in enumerate(fields) if field is not None
-        ]
-        each = [field for _, field in self._there]
-        self.num_bytes = sum(field.num_bytes for field in each)
-        self.is_plain = all(field.is_plain for field in each)
-        self._encoded = ChunkSet([chunks for field in each for chunks in field.chunks])
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return int(self._there[0][1].row_bytes)
+        self.name, self._reader = name, reader
+        self._fields: dict[int, Any] = {number: field for number, field in enumerate(fields) if field is not None}
+        self.num_bytes = sum(field.num_bytes for field in self._fields.values())
+        self.is_plain = all(field.is_plain for field in self._fields.values())
+        if isinstance(reader.fields[name], Field):
+            self.row_bytes = next(iter(self._fields.values())).row_bytes
+        self.chunks = [chunks for field in self._fields.values() for chunks in field.chunks]
+        for chunks in self.chunks:
+            share = -(-chunks.num_kept // len(self.chunks))
+            chunks.num_kept = min(chunks.num_kept, max(MIN_KEPT_CHUNKS, share))
+        self.forget()
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
-        """As `PlainField.parts`."""
-        return _together(self._of_each(rows, places, out))
-
-    def _of_each(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[tuple[Part, int, int]]:
+        """As `PlainField.parts`; small tasks of several files are joined."""
+        joined: list[tuple[Part, int]] = []
+        total = 0
         for number, some in self._reader.by_file(rows):
-            field: Any = self._fields[number]
+            field = self._fields[number]
             its_rows = rows[some] - self._reader.starts[number]
             num_bytes = PART_BYTES if field.chunks else field.bytes_read(its_rows)
             for part in field.parts(its_rows, places[some], out):
-                yield part, number, num_bytes
+                joined.append((part, number))
+                total += num_bytes
+                if total >= PART_BYTES:
+                    yield FileParts(joined)
+                    joined, total = [], 0
+        if total:
+            yield FileParts(joined)
 
     def read_all(self, opened: OpenFiles) -> np.ndarray:
         """Read the whole field, for small ones."""
         values = []
-        for number, field in self._there:
+        for number, field in self._fields.items():
             values.append(field.read_all(opened.of(number)))
             opened.check(number)
         return np.concatenate(values)
 
     def bytes_read(self, rows: np.ndarray) -> int:
         """As `PlainField.bytes_read`."""
-        total = 0
-        for number, some in self._reader.by_file(rows):
-            field: Any = self._fields[number]
-            total += field.bytes_read(rows[some] - self._reader.starts[number])
-        return total
-
-    def scratch_bytes(self, num_threads: int) -> int:
-        """As `PlainField.scratch_bytes`."""
-        return self._encoded.scratch_bytes(num_threads)
-
-    def forget(self) -> None:
-        """As `PlainField.forget`."""
-        for _, field in self._there:
-            field.forget()
-        self._encoded.share()
+        return sum(
+            self._fields[number].bytes_read(rows[some] - self._reader.starts[number])
+            for number, some in self._reader.by_file(rows)
+        )
 
 
 class FilesMatrix(FilesField, CsrField):
@@ -172,21 +144,16 @@ class FilesMatrix(FilesField, CsrField):
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[FileField | None]) -> None:
         super().__init__(reader, name, fields)
         self.indptr = reader.indptr
-        self.is_plain = all(field.is_plain for _, field in self._there)
 
 
 DirectField = FileField | FilesField  # what reads a field by byte ranges
 
 
 class FileParts:
-    """A task made of tasks of several files, which a thread runs one after the other."""
+    """A task made of tasks of several files, each with its file's number, which a thread runs one after the other."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[Part, int]] = []
-
-    def add(self, part: Part, number: int) -> None:
-        """Add a task of file ``number``."""
-        self._parts.append((part, number))
+    def __init__(self, parts: list[tuple[Part, int]]) -> None:
+        self._parts = parts
 
     @property
     def is_plain(self) -> bool:
@@ -194,7 +161,7 @@ class FileParts:
         return all(isinstance(part, VectorPart) for part, _ in self._parts)
 
     def each(self, opened: OpenFiles) -> Iterator[tuple[Part, int, Callable[[], None]]]:
-        """Each part with the descriptor of its file, and what looks whether that was changed meanwhile."""
+        """Yield each part with the descriptor of its file, and what looks whether that was changed meanwhile."""
         for part, number in self._parts:
             yield part, opened.of(number), partial(opened.check, number)
 
@@ -204,26 +171,10 @@ class FileParts:
             opened.check(number)
 
 
-def _together(parts: Iterable[tuple[Part, int, int]]) -> Iterator[Part]:
-    """Join small tasks of several files, given with the number of their file and about their bytes."""
-    together, total = FileParts(), 0
-    for part, number, num_bytes in parts:
-        together.add(part, number)
-        total += num_bytes
-        if total >= PART_BYTES:
-            yield together
-            together, total = FileParts(), 0
-    if total:
-        yield together
-
-
 def direct_fields(reader: H5Reader) -> tuple[dict[str, DirectField], dict[str, str]]:
     """Return the fields that can be read by byte ranges, and the reasons why the others cannot.
 
-    Raises
-    ------
-    FileError
-        A file is damaged, or was changed.
+    Raises FileError if a file is damaged, or was changed.
     """
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
@@ -233,23 +184,19 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, DirectField], dict[str, s
         with opened(each.path) as file:
             each.check_unchanged()
             for name in each.fields:
+                field = each.fields[name]
                 try:
-                    found[name].append(_direct(each, file, name) if each.num_samples else None)
+                    if not each.num_samples:
+                        found[name].append(None)
+                    elif isinstance(field, MatrixField):
+                        found[name].append(CsrField(each.path, file, field, each.indptr, each.sums))
+                    else:
+                        found[name].append(direct_field(each.path, file, field, each.sums))
                 except NotDirect as error:
                     why.setdefault(name, f"{printable(each.path)}: {error}" if len(reader.readers) > 1 else str(error))
-    return {name: _join(reader, name, fields) for name, fields in found.items() if name not in why}, why
-
-
-def _join(reader: H5Reader, name: str, fields: list[Any]) -> DirectField:
-    if len(fields) == 1:
-        field: DirectField = fields[0]
-        return field
-    is_matrix = isinstance(reader.fields[name], MatrixField)
-    return FilesMatrix(reader, name, fields) if is_matrix else FilesField(reader, name, fields)
-
-
-def _direct(reader: H5Reader, file: h5py.File, name: str) -> FileField:
-    field = reader.fields[name]
-    if isinstance(field, MatrixField):
-        return CsrField(reader.path, file, field, reader.indptr, reader.sums)
-    return direct_field(reader.path, file, field, reader.sums)
+    joined: dict[str, DirectField] = {}
+    for name, fields in found.items():
+        if name not in why:
+            kind = FilesMatrix if isinstance(reader.fields[name], MatrixField) else FilesField
+            joined[name] = fields[0] if len(fields) == 1 else kind(reader, name, fields)
+    return joined, why

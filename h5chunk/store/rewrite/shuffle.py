@@ -22,7 +22,7 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
-from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES, vector_parts
+from h5chunk.store.hdf5.ranges import vector_parts
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.targets import PlainTarget, Target, Waiting
 from h5chunk.store.write.spool import TemporaryBytes
@@ -105,13 +105,9 @@ class EvenRows:
         if self._width < LEAST_VECTOR_BYTES:
             _arrange(self, waiting, place, wanted, lies, out)
             return
-        vectors = np.empty((len(wanted), 2), np.uintp)
-        vectors[:, 0] = out.ctypes.data + np.argsort(wanted, kind="stable") * self._width
-        vectors[:, 1] = self._width
-        step = max(1, min(MAX_VECTORS, RUN_BYTES // self._width))
-        borders = np.append(np.arange(0, len(wanted), step), len(wanted))
-        offsets = waiting.offset + (place + borders[:-1]) * self._width
-        for part in vector_parts(borders, vectors, offsets, out, lambda _: "a file that is being written"):
+        places = np.argsort(wanted, kind="stable") * self._width
+        offsets = waiting.offset + (place + np.arange(len(wanted))) * self._width
+        for part in vector_parts(offsets, self.sizes(wanted), places, out, lambda _: "a file that is being written"):
             part(waiting.descriptor)
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, OutputError, printable
+from h5chunk.errors import FieldError, FileError, OutputError, printable
 from h5chunk.machine import available_cores
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.claims import check_attributes
 from h5chunk.store.hdf5.crc import crc32
-from h5chunk.store.hdf5.guard import Guard, Refusal
+from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.hdf5.ranges import PART_BYTES, Where, open_descriptor, read_bytes
 from h5chunk.store.read.scan import MEMORY_BYTES, CheckedDataset, Damage, Parted, check_parts
@@ -85,8 +85,8 @@ class OldFile:
     def _survey(self) -> dict[str, h5py.Dataset]:
         guard, found = Guard(self.path), {}
         for name, item in guard.walk(self.file):
-            if isinstance(item, Refusal):
-                raise item.error
+            if isinstance(item, FieldError):
+                raise item
             guard.check_field(item, name)
             found[name] = item
         return found
@@ -268,7 +268,7 @@ class _Carried:
 
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Yield the first chunk and the number of chunks of each contiguous run in the old file."""
-        offsets, size = self._checked.offsets(self._chunks), self._checked.place(0)[1]
+        offsets, size = self._checked.table.offsets[self._chunks], self._checked.place(0)[1]
         borders = [0, *(np.flatnonzero(np.diff(offsets) != size) + 1).tolist(), len(self._chunks)]
         for start, stop in pairwise(borders):
             yield int(self._chunks[start]), stop - start

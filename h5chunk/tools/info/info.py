@@ -8,17 +8,17 @@ from typing import Any
 
 import h5py
 
-from h5chunk.errors import FileError, H5ChunkError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.matrix import MATRIX
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
-from h5chunk.store.hdf5.claims import KNOWN_FILTERS
-from h5chunk.store.hdf5.guard import Guard, Refusal
+from h5chunk.store.hdf5.chunk_table import count_unwritten, unwritten_value
+from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
+from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.library import partial_chunks_are_plain
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.unwritten import count_unwritten, unwritten_value
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.reader import H5Reader
@@ -131,8 +131,8 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
         if by_h5chunk and name.startswith(f"{GROUP}/"):
             continue
         try:
-            if isinstance(item, Refusal):
-                raise item.error
+            if isinstance(item, FieldError):
+                raise item
             pattern = name == f"{MATRIX}/data" and by_h5chunk
             if not pattern:  # which claims ones that are stored nowhere
                 guard.check_field(item, name)

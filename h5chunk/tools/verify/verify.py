@@ -16,18 +16,18 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, TrustError, UnsupportedError, printable
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
 from h5chunk.machine import available_cores
 from h5chunk.store.format.header import Header, read_header
 from h5chunk.store.format.matrix import CSR, MATRIX
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.chunk_table import count_unwritten
 from h5chunk.store.hdf5.claims import same_file
-from h5chunk.store.hdf5.guard import Guard, Refusal
+from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.library import is_stored_as
 from h5chunk.store.hdf5.open import DAMAGES, opened
 from h5chunk.store.hdf5.ranges import open_descriptor
-from h5chunk.store.hdf5.unwritten import count_unwritten
 from h5chunk.store.read.fields import MATRIX_PARTS
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.scan import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
@@ -174,8 +174,8 @@ def _survey(file: h5py.File, path: Path, trusted: bool, quick: bool) -> _Job:
     found: dict[str, h5py.Dataset] = {}
     sparse: dict[str, h5py.Dataset] = {}  # hardly ever written: readers refuse them, but what is there can be checked
     for name, item in guard.walk(file):
-        if isinstance(item, Refusal):
-            _refuse(job, item.error)
+        if isinstance(item, FieldError):
+            _refuse(job, item)
             continue
         try:
             if not (job.header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
@@ -274,7 +274,7 @@ def _look(matrix: MatrixCheck | None, part: str, dataset: h5py.Dataset) -> Look 
 
 def _check_all(job: _Job, say: Callable[[tuple[str, int, int]], None]) -> int:
     """Read and check all datasets; return the bytes."""
-    total = sum(each.stored_bytes(chunks) for each, chunks in job.datasets)
+    total = sum(int(each.table.sizes[chunks].sum()) for each, chunks in job.datasets)
     done = 0
     descriptor = open_descriptor(job.path)
     try:
@@ -292,9 +292,9 @@ def _check_all(job: _Job, say: Callable[[tuple[str, int, int]], None]) -> int:
 
 def _bad(job: _Job, each: CheckedDataset, damage: Damage) -> BadChunk:
     prefix, _, part = each.name.rpartition("/")
-    matrix, rows = job.matrices.get(prefix), None
+    matrix = job.matrices.get(prefix)
+    first, last = each.table.rows(damage.chunk)
     if matrix is not None and part in MATRIX_PARTS:
-        rows = matrix.rows(part, *each.elements(damage.chunk))
-    first, last = rows or each.rows(damage.chunk)
+        first, last = matrix.rows(part, first, last + 1) or (first, last)
     offset, num_bytes = each.place(damage.chunk)
     return BadChunk(each.name, damage.chunk, first, last, offset, num_bytes, damage.what, damage.expected, damage.found)

@@ -1,0 +1,281 @@
+"""Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
+
+The chunk table is listed once through HDF5; after that the file is only read with ``preadv``. What is stored plainly
+goes straight to its place in a shuffled batch. What is compressed is read and decoded chunk by chunk, and its rows are
+copied to their places.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import printable
+from h5chunk.plan.amplification import read_with
+from h5chunk.plan.layout import human_bytes
+from h5chunk.plan.repack import find_pieces
+from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.claims import same_file
+from h5chunk.store.hdf5.codecs import scratch
+from h5chunk.store.hdf5.library import is_stored_as
+from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, vector_parts
+from h5chunk.store.hdf5.raw_chunks import RawChunks
+from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
+from h5chunk.store.read.fields import Field
+
+MAX_DECODED_BYTES = 256 << 20  # of a chunk: each thread holds one, and one more for what it decodes from
+KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # of chunks that are kept
+MIN_KEPT_CHUNKS = 2  # that each file keeps, where many files share the memory
+KEPT_BANDS = 2  # of chunks that share samples: windows cut them, and the next one finds the rest decoded
+
+_Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # chunk, piece, rows of the chunk, destinations
+
+
+def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
+    """Raise NotDirect unless a dataset's numbers are bytes of its file, plain or encoded, as this machine has them."""
+    properties = dataset.id.get_create_plist()
+    if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
+        raise NotDirect("it is stored compactly or is a view of other files")
+    if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
+        raise NotDirect("its data lie in other files")
+    if dtype.kind not in "biuf" or not is_stored_as(dataset, dtype):
+        raise NotDirect(f"its type {dataset.dtype} is not stored as this machine has it")
+    if not math.prod(dataset.shape):
+        raise NotDirect("it is empty")
+
+
+class DecodedChunks:
+    """The chunks of a dataset by number, decoded by threads; those that a window used in part are kept.
+
+    The dataset is not kept. Raises NotDirect where a filter, or the size of the chunks, needs HDF5. ``indptr``, of the
+    entries of a matrix, is for messages.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        dataset: h5py.Dataset,
+        sums: Sums = NO_SUMS,
+        indptr: np.ndarray | None = None,
+        num_kept: int | None = None,
+    ) -> None:
+        table = list_chunks(dataset)
+        self.chunk_bytes = math.prod(table.chunk_shape) * dataset.dtype.itemsize
+        if self.chunk_bytes > MAX_DECODED_BYTES:
+            size, limit = human_bytes(self.chunk_bytes), human_bytes(MAX_DECODED_BYTES)
+            raise NotDirect(f"its chunks are of {size}, and threads decode at most {limit} each")
+        if (table.offsets < 0).any():
+            raise NotDirect("parts of it were never written")
+        self._raw = RawChunks(dataset, -1, f"{printable(path)}: field {name!r}", table)
+        if self._raw.left_to_hdf5:
+            raise NotDirect(self._raw.left_to_hdf5)
+        self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
+        self.num_kept = max(1, min(num_kept or KEPT_CHUNKS, KEPT_BYTES // self.chunk_bytes))
+        self.forget()
+
+    def forget(self) -> None:
+        """Free what is kept; in a fork also locks that its threads, left behind, may hold."""
+        self.local = threading.local()
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._kept_lock = threading.Lock()
+
+    def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
+        """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
+
+        ``is_whole`` says whether all of the chunk is used now; else the next window will ask for it again, and it is
+        kept. Raises FileError if the chunk is damaged, or cannot be read.
+        """
+        if is_whole:
+            values = scratch(self.local, "decoded", self.chunk_bytes)
+            self._decode(descriptor, chunk, values)
+            return values
+        with self._kept_lock:
+            kept = self._kept.setdefault(chunk, _Kept())
+            self._kept.move_to_end(chunk)
+            if len(self._kept) > self.num_kept:
+                self._kept.popitem(last=False)
+        with kept.lock:
+            if kept.values is None:
+                values = np.empty(self.chunk_bytes, np.uint8)
+                self._decode(descriptor, chunk, values)
+                kept.values = values
+        return kept.values
+
+    def _decode(self, descriptor: int, chunk: int, values: np.ndarray) -> None:
+        stored = self._raw.read_stored(descriptor, chunk, self.local)
+        if self._checks is not None:
+            self._checks.check_stored(chunk, stored)
+        self._raw.decode_stored(chunk, stored, values)
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: np.ndarray | None = None
+
+
+class ByteReader:
+    """What reads a field by byte ranges. It holds numbers only; descriptors are the caller's.
+
+    It is plain if rows are bytes of the file, neither compressed nor cut into pieces; else ``chunks`` are decoded.
+    """
+
+    name: str
+    row_bytes: int
+    num_bytes: int
+    is_plain = False
+    chunks: Sequence[DecodedChunks] = ()
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        """Return the memory that so many threads take, beside that of the rows."""
+        if not self.chunks:
+            return 0
+        kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
+        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
+
+    def forget(self) -> None:
+        """Free what is kept between parts. A thread uses the same memory for all chunks."""
+        for chunks in self.chunks:
+            chunks.forget()
+            chunks.local = self.chunks[0].local
+
+
+def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS) -> PlainField | ChunkedField:
+    """Return the reader of a field by byte ranges; the file is not kept. ``sums`` are what is to be checked.
+
+    Raises NotDirect if the layout or a filter needs HDF5.
+    """
+    dataset = file[field.dataset]
+    if not same_file(dataset, file):
+        raise NotDirect("a link leads to it in another file")
+    check_bytes(dataset, field.dtype)
+    has_parts = dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]
+    filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    return (ChunkedField if has_parts or filtered else PlainField)(path, dataset, field, sums)
+
+
+class PlainField(ByteReader):
+    """Reader of rows that are plain bytes of the file."""
+
+    is_plain = True
+
+    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums) -> None:
+        table = list_chunks(dataset)
+        if (table.offsets < 0).any():
+            raise NotDirect("parts of it were never written")
+        if (table.sizes != math.prod(table.chunk_shape) * field.dtype.itemsize).any():
+            raise NotDirect("its chunks are not of the size that its type and shape say")
+        self.name, self._path = field.name, path
+        self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
+        self._dtype, self._shape = field.dtype, tuple(dataset.shape)
+        self._rows_per_chunk, self._offsets = table.chunk_shape[0], table.offsets
+        self._run_rows = self._shape[0] if table.is_one_run else self._rows_per_chunk
+        self._checks = ChunkChecks(path, self.name, table, sums[self.name]) if self.name in sums else None
+
+    def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+        """Yield the tasks that read row ``rows[i]`` to ``out[places[i]]``, for several threads.
+
+        Parameters
+        ----------
+        rows, places : (n,) int64, at least one
+            Rows of a chunk side by side, ascending within it; no place twice, others of ``out`` stay as they are.
+        out : (m, row_bytes) uint8, C-contiguous
+            Must stay in place until the last part is done.
+        """
+        chunks = rows // self._rows_per_chunk
+        offsets = self._offsets[chunks] + (rows - chunks * self._rows_per_chunk) * self.row_bytes
+        sizes = np.full(len(rows), self.row_bytes)
+        parts = vector_parts(offsets, sizes, places * self.row_bytes, out, self._where)
+        return parts if self._checks is None else chain(self._checks.parts(self._checks.of_rows(rows)), parts)
+
+    def read_all(self, descriptor: int) -> np.ndarray:
+        """Read the whole field, for small ones."""
+        values = np.empty(self._shape, self._dtype)
+        flat = values.reshape(-1).view(np.uint8).data
+        size = self._run_rows * self.row_bytes
+        for number, start in enumerate(range(0, len(flat), size)):
+            read_bytes(descriptor, int(self._offsets[number]), flat[start : start + size], self._where)
+        if self._checks is not None:
+            self._checks.check(descriptor, np.arange(len(self._offsets)))
+        return values
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        """Return the bytes that are read, or decoded, for some rows, in any order."""
+        return len(rows) * self.row_bytes
+
+    def _where(self, offset: int) -> str:
+        """Name the chunk that holds a byte of the file."""
+        chunk = int(np.where(self._offsets <= offset, self._offsets, -1).argmax())
+        return f"{printable(self._path)}: field {self.name!r}, chunk {chunk}"
+
+
+class ChunkedField(ByteReader):
+    """Reader of rows of chunks that are compressed, or hold parts of samples: a chunk is read once for all its rows.
+
+    A band is the chunks that lie side by side over the same samples: one, where chunks hold whole samples. The piece of
+    a sample that a chunk holds is copied to the sample's place.
+    """
+
+    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums) -> None:
+        self.name = field.name
+        self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
+        self._dtype, self._shape, self._chunk = field.dtype, tuple(dataset.shape), tuple(dataset.chunks)
+        self._pieces = find_pieces(self._shape[1:], self._chunk[1:])
+        self._holds_samples = self._chunk[1:] == self._shape[1:]
+        num_kept = max(KEPT_CHUNKS, KEPT_BANDS * len(self._pieces))
+        self._decoded = DecodedChunks(path, field.name, dataset, sums, num_kept=num_kept)
+        self.chunks = [self._decoded]
+
+    def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+        """As `PlainField.parts`; a part may also find stored bytes that cannot be decoded."""
+        bands = rows // self._chunk[0]
+        within = rows - bands * self._chunk[0]
+        per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
+        target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
+        copies: list[_Copy] = []
+        for start, stop in pairwise([0, *(np.flatnonzero(bands[1:] != bands[:-1]) + 1).tolist(), len(rows)]):
+            some: slice | np.ndarray = within[start:stop]
+            if (within[start + 1 : stop] == within[start : stop - 1] + 1).all():  # NumPy copies a slice at once
+                some = slice(int(within[start]), int(within[start]) + stop - start)
+            for piece in range(len(self._pieces)):
+                copies.append((int(bands[start]), piece, some, places[start:stop]))
+                if len(copies) == per_part:
+                    yield partial(self._copy, copies, target)
+                    copies = []
+        if copies:
+            yield partial(self._copy, copies, target)
+
+    def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
+        """Read chunks, and copy their pieces of some samples of their band to these samples' places."""
+        for band, piece, rows, places in copies:
+            is_whole = len(places) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
+            values = self._decoded.read(descriptor, band * len(self._pieces) + piece, is_whole=is_whole)
+            if self._holds_samples:
+                target[places] = values.reshape(self._chunk[0], self.row_bytes)[rows]
+                continue
+            where = self._pieces[piece]
+            inside: Any = (rows, *(slice(0, each.stop - each.start) for each in where))  # at the edge stored in full
+            there: Any = (places, *where)
+            target[there] = values.view(self._dtype).reshape(self._chunk)[inside]
+
+    def read_all(self, descriptor: int) -> np.ndarray:
+        """Read the whole field, for small ones."""
+        values = np.empty(self._shape, self._dtype)
+        rows = np.arange(self._shape[0])
+        for part in self.parts(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
+            part(descriptor)
+        return values
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        """As `PlainField.bytes_read`."""
+        return read_with(rows, self._chunk[0], self._shape[0]) * self.row_bytes
