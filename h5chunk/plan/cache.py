@@ -162,6 +162,13 @@ class ChunkGrid:
             return False
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
+    def cache_for(self, open_bands: int, w0: float = OLDEST_FIRST) -> CacheSettings:
+        """The smallest cache in which so many bands stay until they were read in full; none where none is needed."""
+        if not self.needs_cache:
+            return CacheSettings(1, 0)
+        nbytes = cache_for(open_bands, self.band_bytes, max(1, self.num_bands)).nbytes
+        return CacheSettings(min(self.num_slots, MAX_SLOTS), nbytes, w0)
+
     def amplification(self, cached: bool) -> float:
         """Bytes read for one single random sample over the bytes of that sample; ``cached``: a chunk fits the cache.
 

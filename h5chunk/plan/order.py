@@ -258,7 +258,7 @@ class Order:
         each = self.lanes // self.world_size
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
         numbers = range(self.rank * each, (self.rank + 1) * each)
-        return [Lane.of(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk) for number in numbers]
+        return [Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk) for number in numbers]
 
 
 def with_full_windows(order: Order) -> Order:

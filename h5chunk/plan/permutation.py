@@ -15,7 +15,6 @@ in cycles.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -165,34 +164,26 @@ class ShuffledSequence:
         return samples
 
 
-@dataclass(frozen=True)
 class Lane:
     """A part of the sequence that is shuffled and cut into batches independently of the others.
 
     All lanes have the same number of whole chunks. The samples that remain at the end of the sequence are dealt out
     one by one, so that the lengths of lanes differ by one sample at most.
 
-    >>> lanes = [Lane.of(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
+    >>> lanes = [Lane(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
     >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]
     [[0, 1, 2, 3, 4, 15, 16, 17], [5, 6, 7, 8, 9, 18, 19, 20], [10, 11, 12, 13, 14, 21, 22]]
     """
 
-    number: int
-    own: int  # samples in whole chunks of each lane
-    first: int  # the position at which the rest of this lane begins
-    num_samples: int  # of this lane
-
-    @classmethod
-    def of(cls, number: int, num_lanes: int, *, num_samples: int, chunk_samples: int) -> Lane:
-        """Lane ``number`` of ``num_lanes``."""
+    def __init__(self, number: int, num_lanes: int, *, num_samples: int, chunk_samples: int) -> None:
         least, more = divmod(num_samples, num_lanes)
-        own = least // chunk_samples * chunk_samples
-        first = num_lanes * own + number * (least - own) + min(number, more)
-        return cls(number, own, first, least + (number < more))
+        self.number, self.num_samples = number, least + (number < more)
+        self._own = least // chunk_samples * chunk_samples  # samples in whole chunks of each lane
+        self._rest = num_lanes * self._own + number * (least - self._own) + min(number, more)  # where it begins
 
     def positions(self, start: int, stop: int) -> Indices:
         """Positions of samples ``start`` to ``stop`` of this lane in the sequence; beyond its end it begins again."""
         within = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
             within %= self.num_samples
-        return np.where(within < self.own, self.number * self.own + within, self.first + within - self.own)
+        return np.where(within < self._own, self.number * self._own + within, self._rest + within - self._own)

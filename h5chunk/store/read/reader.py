@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable
-from h5chunk.plan.cache import CALL_BYTES, MAX_SLOTS, OLDEST_FIRST, CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.cache import CALL_BYTES, OLDEST_FIRST, CacheSettings
 from h5chunk.plan.layout import plan_layout
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, read_header
@@ -177,7 +177,7 @@ class H5Reader:
             bands = -(-room_samples // grid.band_samples) + 1 if grid.band_samples else 0
             if grid.num_bands * grid.band_bytes <= SMALL_FIELD_BYTES:
                 bands = grid.num_bands
-            caches[field.name] = _settings(grid, bands, OLDEST_FIRST)
+            caches[field.name] = grid.cache_for(bands)
         caches[self.main.name] = main
         if caches != self._caches:
             self._caches = caches
@@ -319,11 +319,4 @@ class _Handle:
 
 def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
     """Return the cache that holds ``open_chunks`` runs of ``reader.chunk_samples`` samples until read in full."""
-    return _settings(reader.main.grid, open_chunks, w0)
-
-
-def _settings(grid: ChunkGrid, open_bands: int, w0: float) -> CacheSettings:
-    if not grid.needs_cache:
-        return CacheSettings(1, 0)
-    nbytes = cache_for(open_bands, grid.band_bytes, max(1, grid.num_bands)).nbytes
-    return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, w0)
+    return reader.main.grid.cache_for(open_chunks, w0)

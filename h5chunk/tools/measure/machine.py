@@ -115,15 +115,18 @@ def device_copy(device: str) -> Iterator[Callable[[float], float]]:
     with torch.cuda.device(found):
         pinned = PinnedMemory(DEVICE_COPY_BYTES)
     source = torch.from_numpy(pinned.bytes[:DEVICE_COPY_BYTES]).zero_()
-    torch.cuda.synchronize(found)
 
     def copy() -> int:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(found)
         return DEVICE_COPY_BYTES
 
+    def rate(seconds: float) -> float:
+        torch.cuda.synchronize(found)
+        return repeated_rate(copy, seconds)
+
     try:
-        yield partial(repeated_rate, copy)
+        yield rate
     finally:
         torch.cuda.synchronize(found)
         pinned.close()

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from h5chunk.plan.cache import CacheSettings, ChunkGrid, cache_for
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, choose_window_chunks, plan_layout
 from h5chunk.plan.order import Order, choose_interleave, with_full_windows
 from h5chunk.plan.slots import plan_slots
@@ -39,7 +39,6 @@ LOADER, DATASET = "loader", "dataset"
 CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # chunks that a repacked file may have; and larger ones than
 PAST_CACHE = 8 << 20  # HDF5's default cache: plain readers of single samples go past it, and read nothing else
 FEWEST_CHUNKS = 16  # of a repacked file
-MAX_SLOTS = 1 << 20
 PREFETCH = 2  # batches that a DataLoader's worker prepares
 KEPT = 2  # windows that a loader keeps to use again
 STAY = 0.97  # of the best rate: from here on a setting is taken that needs no new file, or is simpler
@@ -139,12 +138,9 @@ def cut_order(order: Order, num_samples: int) -> Order:
 
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
     """Chunk cache of each process that reads through HDF5; by default there are as many as workers."""
-    grid, order = grid_of(setting, facts), order_of(setting, facts)
-    if not grid.needs_cache:
-        return CacheSettings(1, 0)
+    order = order_of(setting, facts)
     workers = max(1, setting.num_workers if num_workers is None else num_workers)
-    nbytes = cache_for(order.open_chunks_of(workers), grid.band_bytes, max(1, grid.num_bands), order.cache_w0).nbytes
-    return CacheSettings(min(grid.num_slots, MAX_SLOTS), nbytes, order.cache_w0)
+    return grid_of(setting, facts).cache_for(order.open_chunks_of(workers), order.cache_w0)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
