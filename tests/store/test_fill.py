@@ -198,7 +198,7 @@ def test_full_disk_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)  # workers are forked, so they have it too
-    monkeypatch.setattr(fill_module, "_start_method", lambda: "fork")
+    monkeypatch.setattr(fill_module, "START_METHOD", "fork")
     with pytest.raises(OutputError, match="part: cannot be written: No space left on device"):
         run(job(tmp_path), num_workers)
     check_no_orphans()
@@ -206,7 +206,7 @@ def test_full_disk_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_workers_can_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on systems where fork is not safe: everything that workers need can be pickled."""
-    monkeypatch.setattr(fill_module, "_start_method", lambda: "spawn")
+    monkeypatch.setattr(fill_module, "START_METHOD", "spawn")
     each = job(tmp_path)
     check_written(each, run(each, 1)[0])
 

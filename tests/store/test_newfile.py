@@ -20,7 +20,7 @@ import h5chunk.store.write.new_file as newfile_module
 from h5chunk.errors import OutputError
 from h5chunk.store.format.spec import FieldSpec, FileSpec
 from h5chunk.store.write.new_file import NewFile, check_output, write_at
-from h5chunk.store.write.new_folder import NewFolder
+from h5chunk.store.write.output import NewFolder
 
 
 def spec(num_samples: int = 10, height: int = 5) -> FileSpec:
@@ -213,7 +213,7 @@ def test_writer_waits_for_the_lock_of_the_file_that_is_there(tmp_path: Path, mon
     monkeypatch.setattr(fcntl, "flock", late)
     with NewFile(tmp_path / "x.h5", overwrite=True) as new:
         assert new.part.exists() and len(calls) == 2
-        assert os.path.samestat(os.fstat(new._descriptor), new.part.stat())
+        assert os.path.samestat(os.fstat(new.descriptor), new.part.stat())
 
 
 def test_full_disk_is_known_before_anything_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +290,11 @@ def test_flusher_flushes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     called = newfile_module.threading.Event()
     monkeypatch.setattr(newfile_module, "FLUSH_INTERVAL_S", 0.001)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: called.set())
-    with NewFile(tmp_path / "x.h5") as new, new.flusher() as flusher:
+    before = newfile_module.threading.active_count()
+    with NewFile(tmp_path / "x.h5") as new, new.flusher():
         assert called.wait(10)
-    assert not flusher._thread.is_alive()
+        assert newfile_module.threading.active_count() == before + 1
+    assert newfile_module.threading.active_count() == before
 
 
 @pytest.mark.parametrize("height", [1, 5, 3000])  # a first field that is not aligned, or is

@@ -9,9 +9,8 @@ import numpy as np
 
 from h5chunk.plan.csr import CsrLayout, plan_csr
 from h5chunk.store.format.spec import GROUP
-from h5chunk.store.write.columns import write_columns
 from h5chunk.store.write.csr import CsrWriter, csr_spec
-from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.new_file import NewFile, write_columns
 
 
 def write_csr(

@@ -24,11 +24,11 @@ from support.loader_options import make_loader
 from support.pictures import pixels
 
 import h5chunk
-import h5chunk.store.write.new_folder as newfolder
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SampleError
 from h5chunk.store.format.spec import HEADER_BYTES
 from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.write import output
 from h5chunk.tools.convert.convert import convert, plan_convert
 
 Make = Callable[..., Path]
@@ -220,7 +220,7 @@ def test_a_place_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(OutputError, match="out: cannot be written: No such file or directory"):
-        newfolder.NewFolder(tmp_path / "out").__enter__()
+        output.NewFolder(tmp_path / "out").__enter__()
 
 
 def test_where_it_may_not_be(class_folder: Make, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_it_replaces_what_stood_there(
 ) -> None:
     source, out = class_folder(20), tmp_path / "out"
     if not in_one_step:
-        monkeypatch.setattr(newfolder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(output, "_exchange", lambda one, other: False)
     if before == "empty":
         out.mkdir()
     elif before != "nothing":
@@ -271,7 +271,7 @@ def test_two_folders_change_places(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    if not newfolder._exchange(tmp_path / "a", tmp_path / "b"):
+    if not output._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("the file system cannot")
     assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
 
@@ -289,13 +289,13 @@ def test_an_error_leaves_the_old_folder(class_folder: Make, tmp_path: Path) -> N
 
 
 def test_a_second_writer_waits_its_turn(class_folder: Make, tmp_path: Path) -> None:
-    with newfolder.NewFolder(tmp_path / "out"), pytest.raises(OutputError, match="another process is writing it"):
+    with output.NewFolder(tmp_path / "out"), pytest.raises(OutputError, match="another process is writing it"):
         convert(class_folder(20), tmp_path / "out", shards=2)
     convert(tmp_path / "photos", tmp_path / "out", shards=2)
 
 
 def test_what_appears_meanwhile_is_left(class_folder: Make, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="exists: use --overwrite"), newfolder.NewFolder(tmp_path / "out") as new:
+    with pytest.raises(OutputError, match="exists: use --overwrite"), output.NewFolder(tmp_path / "out") as new:
         convert(class_folder(20), tmp_path / "other", shards=2)
         (tmp_path / "other").rename(tmp_path / "out")
         new.commit()

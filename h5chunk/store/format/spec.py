@@ -160,7 +160,7 @@ class ArraySpec:
     """A dataset to be written that is no field; contiguous if it has no ``chunks``.
 
     With a value to ``fill``, nothing is ever written to it: all elements read as this, and take no bytes. With
-    ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.new_file.NewFile.chunk_writer`).
+    ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.new_file.ChunkWriter`).
     """
 
     shape: tuple[int, ...]

@@ -15,8 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.repack import Packing, plan_packing
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
@@ -30,17 +29,7 @@ BLOCK_BYTES = 1 << 20  # of samples that are put together at a time: what a proc
 
 
 class SpilledChunks:
-    """One band of chunks at a time, decoded, in a file without a name: what of each chunk is wanted fits in memory,
-    all of the chunks would not.
-
-    Parameters
-    ----------
-    chunks : RawChunks
-    per_band : int
-        Chunks of a band; a band is read until another one is wanted.
-    folder : Path
-        Where the file goes.
-    """
+    """One band of chunks at a time, decoded, in a file without a name, as they do not fit in memory together."""
 
     def __init__(self, chunks: RawChunks, per_band: int, folder: Path) -> None:
         self._chunks, self._per_band, self._folder = chunks, per_band, folder
@@ -71,15 +60,8 @@ class SpilledChunks:
 class MemoryRows:
     """Rows of a dataset so small that HDF5 keeps it in its header.
 
-    Attributes
-    ----------
-    num_rows, row_bytes : int
-    band_rows : int
-        Rows that are best read together: those that share their chunks, or 1.
-    whole_bands : bool
-        Whether part of a band costs as much to read as all of it.
-    num_threads : int
-        The most threads that may read at the same time.
+    All kinds of rows say how many threads may read them at the same time, how many rows share their chunks and are best
+    read together (``band_rows``), and whether part of such a band costs as much as all of it (``whole_bands``).
     """
 
     num_threads, band_rows, whole_bands = 1, 1, False
@@ -93,13 +75,7 @@ class MemoryRows:
         self.row_bytes = self._rows.shape[1]
 
     def read(self, first: int, last: int, out: np.ndarray) -> None:
-        """Read rows ``first`` to ``last`` (excluded) into ``out``, (last - first, row_bytes) uint8, C-contiguous.
-
-        Raises
-        ------
-        FileError
-            The file is damaged.
-        """
+        """Read rows ``first`` to ``last`` (excluded) into ``out``, (last - first, row_bytes) uint8, C-contiguous."""
         out[:] = self._rows[first:last]
 
     def close(self) -> None: ...
@@ -223,26 +199,9 @@ RawRows = MemoryRows | RunRows | ChunkRows
 
 
 def open_rows(dataset: h5py.Dataset, descriptor: int, *, part_bytes: int, num_threads: int, folder: Path) -> RawRows:
-    """Open a dataset that has rows for reading them.
+    """Open a dataset of fixed-size elements, which must stay open, for reading its rows.
 
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Of a type without variable-length parts or references; must stay open. Not virtual, no external storage.
-    descriptor : int
-        Of the same file.
-    part_bytes : int
-        Memory for the chunks of a band, for each thread. Where they are more, they wait on disk.
-    num_threads : int
-    folder : Path
-        Where they wait.
-
-    Raises
-    ------
-    FileError
-        The table of its chunks makes no sense.
-    OptionError
-        One chunk, or their table, is too much for the memory.
+    Chunks of a band that take more than ``part_bytes`` for each thread wait in a file of ``folder``.
     """
     where = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     properties = dataset.id.get_create_plist()

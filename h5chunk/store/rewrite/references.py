@@ -6,7 +6,7 @@ What has neither references nor variable-length parts travels as the bytes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import h5py
@@ -37,22 +37,14 @@ def is_fixed(kind: h5t.TypeID) -> bool:
     )
 
 
-def refers(kind: h5t.TypeID) -> bool:
-    """Whether values refer to objects."""
-    return any(isinstance(part, h5t.TypeReferenceID) for part in parts_of(kind))
-
-
-def unknown_reference(kind: h5t.TypeID) -> bool:
-    """Whether there are references that are neither to objects nor to regions of them, as h5py reads them."""
-    return any(
-        isinstance(part, h5t.TypeReferenceID) and not (part.equal(h5t.STD_REF_OBJ) or part.equal(h5t.STD_REF_DSETREG))
-        for part in parts_of(kind)
-    )
+def references_of(kind: h5t.TypeID) -> list[h5t.TypeReferenceID]:
+    """List the types of references that values have."""
+    return [part for part in parts_of(kind) if isinstance(part, h5t.TypeReferenceID)]
 
 
 def refers_to_regions(kind: h5t.TypeID) -> bool:
     """Whether values refer to parts of datasets."""
-    return any(isinstance(part, h5t.TypeReferenceID) and part.equal(h5t.STD_REF_DSETREG) for part in parts_of(kind))
+    return any(part.equal(h5t.STD_REF_DSETREG) for part in references_of(kind))
 
 
 def attribute_names(item: Any) -> list[bytes]:
@@ -64,19 +56,7 @@ def attribute_names(item: Any) -> list[bytes]:
 
 
 class Copier:
-    """Copier of attributes and values from one open file to another that has the same objects.
-
-    Parameters
-    ----------
-    source, target : h5py.File
-    paths : mapping of int to bytes
-        Path of each object of the source by its address.
-
-    Attributes
-    ----------
-    lost : list of str
-        What could not be kept, for people.
-    """
+    """Copier of attributes and values from one open file to another that has the same objects."""
 
     def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
         self._source, self._target, self._paths = source.id, target.id, paths
@@ -91,10 +71,10 @@ class Copier:
                 return h5o.open(self._target, path)
         return kind.copy()
 
-    def attributes(self, old: Any, new: Any, where: str, skip: Callable[[bytes], bool] = lambda _: False) -> None:
+    def attributes(self, old: Any, new: Any, where: str, skip: Collection[bytes] = ()) -> None:
         """Copy the attributes of a low-level object, but for some names."""
         for name in attribute_names(old):
-            if not skip(name):
+            if name not in skip:
                 attribute = h5a.open(old, name)
                 made = h5a.create(new, name, self.type_of(attribute.get_type()), attribute.get_space())
                 self._value(attribute, made, f"{where}, attribute {printable(name)!r}")

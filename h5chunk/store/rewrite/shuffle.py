@@ -14,12 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from h5chunk.errors import OptionError
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import OptionError, human_bytes
 from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import vector_parts
@@ -37,15 +36,7 @@ R = TypeVar("R")
 
 
 class NewOrder:
-    """A permutation of rows.
-
-    Attributes
-    ----------
-    order : (n,) int64
-        Row i of the new file is row ``order[i]`` of the old one.
-    places : (n,) int64
-        Where each row of the old file goes.
-    """
+    """A permutation of rows: row i of the new file is row ``order[i]`` of the old one, which goes to ``places``."""
 
     def __init__(self, order: np.ndarray) -> None:
         self.order = order
@@ -56,11 +47,7 @@ class NewOrder:
 class EvenRows:
     """Rows of one length, samples, as runs of bytes: where they lie, and how they are regrouped.
 
-    Parameters
-    ----------
-    source : RawRows
-    unit_rows : int
-        Rows of a chunk in the new file: buckets are whole chunks where they can.
+    Buckets are whole chunks of ``unit_rows`` rows where they can.
     """
 
     def __init__(self, source: RawRows, unit_rows: int = 1) -> None:
@@ -122,25 +109,10 @@ def _arrange(
 
 
 class UnevenRows:
-    """Rows of different lengths: of a sparse matrix, or names that lie end to end.
+    """Rows of different lengths, with the methods of `EvenRows`: of a sparse matrix, or names that lie end to end.
 
-    Parameters
-    ----------
-    source : RawRows
-        Of the elements.
-    starts : (num_rows + 1,) int64
-        Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded; checked by the caller.
-    order : (num_rows,) int64
-        Of the rows in the new file.
-    part_bytes : int
-        The most that a row may take in memory.
-    where : str
-        Names the dataset in messages.
-
-    Raises
-    ------
-    OptionError
-        A row does not fit in memory.
+    Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded, which the caller has checked: (num_rows +
+    1,) int64. No row may take more than ``part_bytes`` of memory.
     """
 
     def __init__(self, source: RawRows, starts: np.ndarray, order: np.ndarray, part_bytes: int, where: str) -> None:
@@ -155,34 +127,27 @@ class UnevenRows:
             raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, too much for the memory: allow more")
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
-        """Cut the old order into rows that are read together, of about ``step_bytes``."""
         borders = plan_uneven(self._starts, step_bytes, self._item + INDEX_BYTES).tolist()
         return (range(first, last) for first, last in pairwise(borders))
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        """Cut the new order into buckets; gives their borders."""
         return plan_uneven(self._new_starts, part_bytes, self._item + INDEX_BYTES)
 
     def old_offset(self, row: int) -> int:
-        """Bytes before a row in the old order."""
         return int(self._starts[row]) * self._item
 
     def new_offset(self, place: int) -> int:
-        """Bytes before a place in the new order."""
         return int(self._new_starts[place]) * self._item
 
     def read(self, rows: range, out: np.ndarray) -> None:
-        """Read the bytes of some rows into as many."""
         first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
         if last > first:
             self.source.read(first, last, out.reshape(last - first, self._item))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Bytes of each of these rows."""
         return self._counts[rows] * self._item
 
     def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows at ``picks`` out of ``data``, in which the rows ``lying`` lie (None: all)."""
         if lying is None:
             firsts, counts = self._starts[picks], self._counts[picks]
         else:
@@ -195,7 +160,6 @@ class UnevenRows:
         np.take(data.view(wide), index, out=out.view(wide), mode="clip")
 
     def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
-        """Read the rows ``wanted``, which wait in their old order from ``place`` on; ``lies`` is scratch memory."""
         _arrange(self, waiting, place, wanted, lies, out)
 
 
@@ -203,17 +167,7 @@ Rows = EvenRows | UnevenRows
 
 
 def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, told: Told) -> None:
-    """Move rows in their order.
-
-    Parameters
-    ----------
-    source : RawRows
-    target : Target
-    shares : Shares
-    unit_rows : int
-        Rows of a chunk of the target.
-    told : callable
-    """
+    """Move rows in their order."""
     width = source.row_bytes
     step_bytes = shares.banded(shares.step_bytes, source.band_rows * width, source.whole_bands)
 
@@ -237,21 +191,15 @@ def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int
 
 
 def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, folder: Path, told: Told) -> None:
-    """Move rows into a new order; the result does not depend on the memory.
-
-    Parameters
-    ----------
-    rows : Rows
-    new : NewOrder
-    target : Target
-    shares : Shares
-    folder : Path
-        Where samples of a compressed dataset wait.
-    told : callable
-    """
+    """Move rows into a new order; the result does not depend on the memory."""
     borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
-    if len(borders) == 2:
-        _shuffle_in_memory(rows, new, target, shares, told)
+    if len(borders) == 2:  # all fits in memory
+        whole, data = np.empty((2, rows.num_bytes), np.uint8)
+        for span in rows.spans(shares, shares.step_bytes):
+            rows.read(span, whole[rows.old_offset(span.start) : rows.old_offset(span.stop)])
+        rows.gather(whole, None, new.order, data)
+        target.put(0, data)
+        told(rows.num_bytes)
         return
     with ExitStack() as stack:
         waiting = target if isinstance(target, PlainTarget) else stack.enter_context(TemporaryBytes(folder))
@@ -259,47 +207,32 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
         _settle(rows, new, waiting, target, shares, borders, told)
 
 
-def _shuffle_in_memory(rows: Rows, new: NewOrder, target: Target, shares: Shares, told: Told) -> None:
-    whole, data = np.empty((2, rows.num_bytes), np.uint8)
-    for span in rows.spans(shares, shares.step_bytes):
-        rows.read(span, whole[rows.old_offset(span.start) : rows.old_offset(span.stop)])
-    rows.gather(whole, None, new.order, data)
-    target.put(0, data)
-    told(rows.num_bytes)
-
-
-class _Scattering(NamedTuple):
-    """A step of the first pass: rows, the order that groups them by bucket, and where each group goes."""
-
-    span: range
-    picks: np.ndarray
-    offsets: list[int]
-    cuts: list[int]
-
-
 def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
     """First pass: every row goes to the bucket of its place; within one, rows lie in their old order."""
     local = threading.local()
     ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
 
-    def plan(span: range) -> _Scattering:
+    def plan(span: range) -> tuple[range, np.ndarray, list[tuple[int, int, int]]]:
+        """Return the order that groups rows by bucket, and where each group goes: offset, and first and last byte."""
         buckets = np.searchsorted(borders, new.places[span.start : span.stop], "right") - 1
         picks = np.argsort(buckets, kind="stable")
         ordered = buckets[picks]
         firsts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
         sizes = np.add.reduceat(rows.sizes(picks + span.start), firsts).tolist()
-        offsets = []
+        groups, start = [], 0
         for bucket, size in zip(ordered[firsts].tolist(), sizes, strict=True):
-            offsets.append(ends[bucket])
+            groups.append((ends[bucket], start, start + size))
             ends[bucket] += size
-        return _Scattering(span, picks, offsets, [0, *np.cumsum(sizes).tolist()])
+            start += size
+        return span, picks, groups
 
-    def scatter(step: _Scattering, buffer: np.ndarray) -> int:
-        size = step.cuts[-1]
+    def scatter(step: tuple[range, np.ndarray, list[tuple[int, int, int]]], buffer: np.ndarray) -> int:
+        span, picks, groups = step
+        size = groups[-1][2]
         read, grouped = buffer[:size], scratch(local, "grouped", size)
-        rows.read(step.span, read)
-        rows.gather(read, np.arange(step.span.start, step.span.stop), step.picks, grouped)
-        for offset, start, stop in zip(step.offsets, step.cuts, step.cuts[1:], strict=False):
+        rows.read(span, read)
+        rows.gather(read, np.arange(span.start, span.stop), picks, grouped)
+        for offset, start, stop in groups:
             waiting.write(offset, grouped[start:stop])
         return size
 

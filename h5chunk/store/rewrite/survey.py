@@ -15,52 +15,29 @@ from h5py import h5d, h5g, h5l, h5o, h5s, h5t
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.open import translate_errors
-from h5chunk.store.rewrite.references import ORDER_TRACKED, is_fixed, refers, refers_to_regions, unknown_reference
+from h5chunk.store.rewrite.references import ORDER_TRACKED, is_fixed, references_of, refers_to_regions
 
 NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A dataset, as its metadata describe it.
+    """A dataset, as its metadata describe it."""
 
-    Attributes
-    ----------
-    path : bytes
-        Without a leading slash.
-    shape : tuple of int, or None
-        None: it has no space at all.
-    maxshape : tuple of (int or None)
-    chunks : tuple of int, or None
-    dtype : str
-        For people.
-    kind : str
-        As that of a NumPy type; V for what NumPy does not have.
-    item_bytes : int
-    filters, filter_names : tuple of int, of str
-        Registered numbers; names as the file gives them.
-    stored_bytes : int
-        In the file.
-    fixed, refers, regions : bool
-        Whether its values are the bytes that they are, or refer to objects, or to parts of them.
-    named : bool
-        Whether its type has a name in the file.
-    """
-
-    path: bytes
-    shape: tuple[int, ...] | None
+    path: bytes  # without a leading slash
+    shape: tuple[int, ...] | None  # None: it holds nothing, not even a single value
     maxshape: tuple[int | None, ...]
     chunks: tuple[int, ...] | None
-    dtype: str
-    kind: str
+    dtype: str  # for people
+    kind: str  # of the NumPy type; V where NumPy has none
     item_bytes: int
-    filters: tuple[int, ...]
-    filter_names: tuple[str, ...]
+    filters: tuple[int, ...]  # registered numbers
+    filter_names: tuple[str, ...]  # as the file gives them
     stored_bytes: int
-    fixed: bool
-    refers: bool
-    regions: bool
-    named: bool
+    fixed: bool  # values are plain bytes: no references, no variable-length parts
+    refers: bool  # values refer to objects
+    regions: bool  # values refer to parts of datasets
+    named: bool  # its type has a name in the file
 
     @property
     def name(self) -> str:
@@ -85,22 +62,12 @@ class DatasetFacts:
 
 @dataclass(frozen=True)
 class Node:
-    """One link of the tree.
+    """One link of the tree."""
 
-    Attributes
-    ----------
-    parent, name : bytes
-        Path of the group that it is in, and its name there.
-    kind : {"group", "dataset", "type", "soft", "again"}
-        "again": another name of an object that has one.
-    leads_to : bytes
-        Of a soft link: its words; of another name: the object's first path.
-    """
-
-    parent: bytes
+    parent: bytes  # path of the group that it is in
     name: bytes
-    kind: str
-    leads_to: bytes = b""
+    kind: str  # group, dataset, type, soft, or again: another name of an object that has one
+    leads_to: bytes = b""  # of a soft link: its words; of another name: the object's first path
 
     @property
     def path(self) -> bytes:
@@ -109,38 +76,25 @@ class Node:
 
 @dataclass
 class Survey:
-    """All objects and links of a file.
+    """All objects and links of a file."""
 
-    Attributes
-    ----------
-    nodes : list of Node
-        Parents before what is in them; links of a group in its order.
-    datasets : dict of bytes to DatasetFacts
-        By path.
-    paths : dict of int to bytes
-        Path of each object by its address; that of the root is empty.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)
-    paths: dict[int, bytes] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)  # parents before what is in them; links of a group in its order
+    datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)  # by path
+    paths: dict[int, bytes] = field(default_factory=dict)  # of each object, by its address; that of the root is empty
 
 
 def survey_file(file: h5py.File) -> Survey:
-    """List all objects and links of a file.
-
-    Raises
-    ------
-    FileError
-        Something leads out of the file, cannot be kept, or is damaged.
-    """
+    """List all objects and links of a file."""
     found, shown = Survey(), printable(file.filename)
     with translate_errors(file.filename):
         found.paths[h5o.get_info(file.id).addr] = b""
         groups = [b""]
         for parent in groups:  # grows
             group = h5g.open(file.id, parent or b"/")
-            for name in _link_names(group):
+            names: list[bytes] = []
+            tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
+            group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
+            for name in names:
                 node = _look_at_link(group, parent, name, found, shown)
                 found.nodes.append(node)
                 if node.kind == "group":
@@ -148,13 +102,6 @@ def survey_file(file: h5py.File) -> Survey:
                 elif node.kind == "dataset":
                     found.datasets[node.path] = look_at_dataset(h5d.open(group, name), node.path, shown)
     return found
-
-
-def _link_names(group: h5g.GroupID) -> list[bytes]:
-    names: list[bytes] = []
-    tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
-    group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
-    return names
 
 
 def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey, shown: str) -> Node:
@@ -182,13 +129,7 @@ def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey,
 
 
 def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetFacts:
-    """Describe a dataset by its metadata.
-
-    Raises
-    ------
-    FileError
-        Its values lie in other files, or cannot be kept.
-    """
+    """Describe a dataset by its metadata."""
     where = f"{shown}: {printable(path)!r}"
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
@@ -196,8 +137,16 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
         raise TrustError(f"{where}: its values lie in other files, which are not opened: copy them into one (h5repack)")
     if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
         raise TrustError(f"{where} is a virtual dataset, which may lead to other files: copy it into one (h5repack)")
-    if unknown_reference(kind):
+    references = references_of(kind)
+    if not all(part.equal(h5t.STD_REF_OBJ) or part.equal(h5t.STD_REF_DSETREG) for part in references):
         raise FileError(f"{where} has references of a kind that h5py does not read: leave it out, or write it anew")
+    stored_bytes, file_bytes = dataset.get_storage_size(), h5py.h5i.get_file_id(dataset).get_filesize()
+    if stored_bytes > file_bytes:
+        raise FileError(f"{where} claims {stored_bytes} stored bytes but the file has {file_bytes}: it is damaged")
+    try:
+        words, letter = str(dataset.dtype), dataset.dtype.kind
+    except TypeError:
+        words, letter = "a type that NumPy does not have", "V"
     null = space.get_simple_extent_type() == h5s.NULL
     filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
     most = () if null else space.get_simple_extent_dims(True)
@@ -206,36 +155,14 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
         shape=None if null else tuple(dataset.shape),
         maxshape=tuple(None if size == h5s.UNLIMITED else size for size in most),
         chunks=properties.get_chunk() if layout == h5d.CHUNKED else None,
-        dtype=_type_words(dataset),
-        kind=_type_kind(dataset, kind),
+        dtype=words,
+        kind=letter,
         item_bytes=kind.get_size(),
         filters=tuple(each[0] for each in filters),
         filter_names=tuple(printable(each[3].split(b"\0")[0]) for each in filters),
-        stored_bytes=_check_stored(dataset, where),
+        stored_bytes=int(stored_bytes),
         fixed=is_fixed(kind),
-        refers=refers(kind),
+        refers=bool(references),
         regions=refers_to_regions(kind),
         named=kind.committed(),
     )
-
-
-def _check_stored(dataset: h5d.DatasetID, where: str) -> int:
-    stored = dataset.get_storage_size()
-    there = h5py.h5i.get_file_id(dataset).get_filesize()
-    if stored > there:
-        raise FileError(f"{where} claims {stored} stored bytes but the file has {there}: it is damaged")
-    return int(stored)
-
-
-def _type_words(dataset: h5d.DatasetID) -> str:
-    try:
-        return str(dataset.dtype)
-    except TypeError:
-        return "a type that NumPy does not have"
-
-
-def _type_kind(dataset: h5d.DatasetID, kind: h5t.TypeID) -> str:
-    try:
-        return str(dataset.dtype.kind)
-    except TypeError:
-        return "V"

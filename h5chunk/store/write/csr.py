@@ -12,8 +12,7 @@ from h5chunk.plan.csr import CsrLayout
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.matrix import CSR, MATRIX
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec
-from h5chunk.store.write.columns import checksum_tables, column_specs
-from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs
 
 
 def csr_spec(
@@ -24,17 +23,9 @@ def csr_spec(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
 ) -> FileSpec:
-    """Return the file to write.
+    """Return the file to write; of fields and tables, by path below the root and ``/h5chunk``, only types count.
 
-    Parameters
-    ----------
-    layout : CsrLayout
-    scale : float
-        A value is its code over this.
-    attributes : dict
-        ``seed``, ``shuffled`` and ``options`` for `h5chunk.store.format.header.header_attributes`.
-    fields, tables : dict of str to array
-        Fields at the root, and datasets below ``/h5chunk``; only shapes and types are looked at.
+    ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is its code over ``scale``.
     """
     entries = (layout.num_entries,)
     chunks = (layout.chunk_entries,)
@@ -79,14 +70,7 @@ def csr_spec(
 
 
 class CsrWriter:
-    """Writer of the entries of a matrix, in row order, in parts of any size.
-
-    Parameters
-    ----------
-    new : NewFile
-        With the space of ``csr_spec(layout, ...)`` allocated.
-    layout : CsrLayout
-    """
+    """Writer of the entries of a matrix, in row order, in parts of any size."""
 
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
         self._new = new
@@ -96,13 +80,7 @@ class CsrWriter:
         self._data = None if layout.pattern else _RunWriter(new, f"{MATRIX}/data", size)
 
     def append(self, indices: np.ndarray, codes: np.ndarray | None) -> None:
-        """Write the next entries.
-
-        Parameters
-        ----------
-        indices : (n,) array of the layout's ``index_dtype``
-        codes : (n,) uint8, or None for a pattern
-        """
+        """Write the next entries."""
         if indices.dtype != self._layout.index_dtype or (codes is None) != (self._data is None):
             raise TypeError(f"indices are {indices.dtype}, codes {None if codes is None else codes.dtype}")
         if codes is not None and (codes.dtype != np.uint8 or len(codes) != len(indices)):
@@ -112,18 +90,14 @@ class CsrWriter:
             self._data.append(codes)
 
     def finish(self, row_entries: np.ndarray) -> None:
-        """Write ``indptr`` and the checksums.
-
-        Parameters
-        ----------
-        row_entries : (rows,) int64
-            Entries of each row.
-        """
+        """Write ``indptr`` and the checksums."""
         indptr = np.zeros(self._layout.num_rows + 1, np.int64)
         np.cumsum(row_entries, out=indptr[1:])
         if indptr[-1] != self._layout.num_entries:
             raise ValueError(f"{indptr[-1]} entries in the rows, {self._layout.num_entries} in the matrix")
-        write_table(self._new, f"{MATRIX}/indptr", indptr)
+        self._new.write(f"{MATRIX}/indptr", indptr)
+        checksum = zlib.crc32(indptr.tobytes())
+        self._new.write(f"{GROUP}/checksums/{MATRIX}/indptr", np.array([checksum], np.uint32))
         self._indices.finish(self._layout.num_entries * self._layout.index_dtype.itemsize)
         if self._data is not None:
             self._data.finish(self._layout.num_entries)
@@ -157,9 +131,3 @@ class _RunWriter:
         rest = -self._done % self._chunk_bytes
         self.append(np.zeros(rest, np.uint8))
         self._new.write(f"{GROUP}/checksums/{self._name}", np.array(self._checksums, np.uint32))
-
-
-def write_table(new: NewFile, name: str, values: np.ndarray) -> None:
-    """Write a contiguous dataset with the checksum of the whole."""
-    new.write(name, values)
-    new.write(f"{GROUP}/checksums/{name}", np.array([zlib.crc32(values.tobytes())], np.uint32))

@@ -3,6 +3,10 @@
 Workers take runs of chunks, get the samples from a source, and write each chunk with one ``pwrite``: pixels never
 pass between processes. What comes back for a chunk is its checksum and what to count. Which worker writes a chunk
 does not change its bytes. What a journal claims to be written is looked at again by the workers, first of all.
+
+On Linux workers are forked, at once and without a guard in the caller's main module: they run Pillow, NumPy and zlib in
+one thread, and take no lock that a thread of the parent may hold. Elsewhere fork is not safe, and the caller's main
+module needs the guard that torch's DataLoader needs as well.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import numpy as np
 from h5chunk.errors import WorkerError
 from h5chunk.store.write.fill_task import Done, Failure, FillJob, TaskRunner
 
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 TASKS_AHEAD = 3  # waiting for each worker
 GO_ON, STOP, LEAVE = 0, 1, 2  # what workers are told
 LEAVE_S = 1.0  # to stop; behind that they leave where they are
@@ -37,24 +42,12 @@ Written = Callable[[int], None]  # told how many samples were written since the 
 
 @dataclass
 class Filled:
-    """Result of `fill`.
+    """Result of `fill`."""
 
-    Attributes
-    ----------
-    checksums : dict of str to (num_chunks,) uint32
-        Of each field's chunks.
-    notes : Counter
-        What the source noted of its samples.
-    failures : list of Failure
-        In row order; their rows hold zeros.
-    stamp : int
-        Of all samples, as they were when they were read: see `h5chunk.store.write.fill_task.SourceStamp`.
-    """
-
-    checksums: dict[str, np.ndarray] = field(default_factory=dict)
-    notes: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
-    stamp: int = 0
+    checksums: dict[str, np.ndarray] = field(default_factory=dict)  # of each field's chunks
+    notes: Counter[str] = field(default_factory=Counter)  # what the source noted of its samples
+    failures: list[Failure] = field(default_factory=list)  # in row order; their rows hold zeros
+    stamp: int = 0  # of all samples, as they were when they were read
 
 
 def fill(
@@ -65,27 +58,10 @@ def fill(
     claims: Mapping[int, Done] | None = None,
     finished: Callable[[Done], None] = lambda done: None,
 ) -> Filled:
-    """Write all chunks of the job.
+    """Write all chunks of the job, in ``num_workers`` processes, or in this one if there are none.
 
-    Parameters
-    ----------
-    job : FillJob
-    num_workers : int
-        Processes; 0 to write in this one.
-    stop_at_failure : bool
-        Return as soon as a sample failed.
-    written : callable
-    claims : dict of int to Done, optional
-        Tasks that are said to be done, by their first chunks: not done again where that holds.
-    finished : callable, optional
-        Told each task that was done here, unless the failure of a sample is the end of all.
-
-    Raises
-    ------
-    WorkerError
-        A worker died.
-    OutputError
-        A chunk could not be written.
+    The tasks that ``claims`` names, by their first chunks, are not done again where the claim holds. ``finished`` is
+    told each task that was done here, unless the failure of a sample is the end of all.
     """
     filled = Filled()
     checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
@@ -124,7 +100,7 @@ def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
 
 
 def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
-    context = multiprocessing.get_context(_start_method())
+    context = multiprocessing.get_context(START_METHOD)
     try:
         told = context.RawValue("b", GO_ON)  # no lock: a worker that is killed must not hold one
         pool = ProcessPoolExecutor(
@@ -161,15 +137,6 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
         timer.start()
         pool.shutdown(wait=True, cancel_futures=True)
         timer.cancel()
-
-
-def _start_method() -> str:
-    """Return how workers are started: by fork on Linux, at once and without a guard in the caller's main module.
-
-    They run Pillow, NumPy and zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere
-    fork is not safe, and the caller's main module needs the guard that torch's DataLoader needs as well.
-    """
-    return "fork" if sys.platform == "linux" else "spawn"
 
 
 _runner: TaskRunner

@@ -36,25 +36,13 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """What to write where. Travels to the workers once.
-
-    Attributes
-    ----------
-    part : Path
-        The file.
-    fields : tuple of FillField
-        The fields that the source reads.
-    chunk_samples : int
-    source : SampleReader
-    order : (num_samples,) int64
-        Row i of each field is sample ``order[i]`` of the source.
-    """
+    """What to write where. Travels to the workers once."""
 
     part: Path
-    fields: tuple[FillField, ...]
+    fields: tuple[FillField, ...]  # those that the source reads
     chunk_samples: int
     source: SampleReader
-    order: np.ndarray
+    order: np.ndarray  # (num_samples,) int64: row i of each field is sample ``order[i]`` of the source
 
     @property
     def num_chunks(self) -> int:
@@ -82,27 +70,15 @@ class Failure(NamedTuple):
 class Done(NamedTuple):
     """The result of a task.
 
-    Attributes
-    ----------
-    chunks : range
-    checksums : list of list of int
-        CRC-32 of each chunk: a list for each chunk number, with one checksum per field. Shorter than ``chunks`` if the
-        task was stopped.
-    notes : Counter
-        What the source noted of its samples.
-    failures : list of Failure
-    stamp : int
-        Changes when a sample of the source may have changed; see `SourceStamp`.
-    is_new : bool
-        False if all of it had been written before.
+    ``checksums`` has a list for each chunk, of the CRC-32 of each field; fewer lists than ``chunks`` if it was stopped.
     """
 
     chunks: range
     checksums: list[list[int]]
-    notes: Counter[str]
+    notes: Counter[str]  # what the source noted of its samples
     failures: list[Failure]
-    stamp: int
-    is_new: bool = True
+    stamp: int  # of its samples, see `stamp_of_samples`
+    is_new: bool = True  # False: all of it had been written before
 
     def record(self) -> list[Any]:
         """Return a record for a journal."""
@@ -142,14 +118,7 @@ class _ChunkBuffer:
 
 
 class TaskRunner:
-    """Runs tasks, one after the other. Context manager.
-
-    Parameters
-    ----------
-    job : FillJob
-    stopped : callable
-        Whether nobody wants the rest any more.
-    """
+    """Runs tasks, one after the other. Context manager."""
 
     def __init__(self, job: FillJob, stopped: Callable[[], bool] = lambda: False) -> None:
         self._job = job
@@ -167,41 +136,40 @@ class TaskRunner:
         os.close(self._descriptor)
 
     def run(self, chunks: range, claim: Done | None = None) -> Done:
-        """Write some chunks of all fields, unless a claim that they are written holds.
-
-        Raises
-        ------
-        OutputError
-            They cannot be written.
-        """
+        """Write some chunks of all fields, unless a claim that they are written holds."""
         if claim is not None and self._holds(chunks, claim):
             return claim
-        stamp = SourceStamp(self._job.source)
         done = Done(chunks, [], Counter(), [], 0)
         for chunk in chunks:
-            checksums = self._read_chunk(chunk, stamp, done)
-            if checksums is None:
+            stamp = self._read_chunk(chunk, done)
+            if stamp is None:
                 return done
-            done.checksums.append(checksums)
-            self._write_chunk(chunk)
-        return done._replace(stamp=stamp.value)
+            done = done._replace(stamp=done.stamp ^ stamp)
+            try:
+                for buffer in self._buffers.values():
+                    write_at(self._descriptor, buffer.data.data, buffer.offset(chunk))
+            except OSError as error:
+                raise OutputError(f"{printable(self._job.part)}: cannot be written: {error.strerror}") from None
+        return done
 
-    def _read_chunk(self, chunk: int, stamp: SourceStamp, done: Done) -> list[int] | None:
-        """Read the samples of a chunk into the buffers; return its checksums, or None if it was stopped."""
+    def _read_chunk(self, chunk: int, done: Done) -> int | None:
+        """Read the samples of a chunk into the buffers; return their stamp, or None if it was stopped."""
         rows = self._job.rows(range(chunk, chunk + 1))
         buffers = list(self._buffers.values())
-        checksums = [0] * len(buffers)
+        checksums, stamp = [0] * len(buffers), 0
         for place, row in enumerate(rows):
             if self._stopped():
                 return None
             index = int(self._job.order[row])
-            stamp.add(index)
+            stamp ^= stamp_of_sample(self._job.source, index)
             failure = self._read_sample(index, place, done.notes)
             if failure is not None:
                 done.failures.append(Failure(row, str(failure), type(failure).__name__))
             for number, buffer in enumerate(buffers):  # while the sample is in the processor's cache
                 checksums[number] = zlib.crc32(buffer.data[place], checksums[number])
-        return [buffer.pad(len(rows), checksum) for buffer, checksum in zip(buffers, checksums, strict=True)]
+        padded = zip(buffers, checksums, strict=True)
+        done.checksums.append([buffer.pad(len(rows), checksum) for buffer, checksum in padded])
+        return stamp
 
     def _read_sample(self, index: int, place: int, notes: Counter[str]) -> SampleError | None:
         """Read a sample into the buffers; where it fails, they get zeros."""
@@ -213,13 +181,6 @@ class TaskRunner:
                 values[...] = np.zeros((), values.dtype)
             return error
         return None
-
-    def _write_chunk(self, chunk: int) -> None:
-        try:
-            for buffer in self._buffers.values():
-                write_at(self._descriptor, buffer.data.data, buffer.offset(chunk))
-        except OSError as error:
-            raise OutputError(f"{printable(self._job.part)}: cannot be written: {error.strerror}") from None
 
     def _holds(self, chunks: range, claim: Done) -> bool:
         """Whether the source is as it was, failures included, and the chunks have the checksums claimed."""
@@ -241,49 +202,33 @@ class TaskRunner:
         return True
 
     def _are_written(self, claim: Done) -> bool:
+        """Whether the chunks have the checksums claimed."""
         for chunk, checksums in zip(claim.chunks, claim.checksums, strict=True):
             if len(checksums) != len(self._buffers):
                 return False
             for buffer, checksum in zip(self._buffers.values(), checksums, strict=True):
-                if not self._is_written(buffer, chunk, checksum):
+                data = buffer.data.reshape(-1)
+                try:
+                    length = os.preadv(self._descriptor, [data.data], buffer.offset(chunk))
+                except OSError:
+                    return False
+                if length != data.nbytes or crc32(data) != checksum:
                     return False
         return True
 
-    def _is_written(self, buffer: _ChunkBuffer, chunk: int, checksum: int) -> bool:
-        data = buffer.data.reshape(-1)
-        try:
-            length = os.preadv(self._descriptor, [data.data], buffer.offset(chunk))
-        except OSError:
-            return False
-        return length == data.nbytes and crc32(data) == checksum
 
-
-class SourceStamp:
-    """One number of 64 bits for many samples, which changes when one of them may have changed.
-
-    It depends neither on the order in which samples are added, nor on which are added together: the stamp of several
-    tasks is that of each, combined by exclusive or.
-
-    Attributes
-    ----------
-    value : int
-    """
-
-    def __init__(self, source: SampleReader) -> None:
-        self._source = source
-        self.value = 0
-
-    def add(self, index: int) -> None:
-        """Add a sample; one without a stamp of its own never changes."""
-        stamp = self._source.stamp(index)
-        if stamp:
-            packed = struct.pack(f"<{len(stamp) + 1}q", index, *stamp)
-            self.value ^= int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+def stamp_of_sample(source: SampleReader, index: int) -> int:
+    """Return a number of 64 bits that changes when a sample may have changed; 0 for one that never does."""
+    stamp = source.stamp(index)
+    if not stamp:
+        return 0
+    packed = struct.pack(f"<{len(stamp) + 1}q", index, *stamp)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
-    """Return the `SourceStamp` of some samples, as they are now."""
-    stamp = SourceStamp(source)
+    """Return the stamp of some samples, as they are now: those of each, combined by exclusive or, in any order."""
+    stamp = 0
     for index in indices.tolist():
-        stamp.add(index)
-    return stamp.value
+        stamp ^= stamp_of_sample(source, index)
+    return stamp

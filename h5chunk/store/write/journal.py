@@ -20,25 +20,12 @@ from h5chunk.store.write.part_file import open_own, remove_own
 
 
 class Journal:
-    """Records beside a part file. Only the writer that holds the lock of the part file may use it.
-
-    Parameters
-    ----------
-    path : Path
-        Where it stands; nothing is opened yet.
-
-    Attributes
-    ----------
-    records : list
-        What was found, of the same key.
-    was_of_another : bool
-        Whether one was found that has another key: it was emptied.
-    """
+    """Records beside a part file. Only the writer that holds the lock of the part file may use it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[Any] = []
-        self.was_of_another = False
+        self.records: list[Any] = []  # what was found, of the same key
+        self.was_of_another = False  # one of another key was found, and emptied
         self._file: IO[bytes] | None = None
         self._num_added = 0
 
@@ -51,11 +38,6 @@ class Journal:
         """Take over the records that are there, if they are of the same key, or start anew.
 
         Without a key, nothing is taken over and nothing is recorded.
-
-        Raises
-        ------
-        OutputError
-            It cannot be opened.
         """
         if key is None:
             return

@@ -9,29 +9,23 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import H5ChunkError, OutputError, printable
-from h5chunk.store.format.spec import LIBVER, FileSpec, Region, create_file
+from h5chunk.errors import OutputError, printable
+from h5chunk.store.format.spec import GROUP, LIBVER, FieldSpec, FileSpec, Region, create_file
+from h5chunk.store.hdf5.crc import crc32
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
-from h5chunk.store.write.part_file import ROOM_BYTES, check_output, check_room, no_room, open_own, reason_of, write_at
+from h5chunk.store.write.part_file import ROOM_BYTES, check_output, check_room, no_room, open_own, write_at, writing
 
 PIECE_BYTES = 1 << 20  # of data that are moved within a file
 FLUSH_INTERVAL_S = 0.5
 
 
 class NewFile(Output):
-    """Context manager around the making of one file.
-
-    Raises
-    ------
-    OutputError
-        As `Output`; or, from `allocate`, the disk is too small.
-    """
+    """Context manager around the making of one file."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
         super().__init__(path, overwrite, journal)
@@ -43,23 +37,21 @@ class NewFile(Output):
         self._header.unlink(missing_ok=True)  # of a writer that was killed
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._header.unlink(missing_ok=True)
         finally:
             super().__exit__(kind, error, trace)
 
     def _check(self) -> None:
-        check_output(self._path, self._overwrite)
+        check_output(self.path, self._overwrite)
 
     def _check_place(self) -> None:
-        if not self._overwrite and self._path.exists():
-            raise OutputError(f"{printable(self._path)}: appeared meanwhile: it was left as it is")
+        if not self._overwrite and self.path.exists():
+            raise OutputError(f"{printable(self.path)}: appeared meanwhile: it was left as it is")
 
     def _open_part(self) -> int:
-        shown = printable(self._path)
+        shown = printable(self.path)
         try:
             return open_own(self.part, shown)
         except IsADirectoryError:
@@ -69,53 +61,49 @@ class NewFile(Output):
             ) from None
 
     def _remove_empty(self) -> None:
-        if not os.fstat(self._descriptor).st_size:
+        if not os.fstat(self.descriptor).st_size:
             self.part.unlink()
 
     def _remove_part(self) -> None:
         self.part.unlink()
 
     def _take_place(self) -> None:
-        self.part.replace(self._path)
+        self.part.replace(self.path)
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
         """Create the file with all its space, so that a full disk shows before the first sample.
 
-        Returns
-        -------
-        dict of str to Region
-            Where each dataset's bytes go.
+        Returns the places of the bytes of each dataset.
         """
         return self.make(spec.num_bytes, lambda part: create_file(part, spec))
 
-    def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
-        """As `allocate`, for an existing part file: keep the data of the fields ``kept``, make all else anew."""
-        taken = os.fstat(self._descriptor).st_blocks * 512
-        check_room(self._path, spec.num_bytes - taken)
-        with self._put_on_disk():
-            regions = create_file(self._header, spec)
-            self._copy_header([regions[name] for name in kept])
-        self._take_room()
-        self._regions = regions
-        return regions
-
     def make(self, num_bytes: int, create: Callable[[Path], Mapping[str, Region]]) -> Mapping[str, Region]:
         """As `allocate`, for a file of about ``num_bytes`` that ``create`` writes at a path."""
-        os.ftruncate(self._descriptor, 0)
-        check_room(self._path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
-        with self._put_on_disk():
+        os.ftruncate(self.descriptor, 0)
+        check_room(self.path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
+        with writing(self.path):
             self._regions = create(self.part)
         self._take_room()
         return self._regions
 
+    def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
+        """As `allocate`, for an existing part file: keep the data of the fields ``kept``, make all else anew."""
+        taken = os.fstat(self.descriptor).st_blocks * 512
+        check_room(self.path, spec.num_bytes - taken)
+        with writing(self.path):
+            self._regions = create_file(self._header, spec)
+            self._copy_header(kept)
+        self._take_room()
+        return self._regions
+
     def _take_room(self) -> None:
-        num_bytes = os.fstat(self._descriptor).st_size
+        num_bytes = os.fstat(self.descriptor).st_size
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor, 0, num_bytes)
+                os.posix_fallocate(self.descriptor, 0, num_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise OutputError(no_room(self._path, num_bytes, error.strerror)) from None
+                raise OutputError(no_room(self.path, num_bytes, error.strerror)) from None
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
@@ -125,37 +113,28 @@ class NewFile(Output):
         The header of the new file is made apart and copied over the old one. Other fields and tables must be written
         after this.
         """
-        with self._put_on_disk():
-            regions = create_file(self._header, spec)
-            _move_data(self._descriptor, [(self._regions[name], regions[name]) for name in kept])
-            self._copy_header([regions[name] for name in kept])
-        self._regions = regions
+        with writing(self.path):
+            old, self._regions = self._regions, create_file(self._header, spec)
+            _move_data(self.descriptor, [(old[name], self._regions[name]) for name in kept])
+            self._copy_header(kept)
 
-    def _copy_header(self, data: list[Region]) -> None:
-        """Copy all bytes of the header file but those of ``data``."""
+    def _copy_header(self, kept: Iterable[str]) -> None:
+        """Copy all bytes of the header file but the data of the fields ``kept``."""
         try:
             with self._header.open("rb") as file:
-                for region in sorted(data, key=lambda region: region.offset):
+                for region in sorted((self._regions[name] for name in kept), key=lambda region: region.offset):
                     start = file.tell()
-                    write_at(self._descriptor, file.read(region.offset - start), start)
+                    write_at(self.descriptor, file.read(region.offset - start), start)
                     file.seek(region.offset + region.num_bytes)
                 start = file.tell()
-                write_at(self._descriptor, file.read(), start)
-                os.ftruncate(self._descriptor, file.tell())
+                write_at(self.descriptor, file.read(), start)
+                os.ftruncate(self.descriptor, file.tell())
         finally:
             self._header.unlink(missing_ok=True)
 
-    @contextmanager
-    def _put_on_disk(self) -> Iterator[None]:
-        try:
-            yield
-        except H5ChunkError:
-            raise
-        except (OSError, RuntimeError) as error:
-            reason = reason_of(error)
-            if reason is None:
-                raise
-            raise OutputError(f"{printable(self._path)}: cannot be written: {reason}") from None
+    def offset(self, name: str) -> int:
+        """Return where the bytes of a dataset begin."""
+        return self._regions[name].offset
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Write a whole dataset; a field's last chunk is filled up with zeros."""
@@ -163,27 +142,39 @@ class NewFile(Output):
             return
         region = self._regions[name]
         data = values.tobytes()
-        with self._put_on_disk():
-            write_at(self._descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
+        with writing(self.path):
+            write_at(self.descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
 
     def read(self, name: str, start: int, num_bytes: int) -> bytes:
         """Read bytes of a dataset, from its byte ``start`` on."""
-        return os.pread(self._descriptor, num_bytes, self._regions[name].offset + start)
+        return os.pread(self.descriptor, num_bytes, self.offset(name) + start)
 
     def write_bytes(self, name: str, start: int, data: bytes | memoryview) -> None:
         """Write bytes of a dataset, from its byte ``start`` on."""
-        with self._put_on_disk():
-            write_at(self._descriptor, data, self._regions[name].offset + start)
+        with writing(self.path):
+            write_at(self.descriptor, data, self.offset(name) + start)
 
     @contextmanager
-    def chunk_writer(self, name: str) -> Iterator[ChunkWriter]:
-        """Open a writer of the compressed chunks of a field; nothing else may be written meanwhile."""
-        with self._put_on_disk(), h5py.File(self.part, "r+", libver=LIBVER, locking=False) as file:
-            yield ChunkWriter(file[name], self._path)
+    def flusher(self) -> Iterator[None]:
+        """Send what is written to the disk in a thread all the while, so that the final fsync finds little left."""
+        done, errors = threading.Event(), []
 
-    def flusher(self) -> Flusher:
-        """Return a thread that sends what was written to the disk all the while."""
-        return Flusher(self._path, self._descriptor)
+        def flush() -> None:
+            try:
+                while not done.wait(FLUSH_INTERVAL_S):
+                    os.fdatasync(self.descriptor) if hasattr(os, "fdatasync") else os.fsync(self.descriptor)
+            except OSError as error:  # the system tells it once: the final fsync would not see it
+                errors.append(error)
+
+        thread = threading.Thread(target=flush, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        if errors:
+            raise OutputError(f"{printable(self.path)}: cannot be put on disk: {errors[0].strerror}")
 
 
 def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
@@ -192,78 +183,91 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
     Large fields lie in the same order in both, so that they move to lower offsets one after the other. Small ones are
     not aligned and may lie anywhere: they wait in memory.
     """
-    small = [(new.offset, os.pread(descriptor, new.num_bytes, old.offset)) for old, new in moves if _is_small(new)]
+    small = [move for move in moves if move[1].num_bytes <= PIECE_BYTES]
+    waiting = [(new.offset, os.pread(descriptor, new.num_bytes, old.offset)) for old, new in small]
     for old, new in sorted(moves, key=lambda move: move[1].offset):
-        if _is_small(new) or new.offset == old.offset:
+        if (old, new) in small or new.offset == old.offset:
             continue
         if new.offset > old.offset:
             raise RuntimeError(f"this version of HDF5 puts a field of {new.num_bytes} bytes higher in a smaller file")
         for start in range(0, new.num_bytes, PIECE_BYTES):
             piece = os.pread(descriptor, min(PIECE_BYTES, new.num_bytes - start), old.offset + start)
             write_at(descriptor, piece, new.offset + start)
-    for offset, data in small:
+    for offset, data in waiting:
         write_at(descriptor, data, offset)
 
 
-def _is_small(region: Region) -> bool:
-    return region.num_bytes <= PIECE_BYTES
-
-
 class ChunkWriter:
-    """Writer of compressed chunks, in order, of a dataset that is chunked along its first axis only.
+    """Context manager around the writing of a dataset's compressed chunks, in order.
 
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-    path : Path
-        The output, whose disk is looked at.
-
-    Attributes
-    ----------
-    checksums : list of int
-        CRC-32 of each chunk written so far.
+    The dataset is chunked along its first axis only. Nothing else may write to the file meanwhile. If ``checked``,
+    ``checksums`` has the CRC-32 of each chunk written so far.
     """
 
-    def __init__(self, dataset: h5py.Dataset, path: Path) -> None:
-        self._dataset = dataset
-        self._path = path
-        self._room_bytes = 0
+    def __init__(self, new: NewFile, path: bytes, checked: bool = True) -> None:
+        self._new, self._path, self._checked = new, path, checked
+        self._num_chunks = self._room_bytes = 0
         self.checksums: list[int] = []
 
-    def write(self, data: bytes) -> None:
-        """Write the next chunk."""
-        self._room_bytes -= len(data)
-        if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
-            self._room_bytes = ROOM_BYTES
-            check_room(self._path, len(data) + 2 * ROOM_BYTES)
-        start = (len(self.checksums) * self._dataset.chunks[0], *(0,) * (self._dataset.ndim - 1))
-        self._dataset.id.write_direct_chunk(start, data)
-        self.checksums.append(zlib.crc32(data))
-
-
-class Flusher:
-    """Thread that sends dirty pages to the disk while others compute, so that the final fsync finds little left."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self._error: OSError | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        try:
-            while not self._done.wait(FLUSH_INTERVAL_S):
-                os.fdatasync(self._descriptor) if hasattr(os, "fdatasync") else os.fsync(self._descriptor)
-        except OSError as error:  # the system tells it once: the final fsync would not see it
-            self._error = error
-
-    def __enter__(self) -> Flusher:
-        self._thread.start()
+    def __enter__(self) -> ChunkWriter:
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        access.set_chunk_cache(1, 0, 0.0)  # a chunk that HDF5 compresses is written at once
+        with writing(self._new.path):
+            self._file = h5py.File(self._new.part, "r+", libver=LIBVER, locking=False)
+            self.dataset = h5py.h5d.open(self._file.id, self._path, access)
+        self._chunk_rows = self.dataset.get_create_plist().get_chunk()[0]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        if self._error is not None and kind is None:
-            raise OutputError(f"{printable(self._path)}: cannot be put on disk: {self._error.strerror}")
+    def __exit__(self, *_: object) -> None:
+        with writing(self._new.path):
+            self._file.close()
+
+    def write(self, data: bytes) -> None:
+        """Write the next chunk, which is compressed."""
+        self._check_room(len(data))
+        with writing(self._new.path):
+            self.dataset.write_direct_chunk(self._place(), data)
+        self._wrote(data)
+
+    def write_values(self, values: np.ndarray) -> None:
+        """Let HDF5 compress the next chunk: (rows, ...) elements as bytes, of as many rows as there are in it."""
+        self._check_room(2 * values.nbytes)
+        with writing(self._new.path):
+            space = self.dataset.get_space()
+            space.select_hyperslab(self._place(), values.shape)
+            self.dataset.write(h5py.h5s.create_simple(values.shape), space, values, self.dataset.get_type())
+            self._wrote(self.dataset.read_direct_chunk(self._place())[1] if self._checked else b"")
+
+    def _place(self) -> tuple[int, ...]:
+        return self._num_chunks * self._chunk_rows, *(0,) * (len(self.dataset.shape) - 1)
+
+    def _wrote(self, stored: bytes) -> None:
+        self._num_chunks += 1
+        if self._checked:
+            self.checksums.append(crc32(np.frombuffer(stored, np.uint8)))
+
+    def _check_room(self, num_bytes: int) -> None:
+        self._room_bytes -= num_bytes
+        if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
+            self._room_bytes = ROOM_BYTES
+            check_room(self._new.path, num_bytes + 2 * ROOM_BYTES)
+
+
+def column_specs(columns: Mapping[str, np.ndarray]) -> tuple[FieldSpec, ...]:
+    """Return the fields that hold columns, which have one value per sample; only types are looked at."""
+    return tuple(FieldSpec(name, (), values.dtype) for name, values in columns.items())
+
+
+def checksum_tables(fields: Iterable[str], num_chunks: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return the tables below ``/h5chunk`` that hold the checksums of some fields."""
+    return {f"checksums/{name}": ((num_chunks,), np.dtype(np.uint32)) for name in fields}
+
+
+def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples: int) -> None:
+    """Write columns, in row order, and the checksums of their chunks, the last of which is padded with zeros."""
+    for name, values in columns.items():
+        new.write(name, values)
+        data, chunk_bytes = values.tobytes(), chunk_samples * values.itemsize
+        data += bytes(-len(data) % chunk_bytes)
+        checksums = [zlib.crc32(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)]
+        new.write(f"{GROUP}/checksums/{name}", np.array(checksums, np.uint32))

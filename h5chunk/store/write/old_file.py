@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,30 +37,7 @@ Told = Callable[[int], None]  # told the bytes that were carried since the last 
 
 
 class OldFile:
-    """An h5chunk file that samples are appended to.
-
-    Parameters
-    ----------
-    path : path
-    file : h5py.File
-        Open for reading, as ``descriptor`` is.
-    descriptor : int
-
-    Attributes
-    ----------
-    header : Header
-    options : dict
-        What the file was converted with.
-    datasets : dict of str to h5py.Dataset
-        All that there are, by path.
-    mode : int
-        Permissions.
-
-    Raises
-    ------
-    FileError
-        It was not written by h5chunk, holds a matrix, has a newer format, or has what cannot be carried.
-    """
+    """An h5chunk file that samples are appended to."""
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
@@ -73,23 +51,19 @@ class OldFile:
                     f"{self.shown}: not written by h5chunk: nothing says how its samples were made: convert their "
                     "source with h5chunk convert, together with the new ones"
                 )
-            self.header = header
             if header.kind:
                 raise FileError(
                     f"{self.shown}: holds a sparse matrix, which cannot be appended to: convert all sources together, "
                     "or the new rows into one more file: several files with the same columns are one data set"
                 )
-            self.options = header.options
-            self.datasets = self._survey()
-
-    def _survey(self) -> dict[str, h5py.Dataset]:
-        guard, found = Guard(self.path), {}
-        for name, item in guard.walk(self.file):
-            if isinstance(item, FieldError):
-                raise item
-            guard.check_field(item, name)
-            found[name] = item
-        return found
+            self.header, self.options = header, header.options
+            self.datasets: dict[str, h5py.Dataset] = {}  # all that there are, by path
+            guard = Guard(path)
+            for name, item in guard.walk(file):
+                if isinstance(item, FieldError):
+                    raise item
+                guard.check_field(item, name)
+                self.datasets[name] = item
 
     def check_unchanged(self) -> None:
         """Raise FileError unless what is under the path is the file that was opened, as it was then."""
@@ -106,13 +80,7 @@ class OldFile:
             )
 
     def attributes(self, name: str) -> dict[str, Any]:
-        """Return the attributes of an object, which must be of fixed-size types.
-
-        Raises
-        ------
-        FileError
-            One of them is of variable length, or large.
-        """
+        """Return the attributes of an object, which must be of fixed-size types."""
         item = self.file[name]
         check_attributes(item, f"{self.shown}: {name!r}")
         return dict(item.attrs)
@@ -130,13 +98,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open a file that samples are appended to.
-
-    Raises
-    ------
-    FileError
-        As `OldFile`; or it is missing, or no HDF5 file.
-    """
+    """Open a file that samples are appended to."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)
@@ -147,25 +109,7 @@ def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
 
 
 class OldDataset:
-    """The chunks of a dataset, checked as they are read.
-
-    Parameters
-    ----------
-    old : OldFile
-    name : str
-
-    Attributes
-    ----------
-    num_chunks : int
-    checksums : (num_chunks,) uint32
-    filtered : bool
-        Whether chunks are compressed.
-
-    Raises
-    ------
-    FileError
-        Its checksums are missing, or its chunks cannot be.
-    """
+    """The chunks of a dataset, checked as they are read."""
 
     def __init__(self, old: OldFile, name: str) -> None:
         self._old, self._name = old, name
@@ -176,21 +120,16 @@ class OldDataset:
                 f"{old.shown}: {name!r} has no checksums, as what h5chunk wrote has: convert its source again"
             )
         self._checked = CheckedDataset(old.path, self.dataset, table)
-        self.checksums, self.num_chunks = table, self._checked.num_chunks
-        self.filtered = self._checked.filtered
-        if len(table) != self.num_chunks:
+        self.checksums = table
+        if len(table) != self._checked.num_chunks:
             raise FileError(
-                f"{old.shown}: {name!r} has {self.num_chunks} chunks but {len(table)} checksums: h5chunk verify says "
-                "what is wrong"
+                f"{old.shown}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} checksums: h5chunk "
+                "verify says what is wrong"
             )
-
-    def check(self) -> None:
-        """Raise FileError unless all chunks are what their checksums say."""
-        self._run(self._checked.parts(np.arange(self.num_chunks)), lambda _: None)
 
     def values(self) -> np.ndarray:
         """Return the whole dataset, checked, in memory."""
-        self.check()
+        self._run(self._checked.parts(np.arange(len(self.checksums))), lambda _: None)
         values: np.ndarray = self.dataset[()]
         return values
 
@@ -204,37 +143,34 @@ class OldDataset:
         return data.view(self.dataset.dtype).reshape(self.dataset.chunks)
 
     def carry(self, num_chunks: int, part: Path, offset: int, told: Told) -> None:
-        """Copy the first chunks to an offset of the new file.
-
-        Parameters
-        ----------
-        num_chunks : int
-        part : Path
-            The new file.
-        offset : int
-        told : callable
-
-        Raises
-        ------
-        FileError
-            A chunk is not what its checksum says.
-        OutputError
-            The new file cannot be written.
-        """
+        """Copy the first chunks to an offset of the new file."""
         if not num_chunks:
             return
         size = self._checked.place(0)[1]
         step = max(1, PART_BYTES // size)
         target = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            numbers = (np.arange(first, min(first + step, num_chunks)) for first in range(0, num_chunks, step))
-            self._run((_Carried(self._checked, some, target, offset, self._old.shown) for some in numbers), told)
+            borders = range(0, num_chunks, step)
+            chunks = (np.arange(first, min(first + step, num_chunks)) for first in borders)
+            self._run((partial(self._carry_some, each, target, offset) for each in chunks), told)
         except OSError as error:
             if isinstance(error, FileError):
                 raise
             raise OutputError(f"{self._old.shown}: its copy cannot be written: {error.strerror}") from None
         finally:
             os.close(target)
+
+    def _carry_some(self, chunks: np.ndarray, target: int, offset: int, descriptor: int) -> Parted:
+        """Check some chunks, and copy them if they are whole, in runs of those that lie one behind the other."""
+        parts = [part(descriptor) for part in self._checked.parts(chunks)]
+        found = Parted(sum(part.num_bytes for part in parts), tuple(bad for part in parts for bad in part.damages))
+        if not found.damages:
+            size = self._checked.place(0)[1]
+            apart = np.flatnonzero(np.diff(self._checked.table.offsets[chunks]) != size) + 1
+            for first, stop in pairwise([0, *apart.tolist(), len(chunks)]):
+                start, place = self._checked.place(int(chunks[first]))[0], offset + int(chunks[first]) * size
+                copy_range(descriptor, start, target, place, (stop - first) * size, lambda _: self._old.shown)
+        return found
 
     def _run(self, parts: Iterator[Callable[[int], Parted]], told: Told) -> None:
         threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // self._checked.thread_bytes()))
@@ -250,48 +186,10 @@ class OldDataset:
         )
 
 
-class _Carried:
-    """A task: check some chunks, and copy them if they are whole."""
-
-    def __init__(self, checked: CheckedDataset, chunks: np.ndarray, target: int, offset: int, shown: str) -> None:
-        self._checked, self._chunks, self._target, self._offset, self._shown = checked, chunks, target, offset, shown
-
-    def __call__(self, descriptor: int) -> Parted:
-        parts = [part(descriptor) for part in self._checked.parts(self._chunks)]
-        found = Parted(sum(part.num_bytes for part in parts), tuple(bad for part in parts for bad in part.damages))
-        if not found.damages:
-            for chunk, count in self._runs():
-                start, size = self._checked.place(chunk)
-                place = self._offset + chunk * size
-                copy_range(descriptor, start, self._target, place, count * size, lambda _: self._shown)
-        return found
-
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the first chunk and the number of chunks of each contiguous run in the old file."""
-        offsets, size = self._checked.table.offsets[self._chunks], self._checked.place(0)[1]
-        borders = [0, *(np.flatnonzero(np.diff(offsets) != size) + 1).tolist(), len(self._chunks)]
-        for start, stop in pairwise(borders):
-            yield int(self._chunks[start]), stop - start
-
-
 def copy_range(
     source: int, source_offset: int, target: int, target_offset: int, num_bytes: int, where: Where = lambda _: "a file"
 ) -> None:
-    """Copy a byte range between two descriptors; by the kernel where it can, so that reflinks share the bytes.
-
-    Parameters
-    ----------
-    source, source_offset, target, target_offset, num_bytes : int
-    where : callable
-        Names what lies at an offset of the source, for messages.
-
-    Raises
-    ------
-    FileError
-        The source ends before, or cannot be read.
-    OSError
-        The target cannot be written.
-    """
+    """Copy a byte range between two descriptors; by the kernel where it can, so that reflinks share the bytes."""
     done = 0
     while done < num_bytes:
         moved = _in_kernel(source, source_offset + done, target, target_offset + done, num_bytes - done)

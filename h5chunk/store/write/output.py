@@ -1,4 +1,4 @@
-"""An output that appears under its name only when it is complete and on disk, as `NewFile` and `NewFolder` make it.
+"""An output that appears under its name only when it is complete and on disk: a file or a folder of shards.
 
 Until then it is written beside its place, as ``.NAME.h5chunk-part``, which is locked: a second writer of the same
 output gets a message. What stood under the name stays as it was until the new one takes its place in one step. A writer
@@ -8,67 +8,50 @@ that is killed leaves the part, which the next one takes over: to continue it, i
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import os
+import shutil
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
+from h5chunk.store.format.shard_names import NUMBERED
 from h5chunk.store.write.command_id import save_command_id
 from h5chunk.store.write.journal import Journal
-from h5chunk.store.write.part_file import is_open, journal_path, lock, part_path, sync_folder
+from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder
 
+EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
+AT_FDCWD = -100
 OPENINGS = 1000  # of a part that other writers finish each time before we lock it
 _Output = TypeVar("_Output", bound="Output")
 
 
 class Output(ABC):
-    """Context manager around the making of an output.
+    """Context manager around the making of an output, in ``part`` until it is complete.
 
-    Parameters
-    ----------
-    path : path
-        Where it shall appear.
-    overwrite : bool
-        Whether what stands there may be replaced.
-    journal : Journal, optional
-        That of a folder of files, this one among them: it stays when this one is complete.
-
-    Attributes
-    ----------
-    part : Path
-        Where it is written until it is complete.
-    journal : Journal
-        Of what was done, for those who open it; it goes when the output is complete.
-    command_id : str or None
-        Identity of the command that makes the output, for those who know it; it is kept with the complete output.
-    kept : bool
-        Whether part and journal were kept, as an error or Ctrl-C came after work that need not be done again.
-
-    Raises
-    ------
-    OutputError
-        Something stands there, another process is writing it, or it cannot be written.
+    A ``journal`` that is given is that of a folder of files, this one among them: it stays when this one is complete.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
-        self._path = Path(os.path.realpath(path))  # a link stays a link
+        self.path = Path(os.path.realpath(path))  # a link stays a link
         self._overwrite = overwrite
-        self.part = part_path(self._path)
+        self.part = part_path(self.path)
         self._has_own_journal = journal is None
-        self.journal = journal or Journal(journal_path(self._path))
-        self.command_id: str | None = None
-        self.kept = False
+        self.journal = journal or Journal(journal_path(self.path))
+        self.command_id: str | None = None  # of the command that makes the output; it is kept with the complete one
+        self.kept = False  # part and journal were kept, as an error or Ctrl-C came after work that need not be repeated
 
     @abstractmethod
     def _check(self) -> None:
         """Raise OutputError unless the output can be made."""
 
-    @abstractmethod
     def _check_place(self) -> None:
         """Raise OutputError unless the output can still take its place."""
+        self._check()
 
     @abstractmethod
     def _open_part(self) -> int | None:
@@ -88,12 +71,12 @@ class Output(ABC):
 
     def __enter__(self: _Output) -> _Output:
         self._check()
-        self._descriptor = self._lock()
+        self.descriptor = self._lock()
         try:
             self._check()  # who had the lock may have made it
         except OutputError:
             self._remove_empty()
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             raise
         return self
 
@@ -102,11 +85,11 @@ class Output(ABC):
             descriptor = self._open_part()
             if descriptor is None:
                 continue
-            lock(descriptor, printable(self._path))
+            lock(descriptor, printable(self.path))
             if is_open(descriptor, self.part):  # else it became the output between our opening and locking it
                 return descriptor
             os.close(descriptor)
-        raise OutputError(f"{printable(self._path)}: cannot be written: {os.strerror(errno.ENOENT)}")
+        raise OutputError(f"{printable(self.path)}: cannot be written: {os.strerror(errno.ENOENT)}")
 
     def commit(self) -> None:
         """Put the output on disk and under its name."""
@@ -116,37 +99,136 @@ class Output(ABC):
             self._remove()  # the same command would not continue it
             raise
         try:
-            os.fsync(self._descriptor)
+            os.fsync(self.descriptor)
             if self.command_id is not None:
                 save_command_id(self.part, self.command_id)  # after which nothing changes the time of the output
             if self._has_own_journal:
                 self.journal.remove()  # while the name of the part, and with it the lock, is ours
             self._take_place()
-            sync_folder(self._path.parent)
+            sync_folder(self.path.parent)
         except OSError as error:
-            raise OutputError(f"{printable(self._path)}: cannot be put on disk: {error.strerror}") from None
+            raise OutputError(f"{printable(self.path)}: cannot be put on disk: {error.strerror}") from None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if is_open(self._descriptor, self.part):
-                self.kept = self._is_worth_keeping(error)
+            if is_open(self.descriptor, self.part):
+                # SampleErrors are SourceErrors, but the same command may go on once the sample can be read
+                is_final = isinstance(error, (SourceError, OptionError)) and not isinstance(error, SampleError)
+                self.kept = error is not None and self.journal.holds_work and not is_final
                 if not self.kept:
                     self._remove()
                 elif self._has_own_journal:
                     self.journal.close()
         finally:
-            os.close(self._descriptor)
-
-    def _is_worth_keeping(self, error: BaseException | None) -> bool:
-        """Whether, after an error, the same command would make the same of what was done."""
-        if error is None or not self.journal.holds_work:
-            return False
-        return isinstance(error, SampleError) or not isinstance(error, (SourceError, OptionError))
+            os.close(self.descriptor)
 
     def _remove(self) -> None:
         """Remove the part, and the journal if it is of this output alone."""
         if self._has_own_journal:
             self.journal.remove()
         self._remove_part()
+
+
+class NewFolder(Output):
+    """Context manager around the making of one folder of shards; ``part`` is where its files are written.
+
+    It replaces another one in one step, or in two where the file system cannot exchange folders: between them the old
+    one is ``.NAME.h5chunk-old``. Only a folder of shards is ever replaced: whatever else stands there is somebody's
+    work.
+    """
+
+    def _check(self) -> None:
+        check_folder(self.path, self._overwrite)
+
+    def _open_part(self) -> int | None:
+        shown = printable(self.path)
+        try:
+            self.part.mkdir(exist_ok=True)
+            return os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileExistsError:
+            raise OutputError(
+                f"{shown}: a file of that name is not finished: finish that, or remove {printable(self.part)}"
+            ) from None
+        except FileNotFoundError:
+            if self.path.parent.is_dir():
+                return None  # another writer just finished
+            raise OutputError(f"{shown}: cannot be written: its folder is gone") from None
+        except OSError as error:
+            raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
+
+    def _remove_empty(self) -> None:
+        with suppress(OSError):  # it holds what a killed writer left
+            self.part.rmdir()
+
+    def _remove_part(self) -> None:
+        shutil.rmtree(self.part)
+
+    def open_journal(self, key: str | None) -> None:
+        """Open the journal; without records of that key, the files that a killed writer left are removed."""
+        self.journal.open(key)
+        if self.journal.records:
+            return
+        try:
+            _remove_files(self.part)
+        except OSError as error:
+            raise OutputError(f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove it") from None
+
+    def reopen(self, name: str) -> None:
+        """Turn a finished file into a part file again, so that it can be checked and continued."""
+        file = self.part / name
+        if file.exists():
+            file.replace(part_path(file))
+
+    def _take_place(self) -> None:
+        if not self.path.exists() or not any(self.path.iterdir()):
+            self.part.rename(self.path)
+        else:
+            self._replace()
+
+    def _replace(self) -> None:
+        """Exchange names with the old folder, and remove that; locked, as it has the name of the part meanwhile."""
+        old, descriptor = self.part, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _exchange(self.part, self.path):  # a file system that cannot: two steps
+                old = self.part.with_name(f".{self.path.name}.h5chunk-old")
+                self.path.rename(old)
+                self.part.rename(self.path)
+            _remove_files(old)
+            old.rmdir()
+        finally:
+            os.close(descriptor)
+
+
+def check_folder(path: Path, overwrite: bool) -> None:
+    """Raise OutputError unless a folder of shards can be made at ``path``."""
+    shown = printable(path)
+    check_name(path)
+    if os.path.lexists(path) and not path.is_dir():
+        raise OutputError(f"{shown}: is a file, and shards make a folder: give another name, or remove it")
+    there = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    others = [name for name in there if not NUMBERED.fullmatch(name)]
+    if others:
+        raise OutputError(
+            f"{shown}: is a folder with more than shards in it, such as {printable(others[0])}: give the name of a "
+            "new one"
+        )
+    if there and not overwrite:
+        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+    check_parent(path)
+
+
+def _remove_files(folder: Path) -> None:
+    for entry in folder.iterdir():
+        entry.unlink()
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if hasattr(libc, "renameat2"):
+        return libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], EXCHANGE) == 0
+    if hasattr(libc, "renamex_np"):
+        return libc.renamex_np(*names, EXCHANGE) == 0
+    return False

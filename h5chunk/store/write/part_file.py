@@ -9,10 +9,11 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from h5chunk.errors import OutputError, printable
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import H5ChunkError, OutputError, human_bytes, printable
 
 ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
 LOCK_WAIT_S = 0.5  # the workers of a writer that was just killed hold its lock until they have noticed
@@ -29,21 +30,7 @@ def journal_path(path: Path) -> Path:
 
 
 def open_own(path: Path, shown: str) -> int:
-    """Open a file beside an output, or make it. What is no regular file is neither written nor waited for.
-
-    Parameters
-    ----------
-    path : Path
-    shown : str
-        What is written, for messages.
-
-    Raises
-    ------
-    OutputError
-        It is a link, a pipe or the like, or it cannot be opened.
-    IsADirectoryError
-        It is a folder.
-    """
+    """Open a file beside an output, or make it. What is no regular file is neither written nor waited for."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o666)
@@ -108,13 +95,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
-    """Parse the path of an output, which must name a file, or a folder of shards.
-
-    Raises
-    ------
-    OutputError
-        It has no name of its own, such as ``.``, ``..`` or an empty one; or it ends with a slash, as a folder does.
-    """
+    """Parse the path of an output, which must name a file, or a folder of shards."""
     text = os.fspath(path)
     name = os.path.basename(text.rstrip("/") if folder else text)
     if name in ("", ".", "..") or "\0" in text:
@@ -179,6 +160,17 @@ def check_room(path: Path, num_bytes: int) -> None:
 def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
     """Return the message of a disk that is too small."""
     return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OutputError where the system or HDF5 fails to write an output."""
+    try:
+        yield
+    except H5ChunkError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"{printable(path)}: cannot be written: {reason_of(error) or error}") from None
 
 
 def reason_of(error: OSError | RuntimeError) -> str | None:

@@ -21,10 +21,9 @@ from h5chunk.plan.layout import Layout
 from h5chunk.source import SampleField, SampleReader, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec, Region
-from h5chunk.store.write.columns import checksum_tables, column_specs, write_columns
 from h5chunk.store.write.fill import Filled, fill
 from h5chunk.store.write.fill_task import Done, Failure, FillField, FillJob
-from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset
 
 Told = Callable[[int], None]  # told a number of samples, or bytes, since the last call
@@ -32,50 +31,24 @@ Told = Callable[[int], None]  # told a number of samples, or bytes, since the la
 
 @dataclass(frozen=True)
 class OldSamples:
-    """The samples that come first: those of an older file, or none.
-
-    Attributes
-    ----------
-    num_samples : int
-    shown : str
-        The file's name, for messages.
-    fields : mapping of str to OldDataset
-        The fields that the source of the new samples reads one by one.
-    columns : mapping of str to (num_samples,) array
-        All other fields.
-    source_index, name_ends : (num_samples,) int64
-    names : bytes
-        See `h5chunk.store.format.spec`.
-    attributes : mapping of str to dict
-        Attributes of each object of the file, by path.
-    options : mapping
-        Those that the file records.
-    seed : int
-    cache : CacheSettings or None
-        The one that a tuner settled on.
-    """
+    """The samples that come first: those of an older file, or none; see `h5chunk.store.format.spec` for its tables."""
 
     num_samples: int = 0
-    shown: str = ""
-    fields: Mapping[str, OldDataset] = field(default_factory=dict)
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shown: str = ""  # the file's name, for messages
+    fields: Mapping[str, OldDataset] = field(default_factory=dict)  # those that the new source reads one by one
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # all other fields
     source_index: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     name_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     names: bytes = b""
-    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of each object of the file, by path
+    options: Mapping[str, Any] = field(default_factory=dict)  # that the file records
     seed: int = 0
-    cache: CacheSettings | None = None
+    cache: CacheSettings | None = None  # the one that a tuner settled on
 
     @property
     def first_index(self) -> int:
         """The ``source_index`` of sample 0 of the new source."""
         return int(self.source_index.max()) + 1 if self.num_samples else 0
-
-    def carry(self, num_chunks: int, part: Path, regions: Mapping[str, Region], told: Told) -> None:
-        """Copy the first chunks of all fields into the new file, checking them."""
-        for name, dataset in self.fields.items():
-            dataset.carry(num_chunks, part, regions[name].offset, told)
 
     def tail(self, chunk_samples: int) -> dict[str, np.ndarray]:
         """Return the samples of each field behind the last whole chunk."""
@@ -87,38 +60,17 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """All that is settled before the first sample is written.
+    """All that is settled before the first sample is written."""
 
-    Attributes
-    ----------
-    path : Path
-        The output.
-    source : SampleSource
-    order : (num_new,) int64
-        The new samples, in the order in which they are written.
-    layout : Layout
-        Of the whole file.
-    options : mapping
-        What the header records (JSON), ``seed`` and ``shuffle`` among them.
-    columns : mapping of str to array
-        Of the source, in its order, in the types that the file has.
-    categories : mapping of str to list of str
-        Of the whole file.
-    num_workers : int
-    skip : bool
-        Whether samples that cannot be read are left out.
-    old : OldSamples
-    """
-
-    path: Path
+    path: Path  # the output
     source: SampleSource
-    order: np.ndarray
-    layout: Layout
-    options: Mapping[str, Any]
-    columns: Mapping[str, np.ndarray]
-    categories: Mapping[str, Sequence[str]]
+    order: np.ndarray  # (num_new,) int64: the new samples, in the order in which they are written
+    layout: Layout  # of the whole file
+    options: Mapping[str, Any]  # what the header records (JSON), ``seed`` and ``shuffle`` among them
+    columns: Mapping[str, np.ndarray]  # of the source, in its order, in the types that the file has
+    categories: Mapping[str, Sequence[str]]  # of the whole file
     num_workers: int
-    skip: bool
+    skip: bool  # whether samples that cannot be read are left out
     old: OldSamples = field(default_factory=OldSamples)
 
     @property
@@ -156,7 +108,7 @@ class SampleJob:
 
     def spec(self) -> FileSpec:
         """Return the file to write."""
-        layout = self.layout
+        layout, is_appended = self.layout, self.old.num_samples > 0
         fields = [FieldSpec(name, each.shape, each.dtype) for name, each in self.fields.items()]
         fields += column_specs(self.columns)
         axes = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
@@ -166,20 +118,17 @@ class SampleJob:
             chunk_samples=layout.chunk_samples,
             fields=tuple(fields),
             tables=self._table_shapes() | checksum_tables((each.name for each in fields), layout.num_chunks),
-            attributes=header | self._header_attributes(),
+            attributes=header
+            | header_attributes(
+                num_samples=layout.num_samples,
+                chunk_samples=layout.chunk_samples,
+                window_chunks=layout.window_chunks,
+                cache=self.old.cache or layout.cache,
+                seed=self.old.seed if is_appended else self.options["seed"],
+                shuffled=self.options["shuffle"] and not is_appended,
+                options=self._recorded_options(),
+            ),
             field_attributes={name: each for name, each in self.old.attributes.items() if name != GROUP} or axes,
-        )
-
-    def _header_attributes(self) -> dict[str, Any]:
-        layout, is_appended = self.layout, self.old.num_samples > 0
-        return header_attributes(
-            num_samples=layout.num_samples,
-            chunk_samples=layout.chunk_samples,
-            window_chunks=layout.window_chunks,
-            cache=self.old.cache or layout.cache,
-            seed=self.old.seed if is_appended else self.options["seed"],
-            shuffled=self.options["shuffle"] and not is_appended,
-            options=self._recorded_options(),
         )
 
     def _recorded_options(self) -> Mapping[str, Any]:
@@ -232,19 +181,10 @@ def write_samples(
     written: Told = lambda num_samples: None,
     carried: Told = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
-    """Write a whole file, but for its commit.
+    """Write a whole file, but for its commit; nothing of it is allocated yet.
 
-    Parameters
-    ----------
-    new : NewFile
-        Entered; nothing is allocated yet.
-    job : SampleJob
-    claims : mapping of int to Done, optional
-        Tasks that a journal claims to be done: checked, and not done again where that holds.
-    finished : callable, optional
-        Told each task that was done.
-    written, carried : callable, optional
-        Told how many new samples were written, and how many bytes of old ones were copied, since the last call.
+    What ``claims`` names is checked, and not done again where that holds. ``finished`` is told each task that was done,
+    ``written`` and ``carried`` how many samples were written and old bytes copied since the last call.
 
     Returns
     -------
@@ -252,20 +192,12 @@ def write_samples(
         Without the samples that were skipped.
     Filled
         What came of the new samples; rows count from the first of them.
-
-    Raises
-    ------
-    SampleError, SourceError
-        Samples cannot be used.
-    FileError
-        The older file is damaged.
-    OutputError
-        The file cannot be written.
     """
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)
     with new.flusher():
-        job.old.carry(job.first_chunk, new.part, regions, carried)
+        for name, old in job.old.fields.items():
+            old.carry(job.first_chunk, new.part, regions[name].offset, carried)
         filled = fill(_fill_job(new, job, regions, tail), job.num_workers, not job.skip, written, claims, finished)
     num_tail = job.old.num_samples - job.first_chunk * job.layout.chunk_samples
     filled.failures = [failure._replace(row=failure.row - num_tail) for failure in filled.failures]
@@ -293,13 +225,7 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """A source whose samples -1, -2, ... are those of an older file's last chunk, which new ones fill up.
-
-    Attributes
-    ----------
-    source : SampleReader
-    tail : mapping of str to (n, *sample_shape) array
-    """
+    """A source whose samples -1, -2, ... are those of an older file's last chunk, which new ones fill up."""
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]
@@ -336,13 +262,7 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Leave failed samples out: the last good ones take their places, and the file becomes one of fewer samples.
-
-    Returns
-    -------
-    SampleJob
-        With the order and the layout that remain.
-    """
+    """Leave failed samples out: the last good ones take their places, and the file becomes one of fewer samples."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]

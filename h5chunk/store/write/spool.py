@@ -9,7 +9,6 @@ import errno
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -19,18 +18,7 @@ from h5chunk.store.write.part_file import write_at
 
 
 class TemporaryBytes:
-    """Context manager around a temporary file of bytes, in a folder but without a name there.
-
-    Attributes
-    ----------
-    descriptor, offset : int
-        Of the file, and where the bytes begin in it.
-
-    Raises
-    ------
-    OutputError
-        The folder is not writable or, from `write`, the disk is full.
-    """
+    """Context manager around a temporary file of bytes, in a folder but without a name there."""
 
     offset = 0
 
@@ -45,9 +33,7 @@ class TemporaryBytes:
     def __enter__(self) -> TemporaryBytes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -75,20 +61,7 @@ class TemporaryBytes:
 
 
 class Spool:
-    """Context manager around arrays of one type, end to end.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the file goes.
-    dtype : np.dtype
-    memory_bytes : int
-        What may stay in memory; all goes to the file when this is passed.
-
-    Attributes
-    ----------
-    num_bytes, num_parts : int
-    """
+    """Context manager around arrays of one type, end to end: in a file of ``folder`` once they pass the memory."""
 
     def __init__(self, folder: Path, dtype: np.dtype, memory_bytes: int) -> None:
         self._folder = folder
@@ -101,9 +74,7 @@ class Spool:
     def __enter__(self) -> Spool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._parts = []
         if self._file is not None:
             self._file.close()
@@ -111,25 +82,12 @@ class Spool:
     def __len__(self) -> int:
         return self.num_bytes // self.dtype.itemsize
 
-    @property
-    def on_disk(self) -> bool:
-        """Whether it became too much for memory."""
-        return self._file is not None
-
     def append(self, values: np.ndarray) -> None:
-        """Add an array; it must not be changed afterwards.
-
-        Raises
-        ------
-        OutputError
-            The disk is full.
-        """
+        """Add an array; it must not be changed afterwards."""
         self._parts.append(values)
         self.num_bytes += values.nbytes
-        if self._file is not None or self.num_bytes > self._memory_bytes:
-            self._spill()
-
-    def _spill(self) -> None:
+        if self._file is None and self.num_bytes <= self._memory_bytes:
+            return
         if self._file is None:
             self._file = TemporaryBytes(self._folder)
         offset = self.num_bytes - sum(part.nbytes for part in self._parts)
@@ -139,7 +97,7 @@ class Spool:
             offset += part.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Elements ``start`` to ``stop``, of what is on disk, in new memory."""
+        """Return elements ``start`` to ``stop`` of what is on disk, in new memory."""
         if self._file is None:
             raise ValueError("it is in memory: take the parts")
         values = np.empty(stop - start, self.dtype)
@@ -147,7 +105,7 @@ class Spool:
         return values
 
     def take(self, num_elements: int) -> Iterator[np.ndarray]:
-        """All of it, once, in parts of about ``num_elements``; what was given is gone from memory."""
+        """Yield all of it, once, in parts of about ``num_elements``; what was given is gone from memory."""
         if self._file is None:
             self._parts.reverse()
             while self._parts:

@@ -21,7 +21,7 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.command_id import has_command_id
 from h5chunk.store.write.fill import Filled
-from h5chunk.store.write.new_folder import check_folder
+from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, check_room, parse_output
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.matrix import convert_matrix, naming_memory, plan_matrix

@@ -32,11 +32,10 @@ from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.matrix import DENSE, MATRIX, read_matrix
 from h5chunk.store.format.spec import GROUP, GZIP_LEVEL, FieldSpec, FileSpec
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.write.columns import checksum_tables, column_specs, write_columns
 from h5chunk.store.write.command_id import is_made_by
 from h5chunk.store.write.csr import CsrWriter, csr_spec
 from h5chunk.store.write.journal import key_of
-from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.new_file import ChunkWriter, NewFile, checksum_tables, column_specs, write_columns
 from h5chunk.store.write.part_file import check_output
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SORT_SHARE, SPOOL_SHARE, SortedMatrix, check_shape
 from h5chunk.tools.convert.matrix_select import Part, Selection, select
@@ -273,7 +272,7 @@ def _write_dense(
     new.allocate(spec)
     chunks = _dense_chunks(layout, kept.num_columns, kept.parts(index_dtype(kept.num_columns)), report_written)
     if is_compressed:
-        with new.chunk_writer(MATRIX) as writer:
+        with ChunkWriter(new, MATRIX.encode()) as writer:
             for data in _compressed(chunks, threads):
                 writer.write(data)
             checksums = writer.checksums

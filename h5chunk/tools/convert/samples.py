@@ -29,8 +29,8 @@ from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.fill_task import Done, Failure, parse_record, stamp_of_samples
 from h5chunk.store.write.journal import Journal, key_of
 from h5chunk.store.write.new_file import NewFile
-from h5chunk.store.write.new_folder import NewFolder
 from h5chunk.store.write.old_file import OldFile
+from h5chunk.store.write.output import NewFolder
 from h5chunk.store.write.samples import SampleJob, write_samples
 from h5chunk.tools.convert.options import ReadOptions, SampleOptions
 from h5chunk.tools.progress import Progress, count_up
@@ -261,7 +261,7 @@ def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
     Parameters
     ----------
     stamp : int
-        Of all samples: see `h5chunk.store.write.fill_task.SourceStamp`.
+        Of all samples: see `h5chunk.store.write.fill_task.stamp_of_samples`.
     """
     key = job_key(job, num_files)
     if key is None:

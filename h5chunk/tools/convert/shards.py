@@ -10,7 +10,7 @@ from h5chunk.store.format.shard_names import shard_name
 from h5chunk.store.format.spec import HEADER_BYTES
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.new_file import NewFile, check_room
-from h5chunk.store.write.new_folder import NewFolder
+from h5chunk.store.write.output import NewFolder
 from h5chunk.store.write.samples import SampleJob, write_samples
 from h5chunk.tools.convert.options import MAX_SHARDS
 from h5chunk.tools.convert.samples import Notify, TaskLog, command_id, count_written, job_key, keeping

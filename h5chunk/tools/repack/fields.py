@@ -28,21 +28,11 @@ IMAGES = b"images"
 
 @dataclass(frozen=True)
 class SparseGroup:
-    """A sparse matrix.
-
-    Attributes
-    ----------
-    path : bytes
-    kind : {"csr", "csc", ""}
-        Empty: nothing says which.
-    shape : (int, int)
-        Zeros if nothing says it.
-    data, indices, indptr : DatasetFacts
-    """
+    """A sparse matrix."""
 
     path: bytes
-    kind: str
-    shape: tuple[int, int]
+    kind: str  # csr or csc; empty if nothing says which
+    shape: tuple[int, int]  # zeros if nothing says it
     data: DatasetFacts
     indices: DatasetFacts
     indptr: DatasetFacts
@@ -63,35 +53,16 @@ class SparseGroup:
 
 @dataclass(frozen=True)
 class Samples:
-    """The fields and matrices of a file that is repacked.
+    """The fields and matrices of a file that is repacked."""
 
-    Attributes
-    ----------
-    num_samples : int
-        Of the main field; 0 if nothing in the file has samples.
-    main : str
-        Its name.
-    layouts : dict of int to Layout or CsrLayout
-        By number of samples: usually one.
-    fields : list of DatasetFacts
-        All datasets of one of these lengths, of fixed-size types.
-    others : list of DatasetFacts
-        Those of other types.
-    sparse : list of SparseGroup
-    anndata : bool
-        Whether the file is one of AnnData's.
-    too_large : list of str
-        Datasets of which no two rows fit in memory; they are no fields.
-    """
-
-    num_samples: int
-    main: str
-    layouts: dict[int, Layout | CsrLayout]
-    fields: list[DatasetFacts] = field(default_factory=list)
-    others: list[DatasetFacts] = field(default_factory=list)
+    num_samples: int  # of the main field; 0 if nothing in the file has samples
+    main: str  # its name
+    layouts: dict[int, Layout | CsrLayout]  # by number of samples: usually one
+    fields: list[DatasetFacts] = field(default_factory=list)  # all of one of these lengths, of fixed-size types
+    others: list[DatasetFacts] = field(default_factory=list)  # those of other types
     sparse: list[SparseGroup] = field(default_factory=list)
-    anndata: bool = False
-    too_large: list[str] = field(default_factory=list)
+    anndata: bool = False  # whether the file is one of AnnData's
+    too_large: list[str] = field(default_factory=list)  # of which no two rows fit in memory: they are no fields
 
     @property
     def layout(self) -> Layout | CsrLayout | None:
@@ -102,28 +73,7 @@ class Samples:
 def find_samples(
     file: h5py.File, survey: Survey, header: Header | None, options: RepackOptions, part_bytes: int
 ) -> Samples:
-    """Find the fields, and plan their chunks.
-
-    Parameters
-    ----------
-    file : h5py.File
-    survey : Survey
-        Of the file.
-    header : Header or None
-        What it says of itself.
-    options : RepackOptions
-    part_bytes : int
-        The most that a sample may have.
-
-    Raises
-    ------
-    FieldError
-        A dataset that was named is missing, or cannot be a field.
-    FileError
-        The file is damaged.
-    OptionError
-        The chunks that were asked for cannot be.
-    """
+    """Find the fields, and plan their chunks."""
     shown = printable(file.filename)
     beside = f"{GROUP}/".encode() if header is not None else b"\0"
     datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}

@@ -25,13 +25,7 @@ _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
 
 @dataclass(frozen=True)
 class RepackOptions:
-    """Options of repack; see the arguments of `h5chunk.tools.repack.repack.repack`.
-
-    Raises
-    ------
-    OptionError
-        One of them cannot be.
-    """
+    """Options of repack; see the arguments of `h5chunk.tools.repack.repack.repack`."""
 
     chunk_samples: int | None = None
     window_chunks: int | None = None
@@ -66,52 +60,27 @@ class RepackOptions:
 
     def with_tuned(self, tuned: Tuned) -> RepackOptions:
         """Fill in options that were not given with those that a tuner found."""
-        return replace(
-            self,
-            shuffle=self.shuffle or tuned.shuffle,
-            chunk_samples=tuned.chunk_samples if self.chunk_samples is None else self.chunk_samples,
-            window_chunks=tuned.window_chunks if self.window_chunks is None else self.window_chunks,
-            cache=tuned.cache if self.cache is None else self.cache,
-            compression=tuned.compression if self.compression is None else self.compression,
-        )
+        names = ("chunk_samples", "window_chunks", "cache", "compression")
+        missing = {name: getattr(tuned, name) for name in names if getattr(self, name) is None}
+        return replace(self, shuffle=self.shuffle or tuned.shuffle, **missing)
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Options that a tuner found best for a file; None where it has no recommendation.
-
-    Attributes
-    ----------
-    chunk_samples, window_chunks : int, optional
-    cache : CacheSettings, optional
-    compression : str, optional
-    shuffle : bool
-        Its window and chunks mix well enough only once samples are permuted.
-    num_samples : int, optional
-        Of the file.
-    """
+    """Options that a tuner found best for a file; None where it has no recommendation."""
 
     chunk_samples: int | None = None
     window_chunks: int | None = None
     cache: CacheSettings | None = None
     compression: str | None = None
-    shuffle: bool = False
-    num_samples: int | None = None
-
-    def without_header(self) -> Tuned:
-        """Drop what a file without the group ``/h5chunk`` cannot have."""
-        return replace(self, window_chunks=None, cache=None, shuffle=False)
+    shuffle: bool = False  # its window and chunks mix well enough only once samples are permuted
+    num_samples: int | None = None  # of the file
 
 
 def read_tuned(path: str | os.PathLike[str]) -> Tuned:
     """Read the options that a tuner found, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
 
     Every key may be missing or null; others are ignored.
-
-    Raises
-    ------
-    OptionError
-        It cannot be read, or a value cannot be.
     """
     shown = printable(path)
     try:
@@ -165,13 +134,7 @@ def _shown(value: Any) -> str:
 
 
 def parse_compression(text: str | None) -> tuple[Filter, ...]:
-    """Parse the name of a compression, such as ``gzip`` or ``gzip:9``.
-
-    Raises
-    ------
-    OptionError
-        There is none of that name, or it needs hdf5plugin, which is missing.
-    """
+    """Parse the name of a compression, such as ``gzip`` or ``gzip:9``."""
     name, _, level = (text or "none").partition(":")
     if name not in COMPRESSIONS or (level and name not in _LEVELS):
         raise OptionError(

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import h5py
+import numpy as np
 from h5py import h5a, h5d, h5o
 
-from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import FileError, OptionError, human_bytes, printable
+from h5chunk.plan.csr import CsrLayout
 from h5chunk.plan.repack import Shares, check_memory
+from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.hdf5.claims import check_claims, check_filters
 from h5chunk.store.rewrite.references import attribute_names, refers_to_regions
-from h5chunk.store.rewrite.replica import Changes, NewLayout, WriteValues, copy_objects, permute_objects
-from h5chunk.store.rewrite.shuffle import NewOrder
+from h5chunk.store.rewrite.replica import NewHeader, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey
-from h5chunk.tools.repack.fields import Samples, SparseGroup
-from h5chunk.tools.repack.header import CHECKSUMS, NewHeader, checksum_name
+from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
 
 LEAST_FILTERED_BYTES = 4 << 10  # chunks below this are not compressed: their index would take more than is saved
-ROWS, RUNS, ENDS = b"source_index row_ids".split(), b"source_names", b"source_name_ends"  # of /h5chunk, by sample
+SOURCE_INDEX = f"{GROUP}/source_index"
+TABLES = (
+    ("source_index", "rows"),
+    ("row_ids", "rows"),
+    ("source_names", "runs"),
+    ("source_name_ends", "pointers"),
+)  # of /h5chunk, by sample, and how a shuffle moves them
 
 
 @dataclass(frozen=True)
 class Move:
     """A dataset that is laid out anew.
 
-    Attributes
-    ----------
-    facts : DatasetFacts
-    layout : NewLayout
-    kind : {"copy", "rows", "runs", "pointers"}
-        copy: in its order. rows: permuted. runs: permuted in runs of different lengths. pointers: says where such
-        runs begin, or end, and is computed anew.
-    pointers : bytes
-        Of runs: the dataset of pointers.
-    checked : bool
-        Whether checksums of it are stored.
-    row_elements : float
-        Elements of a sample, where a row of the dataset is less than that.
+    Its ``kind`` is "copy", in its order; "rows", permuted; "runs", permuted in runs of different lengths; or
+    "pointers", which say where such runs begin, or end, and are computed anew.
     """
 
     facts: DatasetFacts
     layout: NewLayout
     kind: str = "copy"
-    pointers: bytes = b""
-    checked: bool = False
-    row_elements: float = 1.0
+    pointers: bytes = b""  # of runs: the dataset of their pointers
+    checked: bool = False  # checksums of it are stored
+    row_elements: float = 1.0  # elements of a sample, where a row of the dataset is one element of a matrix
 
     @property
     def unit_rows(self) -> int:
@@ -59,12 +55,12 @@ class Move:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a chunk, or of all that is contiguous."""
+        """Bytes of a chunk, or of all that is contiguous."""
         return self.unit_rows * self.facts.grid.sample_bytes
 
     @property
     def num_chunks(self) -> int:
-        """Along the first axis."""
+        """Chunks along the first axis."""
         return -(-self.facts.num_rows // self.unit_rows)
 
     @property
@@ -72,43 +68,44 @@ class Move:
         """Whether it is a field, not a table of the group ``/h5chunk``."""
         return not self.facts.path.startswith(f"{GROUP}/".encode())
 
-    @property
-    def new_bytes(self) -> int:
-        """In the new file, if that is known."""
-        return self.num_chunks * self.chunk_bytes if self.layout.written and not self.layout.filters else 0
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Beside the new file, while it is written."""
-        return self.facts.num_bytes if self.kind != "copy" and self.layout.filters else 0
-
 
 @dataclass
 class RepackPlan:
-    """The plan of a repack.
+    """The plan of a repack."""
 
-    Attributes
-    ----------
-    samples : Samples
-    header : NewHeader or None
-    moves : list of Move
-    shares : Shares
-    num_bytes : int
-        Of disk, about.
-    notes : list of str
-    """
-
+    options: RepackOptions
+    survey: Survey
     samples: Samples
     header: NewHeader | None
     moves: list[Move]
     shares: Shares
-    num_bytes: int
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     @property
-    def moved_bytes(self) -> int:
-        """All that is moved."""
-        return sum(move.facts.num_bytes for move in self.moves if move.layout.written)
+    def facts(self) -> dict[str, Any]:
+        """What every report says of it."""
+        layout = self.samples.layout
+        return {
+            "num_samples": self.samples.num_samples,
+            "main": self.samples.main,
+            "chunk_samples": layout.chunk_samples if layout is not None else None,
+            "window_chunks": self.options.window_chunks or (layout.window_chunks if layout is not None else None),
+            "shuffled": self.options.shuffle,
+        }
+
+    @property
+    def copied_bytes(self) -> int:
+        """Stored bytes of all that is not moved."""
+        moved = {move.facts.path for move in self.moves}
+        return sum(facts.stored_bytes for path, facts in self.survey.datasets.items() if path not in moved)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of disk, about, with those that wait in another file meanwhile."""
+        plain = [move for move in self.moves if move.layout.written and not move.layout.filters]
+        waiting = [move.facts.num_bytes for move in self.moves if move.layout.filters and move.kind != "copy"]
+        moved = sum(move.num_chunks * move.chunk_bytes for move in plain) + max(waiting, default=0)
+        return HEADER_BYTES + self.copied_bytes + moved + 16 * self.samples.num_samples
 
 
 def plan_moves(
@@ -120,13 +117,7 @@ def plan_moves(
     num_threads: int,
     notes: list[str],
 ) -> RepackPlan:
-    """Plan a repack; add to ``notes``.
-
-    Raises
-    ------
-    FileError, OptionError
-        It cannot be done.
-    """
+    """Plan a repack; add its checksums to ``header``, and to ``notes`` what should be known."""
     shown = printable(file.filename)
     moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
     if options.shuffle:
@@ -142,23 +133,19 @@ def plan_moves(
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
         notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: chunks in one run are of a fixed number")
     for move in moves:
-        _check_claims(file, move, shown)
+        if move.layout.written:  # what h5chunk would not read: unknown filters, sizes out of proportion
+            dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
+            where, properties = f"{shown}: {move.facts.name!r}", dataset.id.get_create_plist()
+            check_filters(properties, where, trusted=False)
+            check_claims(dataset, properties, where)
         if header is not None and move.checked:
-            header.add_checksums(checksum_name(move.facts.path, shown), move.num_chunks)
+            name = checksum_name(move.facts.path, shown)
+            header.tables[f"checksums/{name}"] = ((move.num_chunks,), np.dtype(np.uint32))
     runs = sum(move.kind == "pointers" for move in moves)
     memory_bytes = check_memory(options.memory_bytes, samples.num_samples * (1 + 2 * runs) if options.shuffle else 0)
     shares = Shares(memory_bytes, num_threads)
     _check_samples(moves, shares, shown)
-    return RepackPlan(samples, header, moves, shares, _disk_bytes(survey, moves, samples), notes)
-
-
-def _check_claims(file: h5py.File, move: Move, shown: str) -> None:
-    """Refuse datasets that h5chunk would not read: of unknown filters, or of sizes out of proportion."""
-    if move.layout.written:
-        dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
-        where, properties = f"{shown}: {move.facts.name!r}", dataset.id.get_create_plist()
-        check_filters(properties, where, trusted=False)
-        check_claims(dataset, properties, where)
+    return RepackPlan(options, survey, samples, header, moves, shares, notes)
 
 
 def _check_samples(moves: list[Move], shares: Shares, shown: str) -> None:
@@ -170,13 +157,6 @@ def _check_samples(moves: list[Move], shares: Shares, shown: str) -> None:
             f"{shown}: one sample of {largest.facts.name!r} is {human_bytes(sample_bytes)}, of which several are held "
             f"at a time, but memory is {human_bytes(shares.memory_bytes)}: allow {human_bytes(least)}"
         )
-
-
-def _disk_bytes(survey: Survey, moves: list[Move], samples: Samples) -> int:
-    moved = {move.facts.path for move in moves}
-    copied = sum(facts.stored_bytes for path, facts in survey.datasets.items() if path not in moved)
-    waiting = max((move.waiting_bytes for move in moves), default=0)
-    return HEADER_BYTES + copied + sum(move.new_bytes for move in moves) + waiting + 16 * samples.num_samples
 
 
 def _field_moves(samples: Samples, header: NewHeader | None, options: RepackOptions) -> Iterator[Move]:
@@ -197,7 +177,7 @@ def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions
 
 def _sparse_moves(samples: Samples, header: NewHeader | None, options: RepackOptions) -> Iterator[Move]:
     for group in samples.sparse:
-        by_sample = options.shuffle and _has_samples(group, samples)
+        by_sample = options.shuffle and group.kind == "csr" and group.shape[0] == samples.num_samples
         for facts in (group.indices, group.data):
             if facts.num_rows:
                 layout = _layout(facts, (group.chunk_entries,), options)
@@ -209,30 +189,20 @@ def _sparse_moves(samples: Samples, header: NewHeader | None, options: RepackOpt
             yield Move(group.indptr, NewLayout(None), kind, checked=header is not None)
 
 
-def _has_samples(group: SparseGroup, samples: Samples) -> bool:
-    return group.kind == "csr" and group.shape[0] == samples.num_samples
-
-
 def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
     """Yield the moves of tables in the group ``/h5chunk`` with a row for each sample."""
-    ends = GROUP.encode() + b"/" + ENDS
-    for name, kind in [*((name, "rows") for name in ROWS), (RUNS, "runs"), (ENDS, "pointers")]:
-        facts = survey.datasets.get(GROUP.encode() + b"/" + name)
+    for name, kind in TABLES:
+        facts = survey.datasets.get(f"{GROUP}/{name}".encode())
         if facts is None:
             continue
         if not facts.fixed or (kind != "runs" and facts.num_rows != samples.num_samples):
             raise FileError(f"{facts.name!r} has {facts.num_rows} rows of {facts.dtype}, not one a sample: damaged")
         if facts.num_rows:
-            yield Move(facts, NewLayout(None), kind, ends if kind == "runs" else b"")
+            yield Move(facts, NewLayout(None), kind, f"{GROUP}/source_name_ends".encode())
 
 
-def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str]:
-    """Refuse files that cannot be shuffled; return notes about what is not shuffled.
-
-    Raises
-    ------
-    OptionError
-    """
+def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
+    """Raise OptionError of files that cannot be shuffled; yield notes about what is not shuffled."""
     shown = printable(file.filename)
     if samples.anndata:
         raise OptionError(
@@ -253,11 +223,6 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> list[str
     for facts in survey.datasets.values():
         if facts.regions:
             raise OptionError(f"{shown}: {facts.name!r} refers to regions of datasets, which a shuffle would move")
-    return list(_aligned_attributes(file, survey, samples, shown))
-
-
-def _aligned_attributes(file: h5py.File, survey: Survey, samples: Samples, shown: str) -> Iterator[str]:
-    """Yield notes about attributes that seem to have one value for each sample."""
     for path in sorted(survey.paths.values()):
         item = h5o.open(file.id, path or b"/")
         for name in attribute_names(item):
@@ -269,30 +234,50 @@ def _aligned_attributes(file: h5py.File, survey: Survey, samples: Samples, shown
                 yield f"{where} has {samples.num_samples} values, as many as samples: their order is as it was"
 
 
-def plan_changes(
-    plan: RepackPlan,
-    survey: Survey,
-    order: NewOrder | None,
-    copied: Callable[[int], None],
-) -> Changes:
-    """Plan what becomes of the other objects of the file."""
-    layouts = {move.facts.path: move.layout for move in plan.moves}
-    values: dict[bytes, WriteValues] = {
-        path: copy_objects
-        for path, facts in survey.datasets.items()
-        if (facts.refers or facts.named) and path not in layouts
-    }
-    if order is not None:
-        permute = permute_objects(order, plan.shares.memory_bytes)
-        values |= {facts.path: permute for facts in plan.samples.others if facts.num_rows == plan.samples.num_samples}
-    header, group = plan.header, GROUP.encode()
+def plan_header(
+    header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
+) -> NewHeader | None:
+    """Plan the group ``/h5chunk`` of the new file; None if it needs none.
+
+    An h5chunk file keeps its group. Another HDF5 file gets one if it is shuffled, or if a window or cache is
+    recommended. Its fields may then lie in groups; ``checksums`` names them by their paths.
+    """
+    wanted = options.shuffle or options.window_chunks is not None or options.cache is not None
+    if header is None and not wanted:
+        return None
+    what = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
+    if samples.anndata:
+        raise OptionError(
+            f"{shown}: {what} would add the group /{GROUP}, but readers of AnnData's files refuse groups that they do "
+            "not know: leave it out"
+        )
+    layout = samples.layout
+    if layout is None:
+        raise OptionError(f"{shown}: {what} was given, but no dataset in it counts samples along its first axis")
+    if len(samples.layouts) > 1:
+        lengths = ", ".join(map(str, sorted(samples.layouts)))
+        raise OptionError(f"{shown}: {what} was given, but the fields differ in length ({lengths}): name those of one")
+    if header is None and any(node.path == GROUP.encode() for node in survey.nodes):
+        raise FileError(f"{shown}: has a group /{GROUP} that h5chunk did not write: rename it")
+    if options.window_chunks is not None:
+        layout = replace(layout, window_chunks=options.window_chunks)
+    numbers: dict[str, Any] = {"chunk_samples": layout.chunk_samples, "window_chunks": layout.window_chunks}
     if header is None:
-        return Changes(layouts, values, copied=copied)
-    return Changes(
-        layouts,
-        values,
-        left_out=lambda path: path == CHECKSUMS.encode(),
-        attribute_left_out=lambda path, name: path == group and name.decode("utf-8", "replace") in header.attributes,
-        finish=header.write,
-        copied=copied,
-    )
+        numbers["num_samples"] = layout.num_rows if isinstance(layout, CsrLayout) else layout.num_samples
+    if header is None or options.shuffle:
+        numbers |= {"seed": options.seed if options.shuffle else 0, "shuffled": options.shuffle}
+    recorded = {**(header.options if header is not None else {}), "repack": options.recorded()}
+    new = NewHeader(header_attributes(cache=options.cache or layout.cache, options=recorded, **numbers))
+    if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
+        new.tables["source_index"] = ((samples.num_samples,), np.dtype(np.int64))
+    return new
+
+
+def checksum_name(path: bytes, shown: str) -> str:
+    """Return the name of a dataset in the table of checksums, which must be UTF-8."""
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        raise FileError(
+            f"{shown}: the name {printable(path)!r} is not UTF-8, and checksums are kept by name: rename it"
+        ) from None

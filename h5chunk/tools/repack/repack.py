@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,21 @@ import h5chunk
 from h5chunk.errors import printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import Shares
 from h5chunk.store.format.header import read_header
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.open import translate_errors
-from h5chunk.store.rewrite.shuffle import NewOrder
-from h5chunk.store.rewrite.survey import Survey, survey_file
+from h5chunk.store.rewrite.survey import survey_file
 from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.journal import key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.repack.fields import find_samples, is_anndata
-from h5chunk.tools.repack.header import plan_header
 from h5chunk.tools.repack.options import MEMORY_BYTES, RepackOptions, Tuned, read_tuned
-from h5chunk.tools.repack.plan import Move, RepackPlan, check_shuffle, plan_moves
+from h5chunk.tools.repack.plan import RepackPlan, check_shuffle, plan_header, plan_moves
 from h5chunk.tools.repack.report import FieldPlan, FieldReport, LaidOut, RepackReport, RepackSummary
-from h5chunk.tools.repack.run import Run, Source, check_moved, describe_fields, progress_counter
+from h5chunk.tools.repack.run import Run, Source, describe_fields
 
 MAX_THREADS = 8  # each takes its share of the memory
 
@@ -99,9 +97,9 @@ def repack(
         An argument cannot be.
     """
     options = _parse(
-        cache,
-        fields,
-        keep,
+        cache=cache,
+        fields=fields,
+        keep=keep,
         chunk_samples=chunk_samples,
         window_chunks=window_chunks,
         shuffle=shuffle,
@@ -118,56 +116,40 @@ def plan_repack(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    cache: CacheSettings | Sequence[float] | None = None,
     tuned: str | os.PathLike[str] | None = None,
-    fields: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    overwrite: bool = False,
+    progress: Progress | None = None,
     **options: Any,
 ) -> RepackSummary:
     """Plan a `repack` and write nothing; the arguments and errors are the same."""
-    options.pop("progress", None)
-    parsed = _parse(cache, fields, keep, overwrite=overwrite, **options)
+    parsed = _parse(**options)
     found = None if tuned is None else read_tuned(tuned)
-    path = _parse_path(source, path, overwrite)
-    return in_child(lambda _: _summary(Source(Path(source)), path, parsed, found), lambda: printable(source))
+    output = _parse_path(source, path, parsed.overwrite)
+    _, plan = in_child(lambda _: _plan(Source(Path(source)), parsed, found), lambda: printable(source))
+    fields = [
+        FieldPlan(
+            name=move.facts.name,
+            dtype=move.facts.dtype,
+            shape=move.facts.shape or (),
+            before=LaidOut.of(move.facts, move.row_elements),
+            chunks=move.layout.chunks,
+        )
+        for move in plan.moves
+        if move.is_field
+    ]
+    return RepackSummary(path=str(output), num_bytes=plan.num_bytes, fields=fields, notes=plan.notes, **plan.facts)
 
 
-def _parse(cache: Any, fields: Sequence[str], keep: Sequence[str], **options: Any) -> RepackOptions:
+def _parse(*, cache: Any = None, fields: Sequence[str] = (), keep: Sequence[str] = (), **options: Any) -> RepackOptions:
     settings = None if cache is None else CacheSettings.of(cache)
     return RepackOptions(cache=settings, fields=tuple(fields), keep=tuple(keep), **options)
 
 
 def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The output, if it may be written."""
+    """Return the output, if it may be written."""
     parsed = parse_output(path)
     check_not_source(parsed, source)
     check_output(parsed, overwrite or has_command_id(parsed))
     return parsed
-
-
-def _summary(source: Source, path: Path, options: RepackOptions, tuned: Tuned | None) -> RepackSummary:
-    _, _, plan, options = _plan(source, options, tuned)
-    samples, layout = plan.samples, plan.samples.layout
-    moves = [move for move in plan.moves if move.is_field]
-    return RepackSummary(
-        path=str(path),
-        num_samples=samples.num_samples,
-        main=samples.main,
-        chunk_samples=layout.chunk_samples if layout is not None else None,
-        window_chunks=options.window_chunks or (layout.window_chunks if layout is not None else None),
-        shuffled=options.shuffle,
-        num_bytes=plan.num_bytes,
-        fields=[_field_plan(move) for move in moves],
-        notes=plan.notes,
-    )
-
-
-def _field_plan(move: Move) -> FieldPlan:
-    facts = move.facts
-    return FieldPlan(
-        facts.name, facts.dtype, facts.shape or (), LaidOut.of(facts, move.row_elements), move.layout.chunks
-    )
 
 
 def _repack(
@@ -176,68 +158,59 @@ def _repack(
     """Repack in child processes, so that HDF5 never opens the source in this one."""
     started = time.perf_counter()
     command = options.recorded() | {"cache": repr(options.cache), "tuned": repr(tuned)}
-    source, survey, plan, options = in_child(lambda _: _plan(source, options, tuned), lambda: source.shown)
+    source, plan = in_child(lambda _: _plan(source, options, tuned), lambda: source.shown)
     command_id = key_of(["repack", h5chunk.__version__, command, source.stamp])
     complete = not options.overwrite and is_made_by(path, command_id)
     if complete:
         lost: list[str] = []
-        after = in_child(lambda _: describe_fields(plan, options.shuffle, path, source.shown), lambda: str(path))
+        fields = in_child(lambda _: describe_fields(plan, path, source.shown), lambda: str(path))
     else:
         with NewFile(path, options.overwrite) as new:
-            after, lost = in_child(
-                lambda say: _write(source, survey, plan, options, new, say),
+            fields, lost = in_child(
+                lambda say: _write(source, plan, new, say),
                 lambda: source.shown,
                 lambda told: progress(*told) if progress else None,
             )
             new.command_id = command_id
             new.commit()
-    samples, layout = plan.samples, plan.samples.layout
+    num_permuted = len(plan.samples.others) if plan.options.shuffle else 0
     return RepackReport(
         path=str(path),
-        num_samples=samples.num_samples,
-        main=samples.main,
-        chunk_samples=layout.chunk_samples if layout is not None else None,
-        window_chunks=options.window_chunks or (layout.window_chunks if layout is not None else None),
         has_header=plan.header is not None,
-        shuffled=options.shuffle,
-        seed=options.seed,
-        source_bytes=source.num_bytes,
+        seed=plan.options.seed,
+        source_bytes=source.stamp[2],
         num_bytes=path.stat().st_size,
         seconds=time.perf_counter() - started,
-        fields=after,
-        num_copied=len(survey.datasets) - len(plan.moves) - (len(samples.others) if options.shuffle else 0),
+        fields=fields,
+        num_copied=len(plan.survey.datasets) - len(plan.moves) - num_permuted,
         notes=[*plan.notes, *lost],
         already_complete=complete,
+        **plan.facts,
     )
 
 
-def _write(
-    source: Source, survey: Survey, plan: RepackPlan, options: RepackOptions, new: NewFile, say: Say
-) -> tuple[list[FieldReport], list[str]]:
+def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[list[FieldReport], list[str]]:
     """Write the new file; return what became of the fields, and what could not be kept."""
-    order = NewOrder(permutation(plan.samples.num_samples, options.seed)) if options.shuffle else None
-    told = progress_counter(plan, survey, lambda *progress: say(progress))
     with source:
-        check_moved(plan, survey, source, told)
-        run = Run(source, survey, plan, order, new, told)
+        run = Run(source, plan, new, lambda *progress: say(progress))
+        with translate_errors(source.shown):
+            run.check_source()
         lost = run.create()
-        with new.flusher():
+        with new.flusher(), translate_errors(source.shown):
             run.move_all()
-        after = describe_fields(plan, options.shuffle, new.part, source.shown)
+        fields = describe_fields(plan, new.part, source.shown)
         source.check_unchanged()
-    return after, lost
+    return fields, lost
 
 
-def _plan(
-    source: Source, options: RepackOptions, tuned: Tuned | None
-) -> tuple[Source, Survey, RepackPlan, RepackOptions]:
+def _plan(source: Source, options: RepackOptions, tuned: Tuned | None) -> tuple[Source, RepackPlan]:
     """Survey the file, and plan the repack and its options."""
     with limited_memory(source.path), source, translate_errors(source.shown):
         old = read_header(source.file)
         notes: list[str] = []
         if tuned is not None and is_anndata(source.file):
             notes += ["of what was tuned only chunks and compression are taken: AnnData's files have no more"]
-            tuned = tuned.without_header()
+            tuned = replace(tuned, window_chunks=None, cache=None, shuffle=False)
         if tuned is not None:
             options = options.with_tuned(tuned)
         survey = survey_file(source.file)
@@ -248,5 +221,4 @@ def _plan(
             notes.append(f"it was tuned for {tuned.num_samples:,} samples, but there are {samples.num_samples:,} here")
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
-        plan = plan_moves(source.file, survey, samples, header, options, num_threads, notes)
-    return source, survey, plan, options
+        return source, plan_moves(source.file, survey, samples, header, options, num_threads, notes)

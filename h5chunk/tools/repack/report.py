@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import human_bytes
 from h5chunk.store.rewrite.survey import DatasetFacts
 from h5chunk.tools.report import Report
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """The layout of a dataset in a file.
+    """The layout of a dataset in a file."""
 
-    Attributes
-    ----------
-    chunks : tuple of int or None
-        None: contiguous, or compact.
-    filters : tuple of str
-        As the file names them.
-    stored_bytes : int
-    chunks_per_sample : float
-        That one sample touches; a contiguous dataset counts 1. Of a sparse matrix, a row in the mean.
-    """
-
-    chunks: tuple[int, ...] | None
-    filters: tuple[str, ...]
+    chunks: tuple[int, ...] | None  # None: contiguous, or compact
+    filters: tuple[str, ...]  # as the file names them
     stored_bytes: int
-    chunks_per_sample: float
+    chunks_per_sample: float  # that one sample touches, or a row of a sparse matrix in the mean; 1 if contiguous
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
@@ -45,22 +34,12 @@ class LaidOut:
 
 @dataclass(frozen=True)
 class FieldReport(Report):
-    """The change of one dataset.
-
-    Attributes
-    ----------
-    name, dtype : str
-    shape : tuple of int
-    num_bytes : int
-        Of its values.
-    before, after : LaidOut
-    shuffled : bool
-    """
+    """The change of one dataset."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    num_bytes: int
+    num_bytes: int  # of its values
     before: LaidOut
     after: LaidOut
     shuffled: bool
@@ -72,22 +51,13 @@ class FieldReport(Report):
 
 @dataclass(frozen=True)
 class FieldPlan(Report):
-    """The planned change of one dataset.
-
-    Attributes
-    ----------
-    name, dtype : str
-    shape : tuple of int
-    before : LaidOut
-    chunks : tuple of int or None
-        None: contiguous.
-    """
+    """The planned change of one dataset."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     before: LaidOut
-    chunks: tuple[int, ...] | None
+    chunks: tuple[int, ...] | None  # None: contiguous
 
     def lines(self) -> list[str]:
         shape = " x ".join(map(str, self.shape))
@@ -97,31 +67,16 @@ class FieldPlan(Report):
 
 @dataclass(frozen=True)
 class RepackSummary(Report):
-    """The plan of a repack, for people and programs.
-
-    Attributes
-    ----------
-    path : str
-    num_samples : int
-    main : str
-        The field that says how many.
-    chunk_samples, window_chunks : int or None
-    shuffled : bool
-    num_bytes : int
-        About what the output will take on disk.
-    fields : list of FieldPlan
-        Datasets that would be laid out anew.
-    notes : list of str
-    """
+    """The plan of a repack, for people and programs."""
 
     path: str
     num_samples: int
-    main: str
+    main: str  # the field that says how many
     chunk_samples: int | None
     window_chunks: int | None
     shuffled: bool
-    num_bytes: int
-    fields: list[FieldPlan]
+    num_bytes: int  # about what the output will take on disk
+    fields: list[FieldPlan]  # datasets that would be laid out anew
     notes: list[str]
 
     def lines(self) -> list[str]:
@@ -138,30 +93,11 @@ class RepackSummary(Report):
 class RepackReport(Report):
     """The result of a repack.
 
-    Attributes
-    ----------
-    path : str
-    num_samples : int
-        0 if no dataset counts samples.
-    main : str
-        The field that says how many.
-    chunk_samples, window_chunks : int or None
-        As planned; the window is in the file only if it has the group ``/h5chunk``.
-    has_header : bool
-        Whether it has that.
-    shuffled : bool
-    seed : int
-    source_bytes, num_bytes : int
-        Of the files.
-    seconds : float
-    fields : list of FieldReport
-        Datasets that were laid out anew.
-    num_copied : int
-        Datasets that were copied as they are.
-    notes : list of str
-        What could not be kept, or should be known.
-    already_complete : bool
-        The same command had made the file before, and nothing was done; what could not be kept is not known then.
+    ``num_samples``, 0 if no dataset counts samples, is the length of the field ``main``. ``chunk_samples`` and
+    ``window_chunks`` were planned; the window is in the file only if that has the group ``/h5chunk`` (``has_header``).
+    ``fields`` are the datasets that were laid out anew, beside ``num_copied`` others. ``notes`` say what could not be
+    kept, or should be known. If ``already_complete``, the same command had made the file before, and nothing was done;
+    what could not be kept is not known then.
     """
 
     path: str

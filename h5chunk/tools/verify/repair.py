@@ -20,7 +20,7 @@ import numpy as np
 from h5chunk.errors import FileError, OutputError, SampleError, printable
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageOptions
-from h5chunk.sources.listing import Listing, list_images
+from h5chunk.sources.listing import list_images
 from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
@@ -35,33 +35,9 @@ OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the 
 def repair_chunks(
     path: Path, bad: list[BadChunk], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[BadChunk], list[BadChunk]]:
-    """Rewrite bad chunks.
-
-    Parameters
-    ----------
-    path : Path
-    bad : list of BadChunk
-    source : path
-        The folder or archive of images.
-    manifest : path, optional
-
-    Returns
-    -------
-    (list of BadChunk, list of BadChunk)
-        Those that were repaired; those that are still bad, and why.
-
-    Raises
-    ------
-    FileError
-        The file is not one of images that can be repaired.
-    SourceError
-        The source cannot be listed.
-    OutputError
-        The file cannot be written.
-    """
+    """Rewrite bad chunks; return those that were repaired, and those that are still bad, with the reasons."""
     with open_file(path) as file:
-        options = _options(file, path)
-        maker = _Maker(file, path, options, source, manifest)
+        maker = _ChunkMaker(file, path, source, manifest)
         repaired, left = [], []
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -81,27 +57,7 @@ def repair_chunks(
     return repaired, left
 
 
-def _options(file: h5py.File, path: Path) -> dict[str, Any]:
-    """Return the options that the file was converted with."""
-    shown = printable(path)
-    header = read_header(file)
-    if header is None:
-        raise FileError(f"{shown}: not written by h5chunk: nothing says what its chunks were made from")
-    if header.kind:
-        raise FileError(f"{shown}: holds a matrix, of which chunks cannot be made one by one: convert it again")
-    try:
-        options = header.options
-        found = {name: options[name] for name in OPTIONS}
-        found["split_folders"] = str(options.get("split_folders", "auto"))
-        found["parts"] = [(int(part["first_index"]), str(part["fit"])) for part in options.get("appended", [])]
-    except (ValueError, KeyError, TypeError):
-        raise FileError(
-            f"{shown}: does not say how its images were decoded, and only images are repaired: convert its source again"
-        ) from None
-    return found
-
-
-def _write(maker: _Maker, each: BadChunk, descriptor: int, path: Path) -> str | None:
+def _write(maker: _ChunkMaker, each: BadChunk, descriptor: int, path: Path) -> str | None:
     """Rewrite a chunk; return the reason if that is impossible."""
     try:
         data = maker.make(each)
@@ -117,45 +73,49 @@ def _write(maker: _Maker, each: BadChunk, descriptor: int, path: Path) -> str | 
     return None
 
 
-class _Maker:
+class _ChunkMaker:
     """Maker of chunks as convert made them."""
 
     def __init__(
         self,
         file: h5py.File,
         path: Path,
-        options: dict[str, Any],
         source: str | os.PathLike[str],
         manifest: str | os.PathLike[str] | None,
     ) -> None:
-        splits = options.pop("split_folders")
-        listing = list_manifest(manifest, source) if manifest is not None else list_images(source, split_folders=splits)
-        size, parts = options.pop("size"), options.pop("parts")
-        self.source = ImageSource(listing, ImageOptions(size=None if size is None else tuple(size), **options))
-        self._parts = [(first, self._of_part(fit, options, file)) for first, fit in parts]
-        self._file = file
-        self._class_names = _class_names(file)
+        shown, header = printable(path), read_header(file)
+        if header is None:
+            raise FileError(f"{shown}: not written by h5chunk: nothing says what its chunks were made from")
+        if header.kind:
+            raise FileError(f"{shown}: holds a matrix, of which chunks cannot be made one by one: convert it again")
+        try:
+            options: dict[str, Any] = {name: header.options[name] for name in OPTIONS}
+            splits = str(header.options.get("split_folders", "auto"))
+            appended = [(int(each["first_index"]), str(each["fit"])) for each in header.options.get("appended", [])]
+        except (ValueError, KeyError, TypeError):
+            raise FileError(
+                f"{shown}: does not say how its images were decoded, and only images are repaired: convert its source "
+                "again"
+            ) from None
+        self._listing = (
+            list_manifest(manifest, source) if manifest is not None else list_images(source, split_folders=splits)
+        )
+        size = options["size"] and tuple(options["size"])
+        self.source = ImageSource(self._listing, ImageOptions(**{**options, "size": size}))
+        self._parts: list[tuple[int, ImageSource]] = []  # of images that were appended, in the size of the file
+        for first, fit in appended:
+            shape = file[IMAGES].shape
+            size = shape[2:] if options["layout"] == "nchw" else shape[1:3]
+            part = ImageSource(self._listing, ImageOptions(**{**options, "fit": fit, "size": tuple(size)}))
+            self._parts.append((first, part))
+        self._file, self._class_names = file, list(header.class_names)
         try:
             self._index = file[f"{GROUP}/source_index"][()]
-            ends = file[f"{GROUP}/source_name_ends"][()]
-            self._ends = np.concatenate(([0], ends))
+            self._ends = np.concatenate(([0], file[f"{GROUP}/source_name_ends"][()]))
             self._names = file[f"{GROUP}/source_names"]
         except (KeyError, TypeError, OSError) as error:
-            raise FileError(f"{printable(path)}: does not say where its samples came from: {error}") from None
+            raise FileError(f"{shown}: does not say where its samples came from: {error}") from None
         self._by_name: dict[bytes, int] | None = None
-
-    def _of_part(self, fit: str, options: dict[str, Any], file: h5py.File) -> ImageSource:
-        """Return the source of images that were appended, in the size of the file."""
-        shape = file[IMAGES].shape
-        size = shape[2:] if options["layout"] == "nchw" else shape[1:3]
-        return ImageSource(self.source.listing, ImageOptions(**{**options, "fit": fit, "size": tuple(size)}))
-
-    def _source(self, row: int) -> ImageSource:
-        """Return the source that decodes a row as it was decoded."""
-        index, found = int(self._index[row]), self.source
-        for first, source in self._parts:
-            found = source if index >= first else found
-        return found
 
     def why_not(self, each: BadChunk) -> str | None:
         """Return the reason why a chunk cannot be made; None if it can."""
@@ -166,40 +126,34 @@ class _Maker:
             return "it is compressed: repack the file again"
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
             return "it does not hold whole samples"
-        if each.field != IMAGES and each.field not in self.source.listing.columns:
+        if each.field != IMAGES and each.field not in self._listing.columns:
             return "the source says nothing of it: give the manifest that it was converted with"
         return None
 
     def make(self, each: BadChunk) -> bytes:
-        """Make the bytes of a chunk.
-
-        Raises
-        ------
-        SampleError
-            A sample is not in the source any more, or cannot be decoded.
-        """
+        """Make the bytes of a chunk; SampleError if a sample is not in the source any more, or does not decode."""
         dataset = self._file[each.field]
         values = np.zeros(dataset.chunks, dataset.dtype)
         for place, row in enumerate(range(each.first_sample, each.last_sample + 1)):
-            name = self._name(row)
-            index = self._find(row, name)
+            name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
+            first, source = max(
+                ((first, part) for first, part in self._parts if first <= self._index[row]),
+                key=lambda part: part[0],
+                default=(0, self.source),
+            )
+            index = self._find(int(self._index[row]) - first, name)
             try:
                 if each.field == IMAGES:
-                    self._source(row).read_into(index, {IMAGES: values[place]})
+                    source.read_into(index, {IMAGES: values[place]})
                 else:
                     values[place] = self._value(each.field, index)
             except SampleError as error:
                 raise SampleError(f"{printable(name)}: {error}") from None
         return values.tobytes()
 
-    def _name(self, row: int) -> bytes:
-        return bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
-
-    def _find(self, row: int, name: bytes) -> int:
+    def _find(self, index: int, name: bytes) -> int:
         """Find a sample in the source: where it was, or by its name."""
-        names = self.source.listing.names
-        first = max((first for first, _ in self._parts if first <= self._index[row]), default=0)
-        index = int(self._index[row]) - first
+        names = self._listing.names
         if index < len(names) and names[index] == name:
             return index
         if self._by_name is None:
@@ -210,16 +164,10 @@ class _Maker:
 
     def _value(self, field: str, index: int) -> Any:
         """Return the value of a column; labels count the classes as the file names them."""
-        listing: Listing = self.source.listing
-        value = listing.columns[field][index]
-        if field != "labels" or not listing.class_names:
+        value, class_names = self._listing.columns[field][index], self._listing.class_names
+        if field != "labels" or not class_names:
             return value
-        name = listing.class_names[int(value)]
+        name = class_names[int(value)]
         if name not in self._class_names:
             raise SampleError(f"is of class {name!r}, which the file does not have")
         return self._class_names.index(name)
-
-
-def _class_names(file: h5py.File) -> list[str]:
-    header = read_header(file)
-    return list(header.class_names) if header is not None else []

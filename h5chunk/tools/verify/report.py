@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from h5chunk.errors import printable
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import human_bytes, printable
 from h5chunk.tools.report import Report
 
 SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
@@ -14,32 +13,17 @@ SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has 
 
 @dataclass(frozen=True)
 class BadChunk:
-    """A damaged chunk.
+    """A damaged chunk."""
 
-    Attributes
-    ----------
-    field : str
-        Path of its dataset in the file.
-    chunk : int
-        Chunks are counted in the order of their places in the dataset.
-    first_sample, last_sample : int
-        Indices of the samples in it, both included.
-    offset, num_bytes : int
-        Where it lies in the file.
-    what : str
-    expected, found : int or None
-        CRC-32, as the file says it and as it is; None where there is none, or the chunk cannot be read.
-    """
-
-    field: str
-    chunk: int
+    field: str  # path of its dataset in the file
+    chunk: int  # chunks are counted in the order of their places in the dataset
     first_sample: int
-    last_sample: int
-    offset: int
+    last_sample: int  # included
+    offset: int  # in the file
     num_bytes: int
     what: str
-    expected: int | None = None
-    found: int | None = None
+    expected: int | None = None  # CRC-32 that the file records, if any
+    found: int | None = None  # that of the chunk, if it can be read
 
     def __str__(self) -> str:
         sums = ""
@@ -51,27 +35,14 @@ class BadChunk:
 
 @dataclass(frozen=True)
 class Checked:
-    """The way in which a dataset was checked.
-
-    Attributes
-    ----------
-    field : str
-    num_chunks, num_checked : int
-        Chunks that are stored, and those of them that were read.
-    by : {"checksum", "decoding", "reading"}
-        Decoding shows damage that a filter notices; reading none but that of the disk.
-    num_unwritten : int
-        Chunks that were never written, which is legal in HDF5. A contiguous dataset is one chunk.
-    reads_as : str
-        The value that readers give for them; empty if there are none.
-    """
+    """The way in which a dataset was checked."""
 
     field: str
-    num_chunks: int
-    num_checked: int
-    by: str
-    num_unwritten: int = 0
-    reads_as: str = ""
+    num_chunks: int  # that are stored
+    num_checked: int  # of them that were read
+    by: str  # checksum; decoding, which shows what filters notice; reading, which shows what the disk notices
+    num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one chunk
+    reads_as: str = ""  # the value that readers give for them; empty if there are none
 
     def __str__(self) -> str:
         some = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
@@ -86,25 +57,8 @@ class Checked:
 class VerifyReport(Report):
     """The damage in a file.
 
-    Attributes
-    ----------
-    path : str
-    num_bytes : int
-        Of the file.
-    by_h5chunk : bool
-        Whether h5chunk wrote the file, with checksums.
-    quick : bool
-    fields : tuple of Checked
-    bad : tuple of BadChunk
-        In the order of the file; those that were repaired are not among them.
-    problems : tuple of str
-        What else is wrong.
-    notes : tuple of str
-        What was not looked at, and why.
-    repaired : tuple of BadChunk
-        Chunks that were bad, and were written anew.
-    seconds : float
-    read_bytes : int
+    ``bad`` has the damaged chunks, in the order of the file, without those that were ``repaired``. ``problems`` say
+    what else is wrong, and ``notes`` what was not looked at, and why. Only files ``by_h5chunk`` have checksums.
     """
 
     path: str
@@ -157,16 +111,8 @@ class VerifyReport(Report):
 class FolderReport(Report):
     """The damage in the files of a folder.
 
-    Attributes
-    ----------
-    path : str
-    files : tuple of VerifyReport
-        Of each file, by name. What cannot be opened has that as its only problem.
-    missing : tuple of str
-        Names of shards that are not there.
-    problems : tuple of str
-        What is wrong with the files as a set.
-    seconds : float
+    ``files`` has a report of each file, by name; what cannot be opened has that as its only problem. ``missing`` are
+    the names of shards that are not there, and ``problems`` say what is wrong with the files as a set.
     """
 
     path: str

@@ -9,34 +9,32 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError
+from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
-from h5chunk.store.format.matrix import MATRIX, read_matrix
+from h5chunk.store.format.matrix import read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.read.fields import MatrixField, find_matrix_groups, look_at_matrix, read_indptr
+from h5chunk.store.read.fields import look_at_matrix, read_indptr
 
+TABLES = ("source_index", "source_name_ends", "source_names")
 PART_VALUES = 4 << 20  # labels, or entries of rows that are sorted, at a time
 
 
 def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterator[str]:
-    """Yield the contradictions in the group ``/h5chunk``.
-
-    Parameters
-    ----------
-    file : h5py.File
-    header : Header
-    names : list of str
-        Of all datasets.
-    """
+    """Yield the contradictions in the group ``/h5chunk``."""
     num_samples = header.num_samples
-    tables = {name: file[f"{GROUP}/{name}"] for name in _TABLES if f"{GROUP}/{name}" in names}
+    tables = {name: file[f"{GROUP}/{name}"] for name in TABLES if f"{GROUP}/{name}" in names}
     for name, table in tables.items():
         if name != "source_names" and table.shape != (num_samples,):
             yield f"/{GROUP}/{name} has the shape {table.shape} but there are {num_samples} samples"
             return
     if "source_index" in tables:
-        yield from _look_at_index(tables["source_index"])
+        index = np.sort(tables["source_index"][()])
+        if index[0] < 0:
+            yield f"/{GROUP}/source_index has the negative number {index[0]}"
+        twice = index[1:] == index[:-1]
+        if twice.any():
+            yield f"/{GROUP}/source_index names sample {index[1:][twice.argmax()]} of the source twice"
     if "source_name_ends" in tables and "source_names" in tables:
         ends = tables["source_name_ends"][()]
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
@@ -58,18 +56,6 @@ def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterato
             )
 
 
-_TABLES = ("source_index", "source_name_ends", "source_names")
-
-
-def _look_at_index(table: h5py.Dataset) -> Iterator[str]:
-    index = np.sort(table[()])
-    if index[0] < 0:
-        yield f"/{GROUP}/source_index has the negative number {index[0]}"
-    twice = index[1:] == index[:-1]
-    if twice.any():
-        yield f"/{GROUP}/source_index names sample {index[1:][twice.argmax()]} of the source twice"
-
-
 def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterator[str]:
     if field.dtype.kind not in "iu" or field.ndim != 1:
         return
@@ -83,71 +69,95 @@ def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterat
             return
 
 
-class ColumnLook:
-    """Checker of the columns of a CSR matrix, part by part, from any thread.
+class MatrixCheck:
+    """Checker of a sparse matrix whose chunks are read, part by part, from any thread.
 
-    Parameters
-    ----------
-    indptr : (num_rows + 1,) int64
-    num_columns : int
-    dtype : np.dtype
-        Of the columns, as stored.
-
-    Attributes
-    ----------
-    outside, twice, falls : int or None
-        An entry whose column is not in the matrix, is the one before it again, or is smaller than that; the first of
-        those that were seen.
+    In a matrix of h5chunk's (``ours``) columns ascend in each row, and codes are 1 to 255.
     """
 
-    def __init__(self, indptr: np.ndarray, num_columns: int, dtype: np.dtype) -> None:
-        self._indptr, self._num_columns, self._dtype = indptr, num_columns, dtype
+    def __init__(self, file: h5py.File, path: Path, prefix: str, ours: bool) -> None:
+        self.prefix, self.ours, self._indices = prefix, ours, file[f"{prefix}/indices"]
+        self._dtype = self._indices.dtype
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if it is too damaged, or no matrix
+        self._num_columns = 0
         self._ends: list[tuple[int, int, int, int]] = []  # first entry, the one behind the last, and their columns
-        self._outside: list[int] = []
-        self._twice: list[int] = []
-        self._falls: list[int] = []
+        self._faults: dict[str, list[int]] = {"outside": [], "twice": [], "falls": [], "zero": []}  # entries
+        try:
+            if ours:
+                read_matrix(file)
+            Guard(path).check_matrix(file, prefix)
+            field = look_at_matrix(file[prefix], path, prefix, None)
+            self.indptr, self._num_columns = read_indptr(file[prefix], path, field), field.num_columns
+        except FieldError as error:
+            (self.problems if ours else self.notes).append(without_path(error, path))
+        except FileError as error:
+            self.problems.append(without_path(error, path))
 
-    def __call__(self, first: int, data: np.ndarray) -> None:
-        columns = data.view(self._dtype)[: max(0, int(self._indptr[-1]) - first)]
+    def look_at_columns(self, first: int, data: np.ndarray) -> None:
+        """Check the bytes of a run of columns: inside of the matrix, ascending in each row, and none twice."""
+        assert self.indptr is not None
+        columns = data.view(self._dtype)[: max(0, int(self.indptr[-1]) - first)]
         if not len(columns):
             return
         outside = columns >= self._num_columns
         if self._dtype.kind == "i":
             outside |= columns < 0
-        _note(self._outside, outside, first)
         starts = np.zeros(len(columns) + 1, bool)
-        low, high = np.searchsorted(self._indptr, (first, first + len(columns)))
-        starts[self._indptr[low:high] - first] = True
+        low, high = np.searchsorted(self.indptr, (first, first + len(columns)))
+        starts[self.indptr[low:high] - first] = True
         inside = ~starts[1:-1]
-        _note(self._twice, (columns[1:] == columns[:-1]) & inside, first + 1)
-        _note(self._falls, (columns[1:] < columns[:-1]) & inside, first + 1)
+        self._note("outside", outside, first)
+        self._note("twice", (columns[1:] == columns[:-1]) & inside, first + 1)
+        self._note("falls", (columns[1:] < columns[:-1]) & inside, first + 1)
         self._ends.append((first, first + len(columns), int(columns[0]), int(columns[-1])))
 
-    def finish(self) -> None:
-        """Compare the borders of parts; after the last one."""
-        ends = sorted(self._ends)
-        for (_, stop, _, last), (start, _, first, _) in pairwise(ends):
-            place = int(np.searchsorted(self._indptr, start))
-            if start != stop or self._indptr[place] == start or first > last:
-                continue
-            (self._twice if first == last else self._falls).append(start)
+    def look_at_codes(self, first: int, data: np.ndarray) -> None:
+        """Check the codes of a run of entries of an h5chunk file."""
+        assert self.indptr is not None
+        self._note("zero", data[: max(0, int(self.indptr[-1]) - first)] == 0, first)
 
-    @property
-    def outside(self) -> int | None:
-        return min(self._outside, default=None)
+    def _note(self, kind: str, wrong: np.ndarray, first: int) -> None:
+        if wrong.any():
+            self._faults[kind].append(first + int(wrong.argmax()))
 
-    @property
-    def twice(self) -> int | None:
-        return min(self._twice, default=None)
+    def finish(self, whole: bool) -> None:
+        """Report the problems, after all chunks, or with ``whole`` false some of them, were read."""
+        if self.indptr is None:
+            return
+        if whole:
+            self._compare_borders(self.indptr)
+        name, firsts = self.prefix, {kind: min(entries) for kind, entries in self._faults.items() if entries}
+        rows = {kind: row_of(self.indptr, entry) for kind, entry in firsts.items()}
+        if "outside" in rows:
+            row, columns = rows["outside"], self._num_columns
+            self.problems.append(f"{name}: row {row} names a column outside of the {columns} that there are")
+        if "falls" in rows and not self.ours and whole and not rows.keys() & {"twice", "outside"}:
+            row_twice = find_twice(self._indices, self.indptr)
+            if row_twice is not None:
+                rows["twice"] = row_twice
+        if "twice" in rows:
+            self.problems.append(f"{name}: row {rows['twice']} names a column twice")
+        if "falls" in rows and self.ours:
+            self.problems.append(f"{name}: the columns of row {rows['falls']} do not ascend")
+        if "zero" in firsts:
+            self.problems.append(f"{name}: entry {firsts['zero']} has the code 0: codes are from 1 to 255")
 
-    @property
-    def falls(self) -> int | None:
-        return min(self._falls, default=None)
+    def _compare_borders(self, indptr: np.ndarray) -> None:
+        """Compare the last column of each run with the first one of the next, where a row goes on."""
+        for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
+            goes_on = start == stop and indptr[np.searchsorted(indptr, start)] != start
+            if goes_on and first <= last:
+                self._faults["twice" if first == last else "falls"].append(start)
 
-
-def _note(found: list[int], wrong: np.ndarray, first: int) -> None:
-    if wrong.any():
-        found.append(first + int(wrong.argmax()))
+    def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
+        """Return the rows that entries ``first`` to ``stop`` of a part lie in; None if they are not known."""
+        if self.indptr is None:
+            return None
+        if part == "indptr":
+            return max(0, first - 1), max(0, min(stop, len(self.indptr) - 1) - 1)
+        return row_of(self.indptr, first), row_of(self.indptr, stop - 1)
 
 
 def row_of(indptr: np.ndarray, entry: int) -> int:
@@ -161,115 +171,21 @@ def row_of(indptr: np.ndarray, entry: int) -> int:
 
 def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
     """Find the first row that names a column twice, with columns in any order; read through HDF5."""
-    for first, last in _row_parts(indptr):
-        start, stop = int(indptr[first]), int(indptr[last])
-        columns = indices[start:stop].astype(np.int64)
+    first, num_rows = 0, len(indptr) - 1
+    while first < num_rows:
+        last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1
+        last = min(max(last, first + 1), num_rows)
+        columns = indices[int(indptr[first]) : int(indptr[last])].astype(np.int64)
         rows = np.repeat(np.arange(first, last), np.diff(indptr[first : last + 1]))
         order = np.lexsort((columns, rows))
         columns, rows = columns[order], rows[order]
         again = (columns[1:] == columns[:-1]) & (rows[1:] == rows[:-1])
         if again.any():
             return int(rows[1:][again.argmax()])
+        first = last
     return None
 
 
-def _row_parts(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
-    first, num_rows = 0, len(indptr) - 1
-    while first < num_rows:
-        last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1
-        last = min(max(last, first + 1), num_rows)
-        yield first, last
-        first = last
-
-
-class MatrixCheck:
-    """Checker of a sparse matrix whose chunks are read.
-
-    Parameters
-    ----------
-    file : h5py.File
-    path : Path
-    prefix : str
-        Path of its group.
-    ours : bool
-        Columns then ascend in each row, and codes are 1 to 255.
-
-    Attributes
-    ----------
-    indptr : (num_rows + 1,) int64 or None
-    problems, notes : list of str
-    """
-
-    def __init__(self, file: h5py.File, path: Path, prefix: str, ours: bool) -> None:
-        self.prefix, self.ours, self._indices = prefix, ours, file[f"{prefix}/indices"]
-        self.problems: list[str] = []
-        self.notes: list[str] = []
-        self.indptr: np.ndarray | None = None
-        self.columns: ColumnLook | None = None
-        self._field: MatrixField | None = None
-        self._zeros: list[int] = []
-        try:
-            if ours:
-                read_matrix(file)
-            Guard(path).check_matrix(file, prefix)
-            self._field = look_at_matrix(file[prefix], path, prefix, None)
-            self.indptr = read_indptr(file[prefix], path, self._field)
-            self.columns = ColumnLook(self.indptr, self._field.num_columns, self._indices.dtype)
-        except FieldError as error:
-            (self.problems if ours else self.notes).append(_short(error, path))
-        except FileError as error:
-            self.problems.append(_short(error, path))
-
-    def look_at_codes(self, first: int, data: np.ndarray) -> None:
-        """Check the codes of an h5chunk file, as `ColumnLook.__call__` does columns."""
-        assert self._field is not None
-        zero = data[: max(0, self._field.num_entries - first)] == 0
-        if zero.any():
-            self._zeros.append(first + int(zero.argmax()))
-
-    def finish(self, whole: bool) -> None:
-        """Report the problems, after all chunks were read."""
-        look, indptr, name = self.columns, self.indptr, self.prefix
-        if look is None or indptr is None or self._field is None:
-            return
-        if whole:
-            look.finish()
-        if look.outside is not None:
-            row, columns = row_of(indptr, look.outside), self._field.num_columns
-            self.problems.append(f"{name}: row {row} names a column outside of the {columns} that there are")
-        if look.twice is not None:
-            self.problems.append(f"{name}: row {row_of(indptr, look.twice)} names a column twice")
-        if look.falls is not None and self.ours:
-            self.problems.append(f"{name}: the columns of row {row_of(indptr, look.falls)} do not ascend")
-        elif look.falls is not None and whole and look.twice is None and look.outside is None:
-            row_twice = find_twice(self._indices, indptr)
-            if row_twice is not None:
-                self.problems.append(f"{name}: row {row_twice} names a column twice")
-        if self._zeros:
-            self.problems.append(f"{name}: entry {min(self._zeros)} has the code 0: codes are from 1 to 255")
-
-    def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
-        """Return the rows that entries ``first`` to ``stop`` of a part lie in; None if they are not known."""
-        if self.indptr is None:
-            return None
-        if part == "indptr":
-            return max(0, first - 1), max(0, min(stop, len(self.indptr) - 1) - 1)
-        return row_of(self.indptr, first), row_of(self.indptr, stop - 1)
-
-
-def find_matrices(file: h5py.File, path: Path, names: list[str], is_csr: bool) -> dict[str, MatrixCheck]:
-    """Find the sparse matrices among datasets, by the path of their group.
-
-    Parameters
-    ----------
-    is_csr : bool
-        Whether it is an h5chunk file with a matrix, ``X``.
-    """
-    return {
-        prefix: MatrixCheck(file, path, prefix, is_csr and prefix == MATRIX) for prefix in find_matrix_groups(names)
-    }
-
-
-def _short(error: FileError, path: Path) -> str:
-    """Return the message of an error without the path."""
-    return str(error).partition(f"{path.name}: ")[2] or str(error)
+def without_path(error: Exception, path: Path) -> str:
+    """Return the message of an error without the file that it begins with."""
+    return str(error).removeprefix(f"{printable(path)}: ")

@@ -10,31 +10,31 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, printable
 from h5chunk.machine import available_cores
 from h5chunk.store.format.header import Header, read_header
 from h5chunk.store.format.matrix import CSR, MATRIX
+from h5chunk.store.format.shard_names import NUMBERED, missing_shards, shard_numbers, wrong_counts
 from h5chunk.store.format.spec import GROUP
-from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten
 from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.library import is_stored_as
 from h5chunk.store.hdf5.open import DAMAGES, opened
 from h5chunk.store.hdf5.ranges import open_descriptor
-from h5chunk.store.read.fields import MATRIX_PARTS
-from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.fields import MATRIX_PARTS, find_matrix_groups
+from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.scan import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.verify.folder import verify_folder
 from h5chunk.tools.verify.report import BadChunk, Checked, FolderReport, VerifyReport
-from h5chunk.tools.verify.tables import MatrixCheck, find_matrices, look_at_tables
+from h5chunk.tools.verify.tables import MatrixCheck, look_at_tables, without_path
 
 QUICK_CHUNKS = 32  # of each dataset
 MAX_THREADS = 8
@@ -89,7 +89,7 @@ def verify(
 
     if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
         return check(Path(path), progress)
-    return verify_folder(path, check, progress)
+    return _verify_folder(path, check, progress)
 
 
 def _verify_file(
@@ -100,201 +100,250 @@ def _verify_file(
     trusted: bool,
     progress: Progress | None,
 ) -> VerifyReport:
+    def check(say: Say) -> VerifyReport:
+        with ExitStack() as stack:
+            with limited_memory(path):
+                file = stack.enter_context(opened(path))
+                found = _FileCheck(path, quick, read_header(file))
+                found.survey(file, trusted)
+            return found.run(say)
 
-    def heard(told: tuple[str, int, int]) -> None:
-        if progress:
-            progress(*told)
-
-    found = in_child(lambda say: _check_file(path, quick, trusted, say), lambda: printable(path), heard)
-    if repair is None or not found.bad:
-        return found
+    report = in_child(check, lambda: printable(path), lambda told: progress(*told) if progress else None)
+    if repair is None or not report.bad:
+        return report
     from h5chunk.tools.verify.repair import repair_chunks
 
-    repaired, bad = repair_chunks(path, list(found.bad), repair, manifest)
-    if repaired and found.problems:  # some may be gone
-        found = _verify_file(path, quick, None, None, trusted, progress)
-    return replace(found, bad=tuple(bad), repaired=tuple(repaired))
+    repaired, bad = repair_chunks(path, list(report.bad), repair, manifest)
+    if repaired and report.problems:  # some may be gone
+        report = _verify_file(path, quick, None, None, trusted, progress)
+    return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
 
-def _check_file(path: Path, quick: bool, trusted: bool, say: Callable[[tuple[str, int, int]], None]) -> VerifyReport:
+def _verify_folder(
+    path: Paths,
+    check: Callable[[Path, Progress | None], VerifyReport],
+    progress: Progress | None = None,
+) -> FolderReport:
+    """Check all files of a folder."""
     started = time.perf_counter()
-    with ExitStack() as stack:
-        with limited_memory(path):
-            file = stack.enter_context(opened(path))
-            job = _survey(file, path, trusted, quick)
-        read_bytes = _check_all(job, say)
-        for matrix in job.matrices.values():
-            matrix.finish(not quick)
-            job.problems += matrix.problems
-            job.notes += matrix.notes
-        bad = sorted(job.bad, key=lambda each: (job.numbers[each.field], each.chunk))
-        header = job.header
-    return VerifyReport(
-        path=str(path),
-        num_bytes=path.stat().st_size,
-        by_h5chunk=header is not None,
-        quick=quick,
-        fields=tuple(job.checked()),
-        bad=tuple(bad),
-        problems=tuple(job.problems),
-        notes=tuple(job.notes),
-        seconds=time.perf_counter() - started,
-        read_bytes=read_bytes,
-    )
+    files = list_files(path)
+    name = Path(path) if isinstance(path, (str, os.PathLike)) else files[0].parent
+    sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+    reports, done = [], 0
+    for file, size in zip(files, sizes, strict=True):
+        reports.append(_check_one(file, check, _of_all(progress, done, sum(sizes))))
+        done += size
+    names = [file.name for file in files]
+    missing = tuple(missing_shards(names))
+    whole = [file for file, report in zip(files, reports, strict=True) if report.ok]
+    problems = [*wrong_counts(names), *_renamed(whole)]
+    if not missing and len(whole) == len(files):
+        problems += _disagreements(files)
+    return FolderReport(str(name), tuple(reports), missing, tuple(problems), time.perf_counter() - started)
 
 
-@dataclass
-class _Job:
-    """The datasets to check, and the results."""
-
-    path: Path
-    header: Header | None
-    datasets: list[tuple[CheckedDataset, np.ndarray]] = field(default_factory=list)
-    matrices: dict[str, MatrixCheck] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    bad: list[BadChunk] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        return {each.name: number for number, (each, _) in enumerate(self.datasets)}
-
-    def checked(self) -> Iterator[Checked]:
-        """Yield how each dataset was checked."""
-        for each, chunks in self.datasets:
-            pattern = self.header is not None and each.name == f"{MATRIX}/data"  # ones that are never written
-            unwritten = (0, "") if pattern or each.by == CHECKSUM else (each.num_unwritten, each.reads_as)
-            yield Checked(each.name, max(len(each.written), len(chunks)), len(chunks), each.by, *unwritten)
+def _of_all(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """Return the progress of one file as that of all."""
+    if progress is None:
+        return None
+    return lambda stage, done, _: progress(stage, before + done, total)
 
 
-def _survey(file: h5py.File, path: Path, trusted: bool, quick: bool) -> _Job:
-    """Check the structure of a file, and list the datasets to read."""
-    job = _Job(path, read_header(file))
-    guard = Guard(path, trusted)
-    found: dict[str, h5py.Dataset] = {}
-    sparse: dict[str, h5py.Dataset] = {}  # hardly ever written: readers refuse them, but what is there can be checked
-    for name, item in guard.walk(file):
-        if isinstance(item, FieldError):
-            _refuse(job, item)
+def _check_one(
+    file: Path, check: Callable[[Path, Progress | None], VerifyReport], progress: Progress | None
+) -> VerifyReport:
+    """Check one file; an error that keeps it from being opened becomes its problem."""
+    try:
+        return check(file, progress)
+    except FileError as error:
+        problem, num_bytes = without_path(error, file), file.stat().st_size if file.exists() else 0
+        return VerifyReport(str(file), num_bytes, False, False, (), (), (problem,), (), seconds=0.0, read_bytes=0)
+
+
+def _renamed(files: list[Path]) -> Iterator[str]:
+    """Yield messages about shards of which the header names another number or count than their file does."""
+    for file in files:
+        match = NUMBERED.fullmatch(file.name)
+        if match is None:
             continue
         try:
-            if not (job.header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
-                guard.check_field(item, name)
-            if not same_file(item, file):
-                job.notes.append(f"{name!r} lies in another file: check that one")
+            with opened(file) as shard:
+                header = read_header(shard)
+            options = header.options if header is not None else {}
+            number, count = int(options["shard"]), int(options["shards"])
+        except (H5ChunkError, ValueError, KeyError, TypeError):
+            continue
+        if (number, count) != (int(match[2]), int(match[3])):
+            yield f"{printable(file.name)} says of itself that it is shard {number} of {count}: it was renamed"
+
+
+def _disagreements(files: list[Path]) -> Iterator[str]:
+    """Yield the reasons why the shards of a set cannot be read as one."""
+    for name, count in sorted(shard_numbers([file.name for file in files])):
+        matches = [(file, NUMBERED.fullmatch(file.name)) for file in files]
+        shards = [file for file, match in matches if match and (match[1], int(match[3])) == (name, count)]
+        if len(shards) < 2:
+            continue
+        try:
+            open_reader(shards).close()
+        except H5ChunkError as error:
+            yield f"its shards cannot be read as one: {error}"
+
+
+class _FileCheck:
+    """The datasets of a file that are to be checked, and the results."""
+
+    def __init__(self, path: Path, quick: bool, header: Header | None) -> None:
+        self._started = time.perf_counter()
+        self._path, self._quick, self._header = path, quick, header
+        self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # and the chunks to read
+        self._matrices: dict[str, MatrixCheck] = {}
+        self._problems: list[str] = []
+        self._notes: list[str] = []
+
+    def survey(self, file: h5py.File, trusted: bool) -> None:
+        """Check the structure of the file, and list the datasets to read."""
+        header, guard = self._header, Guard(self._path, trusted)
+        found: dict[str, h5py.Dataset] = {}
+        sparse: dict[str, h5py.Dataset] = {}  # hardly ever written: readers refuse them, but what is there can be read
+        for name, item in guard.walk(file):
+            if isinstance(item, FieldError):
+                self._refuse(item)
                 continue
-            found[name] = item
-        except FileError as error:
-            _refuse(job, error)
-            if isinstance(error, UnsupportedError) and count_unwritten(item):
-                sparse[name] = item
-    names = sorted(found)
-    is_csr = job.header is not None and job.header.kind == CSR
-    if job.header is not None:
-        job.problems += _whole(look_at_tables(file, job.header, names))
-    data = [name for name in names if job.header is None or not name.startswith(f"{GROUP}/")]
-    job.matrices = find_matrices(file, path, data, is_csr)
-    for name in sorted([*data, *sparse]):
-        _add(job, {**found, **sparse}, name, quick)
-    if job.header is not None:
-        lost = [name[len(CHECKSUMS) :] for name in names if name.startswith(CHECKSUMS)]
-        job.problems += [f"there are checksums of {name!r}, but no such dataset" for name in lost if name not in found]
-    return job
+            try:
+                if not (header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
+                    guard.check_field(item, name)
+                if not same_file(item, file):
+                    self._notes.append(f"{name!r} lies in another file: check that one")
+                    continue
+                found[name] = item
+            except FileError as error:
+                self._refuse(error)
+                if isinstance(error, UnsupportedError) and count_unwritten(item):
+                    sparse[name] = item
+        names = sorted(found)
+        if header is not None:
+            try:
+                for problem in look_at_tables(file, header, names):
+                    self._problems.append(problem)  # those before an error stay
+            except DAMAGES as error:
+                self._problems.append(f"the group /{GROUP} cannot be read: {error}")
+        data = [name for name in names if header is None or not name.startswith(f"{GROUP}/")]
+        is_csr = header is not None and header.kind == CSR
+        for prefix in find_matrix_groups(data):
+            self._matrices[prefix] = MatrixCheck(file, self._path, prefix, is_csr and prefix == MATRIX)
+        for name in sorted([*data, *sparse]):
+            self._add({**found, **sparse}, name)
+        if header is not None:
+            lost = [name[len(CHECKSUMS) :] for name in names if name.startswith(CHECKSUMS)]
+            lost = [name for name in lost if name not in found]
+            self._problems += [f"there are checksums of {name!r}, but no such dataset" for name in lost]
 
+    def _refuse(self, error: FileError) -> None:
+        unread = isinstance(error, (TrustError, UnsupportedError))
+        (self._notes if unread else self._problems).append(without_path(error, self._path))
 
-def _whole(problems: Iterator[str]) -> list[str]:
-    """List all problems; tables that HDF5 cannot read are one more."""
-    found = []
-    try:
-        for each in problems:
-            found.append(each)
-    except DAMAGES as error:
-        found.append(f"the group /{GROUP} cannot be read: {error}")
-    return found
+    def _add(self, found: dict[str, h5py.Dataset], name: str) -> None:
+        """Add a dataset, with its checksums."""
+        dataset = found[name]
+        if dataset.is_virtual or (dataset.chunks is None and dataset.external):
+            self._notes.append(f"{name!r} has its values in other files: check those")
+            return
+        try:
+            look = self._look_at(dataset, name)
+            expected = self._read_checksums(found, name)
+            checked = CheckedDataset(self._path, dataset, expected, look)
+            if checked.unlisted:
+                said = self._notes if expected is None else self._problems
+                said.append(f"{name!r} is not checked: {checked.unlisted}")
+                if not checked.num_unwritten:
+                    return
+            if expected is not None and len(expected) != checked.num_chunks:
+                self._problems.append(f"{name!r} has {checked.num_chunks} chunks but {len(expected)} checksums")
+                checked = CheckedDataset(self._path, dataset, None, look)
+        except DAMAGES as error:
+            self._problems.append(without_path(error, self._path))
+            return
+        chunks = np.arange(checked.num_chunks) if expected is not None else checked.written
+        if self._quick and len(chunks) > QUICK_CHUNKS:
+            chunks = chunks[np.unique(np.linspace(0, len(chunks) - 1, QUICK_CHUNKS).astype(np.int64))]
+            shown = ", ".join(map(str, chunks[:3]))
+            self._notes.append(
+                f"{name!r}: of {checked.num_chunks:,} chunks, {len(chunks)} were read: {shown}, ..., {chunks[-1]}"
+            )
+        self._datasets.append((checked, chunks))
 
+    def _look_at(self, dataset: h5py.Dataset, name: str) -> Look | None:
+        """Return what looks at the values of a dataset, if it is part of a matrix."""
+        prefix, _, part = name.rpartition("/")
+        matrix = self._matrices.get(prefix)
+        if matrix is None or matrix.indptr is None or not is_stored_as(dataset, dataset.dtype):
+            return None
+        if part == "indices":
+            return matrix.look_at_columns
+        return matrix.look_at_codes if part == "data" and matrix.ours else None
 
-def _refuse(job: _Job, error: FileError) -> None:
-    what = str(error).removeprefix(f"{printable(job.path)}: ")
-    (job.notes if isinstance(error, (TrustError, UnsupportedError)) else job.problems).append(what)
+    def _read_checksums(self, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
+        table = found.get(f"{CHECKSUMS}{name}")
+        if self._header is None:
+            return None
+        if table is None:
+            if found[name].size and found[name].id.get_storage_size():  # what was never written has no checksums
+                is_field = name in OURS or name in self._header.fields
+                (self._problems if is_field else self._notes).append(f"{name!r} has no checksums")
+            return None
+        if table.ndim != 1 or table.dtype != np.uint32:
+            self._problems.append(f"the checksums of {name!r} are {table.dtype} {table.shape}, not a list of uint32")
+            return None
+        values: np.ndarray = table[()]
+        return values
 
-
-def _add(job: _Job, found: dict[str, h5py.Dataset], name: str, quick: bool) -> None:
-    """Add a dataset, with its checksums."""
-    dataset = found[name]
-    if dataset.is_virtual or (dataset.chunks is None and dataset.external):
-        job.notes.append(f"{name!r} has its values in other files: check those")
-        return
-    prefix, _, part = name.rpartition("/")
-    matrix = job.matrices.get(prefix)
-    try:
-        expected = _checksums(job, found, name)
-        each = CheckedDataset(job.path, dataset, expected, _look(matrix, part, dataset))
-        if each.unlisted:
-            said = job.notes if expected is None else job.problems
-            said.append(f"{name!r} is not checked: {each.unlisted}")
-            if not each.num_unwritten:
-                return
-        if expected is not None and len(expected) != each.num_chunks:
-            job.problems.append(f"{name!r} has {each.num_chunks} chunks but {len(expected)} checksums")
-            each = CheckedDataset(job.path, dataset, None, _look(matrix, part, dataset))
-    except DAMAGES as error:
-        job.problems.append(str(error).removeprefix(f"{printable(job.path)}: "))
-        return
-    chunks = np.arange(each.num_chunks) if expected is not None else each.written
-    if quick and len(chunks) > QUICK_CHUNKS:
-        chunks = chunks[np.unique(np.linspace(0, len(chunks) - 1, QUICK_CHUNKS).astype(np.int64))]
-        shown = ", ".join(map(str, chunks[:3]))
-        job.notes.append(
-            f"{name!r}: of {each.num_chunks:,} chunks, {len(chunks)} were read: {shown}, ..., {chunks[-1]}"
-        )
-    job.datasets.append((each, chunks))
-
-
-def _checksums(job: _Job, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
-    table = found.get(f"{CHECKSUMS}{name}")
-    if job.header is None:
-        return None
-    if table is None:
-        if found[name].size and found[name].id.get_storage_size():  # where nothing was written, nothing has a checksum
-            is_field = name in OURS or name in job.header.fields
-            (job.problems if is_field else job.notes).append(f"{name!r} has no checksums")
-        return None
-    if table.ndim != 1 or table.dtype != np.uint32:
-        job.problems.append(f"the checksums of {name!r} are {table.dtype} {table.shape}, not a list of uint32")
-        return None
-    values: np.ndarray = table[()]
-    return values
-
-
-def _look(matrix: MatrixCheck | None, part: str, dataset: h5py.Dataset) -> Look | None:
-    if matrix is None or matrix.columns is None or not is_stored_as(dataset, dataset.dtype):
-        return None
-    return matrix.columns if part == "indices" else matrix.look_at_codes if part == "data" and matrix.ours else None
-
-
-def _check_all(job: _Job, say: Callable[[tuple[str, int, int]], None]) -> int:
-    """Read and check all datasets; return the bytes."""
-    total = sum(int(each.table.sizes[chunks].sum()) for each, chunks in job.datasets)
-    done = 0
-    descriptor = open_descriptor(job.path)
-    try:
-        for each, chunks in job.datasets:
-            say(("verify", done, total))
-            threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // each.thread_bytes()))
-            for came in check_parts(each.parts(chunks), descriptor, threads):
-                done += came.num_bytes
-                job.bad += [_bad(job, each, damage) for damage in came.damages]
+    def run(self, say: Say) -> VerifyReport:
+        """Read and check all datasets."""
+        total = sum(int(checked.table.sizes[chunks].sum()) for checked, chunks in self._datasets)
+        done, bad = 0, []
+        descriptor = open_descriptor(self._path)
+        try:
+            for checked, chunks in self._datasets:
                 say(("verify", done, total))
-    finally:
-        os.close(descriptor)
-    return done
+                threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // checked.thread_bytes()))
+                damages: list[Damage] = []
+                for came in check_parts(checked.parts(chunks), descriptor, threads):
+                    done += came.num_bytes
+                    damages += came.damages
+                    say(("verify", done, total))
+                bad += [self._describe(checked, damage) for damage in sorted(damages, key=lambda each: each.chunk)]
+        finally:
+            os.close(descriptor)
+        for matrix in self._matrices.values():
+            matrix.finish(not self._quick)
+            self._problems += matrix.problems
+            self._notes += matrix.notes
+        return VerifyReport(
+            path=str(self._path),
+            num_bytes=self._path.stat().st_size,
+            by_h5chunk=self._header is not None,
+            quick=self._quick,
+            fields=tuple(self._how_checked()),
+            bad=tuple(bad),
+            problems=tuple(self._problems),
+            notes=tuple(self._notes),
+            seconds=time.perf_counter() - self._started,
+            read_bytes=done,
+        )
 
+    def _how_checked(self) -> Iterator[Checked]:
+        for checked, chunks in self._datasets:
+            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones that are never written
+            known = pattern or checked.by == CHECKSUM
+            unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
+            yield Checked(checked.name, max(len(checked.written), len(chunks)), len(chunks), checked.by, *unwritten)
 
-def _bad(job: _Job, each: CheckedDataset, damage: Damage) -> BadChunk:
-    prefix, _, part = each.name.rpartition("/")
-    matrix = job.matrices.get(prefix)
-    first, last = each.table.rows(damage.chunk)
-    if matrix is not None and part in MATRIX_PARTS:
-        first, last = matrix.rows(part, first, last + 1) or (first, last)
-    offset, num_bytes = each.place(damage.chunk)
-    return BadChunk(each.name, damage.chunk, first, last, offset, num_bytes, damage.what, damage.expected, damage.found)
+    def _describe(self, checked: CheckedDataset, damage: Damage) -> BadChunk:
+        prefix, _, part = checked.name.rpartition("/")
+        matrix = self._matrices.get(prefix)
+        first, last = checked.table.rows(damage.chunk)
+        if matrix is not None and part in MATRIX_PARTS:
+            first, last = matrix.rows(part, first, last + 1) or (first, last)
+        place = checked.place(damage.chunk)
+        return BadChunk(checked.name, damage.chunk, first, last, *place, damage.what, damage.expected, damage.found)
