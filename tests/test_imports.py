@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "tools.progress": set(),
     "tools.model": {"plan", "errors"},
     "tools.measure": {"tools.model", "tools.progress", "plan", *STORE, "feed", *GROUND, "__init__"},
-    "tools": {"source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
+    "tools": {"native", "source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
     "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},
     "__main__": {"cli"},

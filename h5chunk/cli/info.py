@@ -13,17 +13,19 @@ from h5chunk.cli.output import show
 EXAMPLES = {
     "Describe a file": "h5chunk info photos.h5",
     "Describe several files that are read as one": "h5chunk info 'shards/*.h5'",
+    "Describe this machine": "h5chunk info --json",
 }
 
 
 @main.command(examples=EXAMPLES)
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(), required=False)
 @shared.trusted
 @shared.as_json
-def info(file: str, as_json: bool, **options: Any) -> None:
+def info(file: str | None, as_json: bool, **options: Any) -> None:
     """Describe any HDF5 FILE, and whether its samples lie well for training.
 
     For a folder, or a quoted pattern such as 'shards/*.h5', describe its files and whether they read as one data set.
+    Without FILE, describe what this process may use of the machine: cores, memory, threads, device and versions.
     """
     from h5chunk.tools.info.info import info as run
 

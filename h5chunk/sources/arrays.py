@@ -86,7 +86,7 @@ class ArraySource(Samples):
         }
         self.options = {"fields": list(self._arrays)}
         if path is None:
-            self.notes = ["arrays given in Python have no date: a conversion that is stopped starts anew"]
+            self.notes = ["whether arrays in Python have changed is unknown: a conversion that is stopped starts anew"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:

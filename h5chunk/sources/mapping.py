@@ -47,7 +47,7 @@ class MappingSource(Samples):
         has_images = any(field.axes for field in self.fields.values())
         self.options = {**(decoding.recorded() if has_images else {}), "fields": order}
         self.categories = _class_names(dataset, self.fields)
-        self.notes = ["a data set in Python has no date: a conversion that is stopped starts anew"]
+        self.notes = ["whether a data set in Python has changed is unknown: a conversion that is stopped starts anew"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:

@@ -126,7 +126,7 @@ def test_damaged(tmp_path, indptr, num_indices, num_values, message):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({}, "no matrix of compressed rows \\(it does not say so\\): pack it with h5chunk convert"),
+        ({}, "no matrix of compressed rows \\(it does not say so\\): h5chunk convert makes one"),
         ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "it says 'csc_matrix'"),
         ({"encoding-type": "csr_matrix"}, "damaged: it has no shape of two numbers"),
         ({"encoding-type": "csr_matrix", "shape": [2, 0]}, "its shape is 2 x 0"),

@@ -316,7 +316,11 @@ def test_truncated(tmp_path, keep):
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     [
-        (None, FieldError, "has no dataset 'images'; it has .*numbers.*: name those to read with fields="),
+        (
+            None,
+            FieldError,
+            "has no dataset 'images'; it has .*numbers.*: name those to read: ChunkDataset\\(path, fields=",
+        ),
         ({"x": "nothing"}, FieldError, "has no dataset 'nothing'; it has .*group/inner"),
         ({"x": "group/nothing"}, FieldError, "has no dataset 'group/nothing'"),
         ({"x": "numbers/inner"}, FieldError, "numbers/inner"),

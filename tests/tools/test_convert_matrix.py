@@ -671,7 +671,12 @@ def test_info(tmp_path: Path) -> None:
     assert found.value_range == (dense[dense > 0].min(), dense.max()) and found.scale == 2
     assert found.density == np.count_nonzero(dense) / dense.size
     text = cli("info", tmp_path / "x.h5").stdout
-    assert "matrix 300 x 40" in text and "part of the matrix" in text and "values codes / 2, from 0.5 to" in text
+    assert (
+        "matrix 300 x 40" in text
+        and "part of the matrix" in text
+        and "values from 0.5 to " in text
+        and ", stored times 2, " in text
+    )
     assert json.loads(cli("info", tmp_path / "x.h5", "--json").stdout)["matrices"][0]["kind"] == "csr"
     run(source, tmp_path / "y.h5", dense=True)
     assert "matrix 300 x 40, dense rows" in cli("info", tmp_path / "y.h5").stdout

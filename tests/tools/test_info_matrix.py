@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from support.commands import run
 from support.matrices import random_matrix, write
 from support.matrix_files import write_h5ad
 
@@ -31,7 +33,7 @@ def test_a_matrix_of_anndata(tmp_path: Path) -> None:
     x, columns, more = found.matrices
     assert (x.num_rows, x.num_columns, x.num_entries, x.dtype) == (40, 30, matrix.nnz, "float32")
     assert f"h5chunk.ChunkLoader({str(path)!r}, batch_size);" in x.verdict
-    assert columns.num_rows is None and "'csc_matrix'): pack it with h5chunk convert" in columns.verdict
+    assert columns.num_rows is None and "no matrix of compressed rows (it says 'csc_matrix')" in columns.verdict
     assert f"sparse matrix 'X': 40 x 30, {matrix.nnz} entries, values float32" in str(found)
     verdicts = {each.name: each.verdict for each in found.datasets}
     assert "part of the matrix" in verdicts["X/indptr"] and "part of the matrix" in verdicts["layers/more/data"]
@@ -39,6 +41,39 @@ def test_a_matrix_of_anndata(tmp_path: Path) -> None:
         code = each.verdict.partition(":")[2].partition(";")[0].strip().replace("batch_size", "40, shuffle=False")
         ((rows,),) = eval(code, {"h5chunk": h5chunk})
         np.testing.assert_array_equal(rows.numpy(), matrix.toarray())
+    for each in (x, columns, more):
+        command = re.search(r"h5chunk (convert \S+) NEW.h5(.*) makes", each.verdict)
+        assert command is not None
+        words, path = " ".join(command.groups()).split(), tmp_path / f"{each.name.replace('/', '-')}.h5"
+        result = run(*words[:2], path, *words[2:], "--binarize", 0.001)
+        assert result.exit_code == 0 and len(h5chunk.ChunkDataset(path)) == 40, result.stderr
+
+
+def test_commands_are_recommended_for_files_on_which_they_work(tmp_path: Path) -> None:
+    path = tmp_path / "plain.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("bad", data=np.arange(600.0).reshape(20, 30), chunks=(20, 3))
+        file.create_dataset("good", data=np.zeros((20, 300)), chunks=(10, 300))
+    text = str(look(path))
+    assert text.count("with its default cache") == 1 and "bad: each sample touches 10 chunks" in text
+    (command,) = re.findall(r"h5chunk (repack \S+) NEW.h5 (--fields \w+) gives it", text)
+    words = " ".join(command).split()
+    assert run(*words[:2], tmp_path / "new.h5", *words[2:]).exit_code == 0
+    assert "bad" not in [each.verdict[:3] for each in look(tmp_path / "new.h5").datasets]
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": (2, 3)})
+        for name, values in {"indptr": [0, 1, 2], "indices": [0, 2], "data": [1.0, 2.0]}.items():
+            group[name] = values
+    (matrix,) = look(path).matrices
+    assert "h5chunk.ChunkLoader(" in matrix.verdict and "h5chunk convert" not in matrix.verdict
+
+
+def test_the_machine_is_described() -> None:
+    found = json.loads(run("info", "--json").stdout)
+    assert found["num_cores"] >= 1 and found["available_bytes"] > 0
+    assert {"native_threads", "device"} <= found.keys() and {"h5py", "hdf5", "torch"} <= found["versions"].keys()
+    assert "cores " in run("info").stdout
 
 
 def test_what_only_looks_like_one(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
     datasets = [name for name, item in Guard(path).walk(file) if isinstance(item, h5py.Dataset) and _has_samples(item)]
     datasets = sorted(name for name in datasets if not name.startswith(f"{GROUP}/"))
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
-    remedy = "name those to read with fields={'name': 'dataset'}"
+    remedy = "name those to read: ChunkDataset(path, fields=[...])"
     return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
 
 
@@ -239,7 +239,8 @@ def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
     kind = next((each[0] for each in words if len(each) == 1), "")
     if kind not in ("csr_matrix", "csr"):
         said = f"it says {kind!r}" if kind else "it does not say so"
-        raise FieldError(f"{where} is no matrix of compressed rows ({said}): pack it with h5chunk convert")
+        remedy = "h5chunk convert makes one of .h5ad and 10x files"
+        raise FieldError(f"{where} is no matrix of compressed rows ({said}): {remedy}")
     try:
         rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))
     except (TypeError, ValueError, OverflowError):

@@ -18,23 +18,14 @@ class ConvertPlan(Report):
 
     Attributes
     ----------
-    source_kind : str
-    num_samples : int
     sample_shape : tuple of int
         Of the largest field.
-    layout : Layout
-    fields : dict of str to str
-        dtype of each field, in the order of batches.
-    shapes : dict of str to tuple of int
-        Shape of one sample of each field.
-    num_bytes : int
-        Of the output.
-    free_bytes : int
-        On its disk.
+    fields, shapes : dict
+        dtype of each field, in the order of batches, and shape of one sample.
+    num_bytes, free_bytes : int
+        Of the output, and on its disk.
     estimated_s : float
         From reading a few samples now.
-    num_workers : int
-    class_names, ignored, notes : list of str
     already_complete : bool
         The same command has made the output already, and would do nothing.
     """
@@ -90,15 +81,12 @@ class ConvertReport(Report):
 
     Attributes
     ----------
-    path : str
-    source_kind : str
     num_samples, num_bytes : int
-        In the file; bytes of the whole file.
+        In the file; bytes of the whole file, or of all shards.
     sample_shape : tuple of int
         Of the largest field.
     fields : list of str
         In the order of batches.
-    chunk_samples : int
     seconds : float
         From the first look at the source until the file was on disk under its name.
     modes : dict of str to int
@@ -106,9 +94,7 @@ class ConvertReport(Report):
     applied : dict of str to int
         Images that were ``rotated``, ``resized``, or cut to their ``first frame``.
     skipped : list of (name, reason)
-    skipped_list : str or None
-        The file that holds that list.
-    ignored, class_names, notes : list of str
+        Which the file ``skipped_list`` holds too.
     already_complete : bool
         The same command had made the file before, and nothing was done; ``modes`` and ``applied`` are not known then.
     """
@@ -150,18 +136,14 @@ class AppendPlan(Report):
 
     Attributes
     ----------
-    path : str
     num_old, num_new : int
         Samples in the file, and in the source.
-    num_bytes : int
-        Of the new file, which takes the place of the old one when it is complete.
-    free_bytes : int
-        On its disk.
+    num_bytes, free_bytes : int
+        Of the new file, which takes the place of the old one when it is complete, and on its disk.
     estimated_s : float
         Of reading the source.
     new_classes : list of str
         Those that the file does not have yet.
-    notes : list of str
     """
 
     path: str
@@ -189,7 +171,6 @@ class AppendReport(Report):
 
     Attributes
     ----------
-    path : str
     num_added, num_samples : int
         New ones, and all that are in the file now.
     num_bytes : int
@@ -198,13 +179,10 @@ class AppendReport(Report):
         From the first look at the file until the new one was on disk under its name.
     counts : dict of str to int
         What the source noted of the new samples: for images, the mode they came in and what was applied.
-    new_classes, class_names : list of str
     skipped : list of (name, reason)
-    skipped_list : str or None
-        The file that holds that list, with those of before.
+        Which the file ``skipped_list`` holds too, behind those of before.
     ignored : list of str
-        What lies in the source and is not packed.
-    notes : list of str
+        What lies in the source and is not used.
     already_complete : bool
         The same command had appended the samples before, and nothing was done; ``counts`` are not known then.
     """
@@ -241,24 +219,18 @@ class MatrixPlan(Report):
 
     Attributes
     ----------
-    source_kind : str
     num_rows, num_columns : int or None
         None where only reading all of the source tells.
     num_entries : int
-        About, from the size of the source.
-    whole : bool
-        Whether all of the source was read for this, so that the entries are those.
+        About, from the size of the source, unless ``whole`` says that all of it was read for this.
     fields : dict of str to str
         dtype of each field.
-    num_bytes : int
-        Of the output, about.
-    temporary_bytes : int
-        Beside it while it is made, about; 0 where all fits in memory.
+    num_bytes, temporary_bytes : int
+        About: of the output, and beside it while it is made; 0 where all fits in memory.
     free_bytes : int
         On the disk of the output.
     memory_bytes : int
         What was allowed.
-    estimated_s : float
     axes : (str, str)
         What the rows, which are the samples, and the columns are in the source.
     duplicates : str
@@ -305,18 +277,15 @@ class MatrixReport(Report):
 
     Attributes
     ----------
-    path : str
-    source_kind : str
     kind : {"csr", "dense"}
-    num_rows, num_columns, num_bytes : int
-        In the file; bytes of the whole file.
     num_entries : int or None
         None where the file does not say: of dense rows that were complete before.
+    num_bytes : int
+        Of the whole file.
     scale : float
         A value is its code over this.
     pattern : bool
         All values are one.
-    chunk_samples : int
     seconds : float
         From the first look at the source until the file was on disk under its name.
     counts : dict of str to int
@@ -324,7 +293,6 @@ class MatrixReport(Report):
         is 0.
     num_ranges : int
         Parts that were sorted one after the other, as memory did not suffice for all; 1 where it did.
-    fields : list of str
     axes : (str, str)
         What the rows, which are the samples, and the columns are in the source.
     already_complete : bool

@@ -1,4 +1,4 @@
-"""Describe the contents of HDF5 files, and what reading single random samples from them costs."""
+"""Describe the contents of HDF5 files, and how well their samples lie for training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 import h5py
 
+from h5chunk import native
 from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.source import shape_text
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.matrix import MATRIX
 from h5chunk.store.format.spec import GROUP
@@ -21,51 +24,44 @@ from h5chunk.store.hdf5.library import partial_chunks_are_plain
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files, open_reader
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.info.matrix import describe_matrix, find_matrices
-from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo
+from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, MachineInfo
+from h5chunk.tools.measure.machine import available_bytes, cuda_device, library_versions
 
-_LAYOUTS = {
+LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
     h5py.h5d.CHUNKED: "chunked",
     h5py.h5d.VIRTUAL: "virtual",
 }
-_OF_MATRIX = "part of the matrix: a run of rows is a run of bytes of each part"
 
 
-def info(path: Paths, *, trusted: bool = False) -> FileInfo | FolderInfo:
-    """Describe all datasets of a file, without reading their data.
+def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | FolderInfo | MachineInfo:
+    """Describe all datasets of a file, without reading their data; or the machine.
 
     Only of the sparse matrix in an h5chunk file are the lengths of rows and the values read.
 
     Parameters
     ----------
-    path : path or sequence of paths
-        Several files, named as for `ChunkDataset`, are also checked for being one data set.
+    path : path or sequence of paths, optional
+        Several files, named as for `ChunkDataset`, are also checked for being one data set. Default: what this process
+        may use of its machine is described.
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
 
     Returns
     -------
-    FileInfo, or FolderInfo of a folder, a pattern or a list
+    FileInfo, FolderInfo of a folder, a pattern or a list, or MachineInfo
 
     Raises
     ------
     FileError
         It is missing, not HDF5, or cut short; or there is no file in the folder.
     """
+    if path is None:
+        return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
     if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
         return _info_file(Path(path), trusted)
-    return _info_folder(path, trusted)
-
-
-def _info_file(path: Path, trusted: bool) -> FileInfo:
-    return in_child(lambda _: _look_at_file(path, trusted), lambda: printable(path))
-
-
-def _info_folder(path: Paths, trusted: bool) -> FolderInfo:
-    """Describe files, one by one and together."""
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):
@@ -84,20 +80,21 @@ def _together(path: Paths, trusted: bool) -> dict[str, Any]:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
         return {"why_not": str(error)}
+    fields = []
+    for name, field in reader.fields.items():
+        kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
+        fields.append(f"{name} ({f'{kind} {shape_text(field.sample_shape)}'.strip()})")
     return {
         "num_samples": tuple(each.num_samples for each in reader.readers),
-        "fields": tuple(_field_text(reader, name) for name in reader.fields),
+        "fields": tuple(fields),
         "class_names": reader.header.class_names if reader.header else (),
         "chunk_samples": tuple(each.chunk_samples for each in reader.readers),
         "is_shuffled": bool(reader.header and reader.header.shuffled),
     }
 
 
-def _field_text(reader: H5Reader, name: str) -> str:
-    field = reader.fields[name]
-    shape = " x ".join(map(str, field.sample_shape))
-    kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
-    return f"{name} ({f'{kind} {shape}'.strip()})"
+def _info_file(path: Path, trusted: bool) -> FileInfo:
+    return in_child(lambda _: _look_at_file(path, trusted), lambda: printable(path))
 
 
 def _look_at_file(path: Path, trusted: bool) -> FileInfo:
@@ -133,8 +130,7 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
         try:
             if isinstance(item, FieldError):
                 raise item
-            pattern = name == f"{MATRIX}/data" and by_h5chunk
-            if not pattern:  # which claims ones that are stored nowhere
+            if not (by_h5chunk and name == f"{MATRIX}/data"):  # a pattern claims ones that are stored nowhere
                 guard.check_field(item, name)
             found.append(item)
         except FileError as error:
@@ -148,13 +144,13 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) 
     grid = ChunkGrid(tuple(dataset.shape or ()), dataset.chunks, dataset.dtype.itemsize, bool(numbers))
     usable = bool(grid.shape)
     cached = usable and grid.chunk_bytes <= cache.nbytes
-    amplification = grid.amplification(cached) if usable else 1.0
     num_unwritten = count_unwritten(dataset)
+    reads = grid.reads_per_sample(cached) if usable else 0
     return DatasetInfo(
         name=dataset.name.lstrip("/"),
         shape=grid.shape,
         dtype=str(dataset.dtype),
-        layout=_LAYOUTS.get(properties.get_layout(), "unknown"),
+        layout=LAYOUTS.get(properties.get_layout(), "unknown"),
         chunks=grid.chunks,
         filters=[KNOWN_FILTERS.get(number, f"filter {number}") for number in numbers],
         edges_unfiltered=bool(numbers and partial_chunks_are_plain(properties)),
@@ -163,36 +159,27 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) 
         chunk_bytes=grid.chunk_bytes,
         sample_bytes=grid.sample_bytes,
         chunks_per_sample=grid.chunks_per_sample if usable else 0,
-        reads_per_sample=grid.reads_per_sample(cached) if usable else 0,
-        amplification=amplification,
-        verdict=_OF_MATRIX if _is_part(dataset, matrices) else _verdict(dataset, grid, amplification, cached),
+        reads_per_sample=reads,
+        amplification=grid.amplification(cached) if usable else 1.0,
+        verdict=_verdict(dataset, grid, reads, matrices),
         num_unwritten=num_unwritten,
         reads_as=unwritten_value(dataset) if num_unwritten else "",
     )
 
 
-def _is_part(dataset: h5py.Dataset, matrices: list[str]) -> bool:
-    return dataset.name.lstrip("/").rpartition("/")[0] in matrices
-
-
-def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, amplification: float, cached: bool) -> str:
+def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[str]) -> str:
+    if dataset.name.lstrip("/").rpartition("/")[0] in matrices:
+        return "part of the matrix"
     if not grid.shape:
         return "a single value: no samples along a first axis"
     if dataset.dtype.kind not in "biufS":
         return f"of type {dataset.dtype}: cannot be a field for training (numbers and fixed-length strings can)"
     if 0 in grid.shape:
         return "empty"
-    single = f"a single random sample, with h5py's default cache, reads {amplification:,.1f} x its bytes"
     if dataset.is_virtual:
         return "a view of other files: look at those"
     if grid.chunks is None:
-        return f"good: each sample is one run of bytes; {single}"
+        return "good: each sample is one run of bytes"
     if grid.chunks_per_sample > 1:
-        whole = "(k, " + ", ".join(map(str, grid.shape[1:])) + ")"
-        return (
-            f"bad: each sample touches {grid.chunks_per_sample:,} chunks in {grid.reads_per_sample(cached):,} reads; "
-            f"{single}: rewrite it with chunks={whole}"
-        )
-    if amplification == 1.0:
-        return f"good: whole samples in each chunk; {single}"
-    return f"good chunk by chunk (ChunkSampler reads each chunk once), but {single}"
+        return f"bad: each sample touches {grid.chunks_per_sample:,} chunks in {reads:,} reads"
+    return "good: whole samples in each chunk"

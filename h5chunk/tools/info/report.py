@@ -1,4 +1,4 @@
-"""Reports on the contents of HDF5 files: for people (``str``) and for programs (``to_json``)."""
+"""Reports on the contents of HDF5 files and on the machine: for people (``str``) and for programs (``to_json``)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from h5chunk.errors import human_bytes
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
-from h5chunk.tools.info.matrix import MatrixInfo
-from h5chunk.tools.report import Report, list_some
+from h5chunk.tools.report import Report, codes_text, count_text, list_some, shell_command
 
 SHOWN = 20  # files in what people read; JSON has all
 
@@ -21,16 +21,9 @@ class DatasetInfo(Report):
 
     Attributes
     ----------
-    name : str
-    shape : tuple of int
-    dtype : str
     layout : {"contiguous", "chunked", "compact", "virtual"}
-    chunks : tuple of int or None
-    filters : list of str
     edges_unfiltered : bool
         Whether partial chunks at the edges are stored without the filters.
-    stored_bytes : int
-        In the file.
     num_chunks, chunk_bytes : int
         Decoded; 0 chunks for a contiguous one.
     sample_bytes : int
@@ -39,12 +32,8 @@ class DatasetInfo(Report):
         Chunks that a sample touches; byte ranges read for a single random one, with this HDF5's default cache.
     amplification : float
         Bytes read for a single random sample, with that cache, over the bytes of the sample.
-    verdict : str
-        Whether samples lie well, and if not, what would help.
     num_unwritten : int
-        Chunks that were never written, which is legal in HDF5. A contiguous dataset is one chunk.
-    reads_as : str
-        The value that readers give for them; empty if there are none.
+        Chunks that were never written, which is legal in HDF5, and read as ``reads_as``. A contiguous dataset is one.
     """
 
     name: str
@@ -69,14 +58,76 @@ class DatasetInfo(Report):
         """The report for people, line by line."""
         layout = self.layout
         if self.chunks is not None:
-            layout = f"{self.num_chunks:,} chunks of {shape_text(self.chunks)} ({human_bytes(self.chunk_bytes)})"
+            chunks = count_text(self.num_chunks, "chunk")
+            layout = f"{chunks} of {shape_text(self.chunks)} ({human_bytes(self.chunk_bytes)})"
         filters = f", {'+'.join(self.filters)}" if self.filters else ""
         filters += " (not in partial chunks at the edges)" if self.edges_unfiltered else ""
-        lines = [f"{self.name}  {self.dtype} {shape_text(self.shape)}  {layout}{filters}", f"    {self.verdict}"]
+        shape = shape_text(self.shape) or "scalar"
+        lines = [f"{self.name}  {self.dtype} {shape}  {layout}{filters}", f"    {self.verdict}"]
         if self.num_unwritten:
-            some = f"{self.num_unwritten:,} chunks were " if self.num_unwritten < self.num_chunks else ""
+            some = f"{count_text(self.num_unwritten, 'chunk')} " if self.num_unwritten < self.num_chunks else ""
             lines.append(f"    {some}never written: reads as {self.reads_as}")
         return lines
+
+
+@dataclass(frozen=True)
+class MatrixInfo(Report):
+    """A sparse matrix, or the dense rows of one in an h5chunk file.
+
+    Attributes
+    ----------
+    kind : {"csr", "dense", ""}
+        Empty if the file does not say that rows are compressed: then ``num_rows`` and ``num_columns`` are None.
+    num_entries : int or None
+        None for dense rows.
+    stored_bytes : int
+        Of rows, columns and values.
+    verdict : str
+        How to train on it; empty in an h5chunk file.
+    density, median_row_entries, max_row_entries : float or None
+        In an h5chunk file; None for dense rows.
+    scale : float
+        A value is what is stored over this.
+    pattern : bool
+        All values are one, and none is stored.
+    value_range : (float, float) or None
+        None where not all values were read, or there are none.
+    """
+
+    name: str
+    kind: str
+    num_rows: int | None
+    num_columns: int | None
+    num_entries: int | None
+    dtype: str
+    stored_bytes: int
+    verdict: str = ""
+    density: float | None = None
+    median_row_entries: float | None = None
+    max_row_entries: int | None = None
+    scale: float = 1.0
+    pattern: bool = False
+    value_range: tuple[float, float] | None = None
+
+    def lines(self) -> list[str]:
+        """The report for people, line by line."""
+        shape = f"{self.num_rows:,} x {self.num_columns:,}, " if self.num_rows is not None else ""
+        size = human_bytes(self.stored_bytes)
+        if self.verdict:
+            about = f"sparse matrix {self.name!r}: {shape}{self.num_entries:,} entries, values {self.dtype}, {size}"
+            return [about, f"    {self.verdict}"]
+        values = codes_text(self.scale)
+        if self.num_entries is None:
+            return [f"matrix {shape}dense rows, values {values}, {size}"]
+        if self.pattern:
+            values = "all ones, none stored"
+        elif self.value_range:
+            values = f"from {self.value_range[0]:g} to {self.value_range[1]:g}, {values}"
+        return [
+            f"matrix {shape}{self.num_entries:,} entries (density {self.density:.3g}; "
+            f"a row {self.median_row_entries:g} in the median, {self.max_row_entries:,} at most), "
+            f"values {values}, {size}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -85,9 +136,6 @@ class FileInfo(Report):
 
     Attributes
     ----------
-    path : str
-    num_bytes : int
-        Of the file.
     header : Header or None
         Of an h5chunk file.
     default_cache : CacheSettings
@@ -109,24 +157,40 @@ class FileInfo(Report):
     matrices: list[MatrixInfo] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._origin()}"]
+        if self.header is None:
+            origin = f"{count_text(len(self.datasets), 'dataset')}, not written by h5chunk"
+        else:
+            order = f"shuffled with seed {self.header.seed}" if self.header.shuffled else "in the order of the source"
+            if not self.header.shuffled and "appended" in self.header.options:
+                order = "appended to, parts not mixed"
+            samples = count_text(self.header.num_samples, "sample")
+            origin = f"h5chunk format {self.header.format_version}, {samples}, {order}"
+        lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {origin}"]
         if self.header and self.header.class_names:
             lines.append(f"  classes {list_some(self.header.class_names)}")
-        lines += [f"  {line}" for each in self.matrices for line in each.lines()]
-        lines += [f"  {line}" for each in self.datasets for line in each.lines()]
-        lines += [f"  not looked at: {each}" for each in self.refused]
+        lines += [f"  {line}" for part in (*self.matrices, *self.datasets) for line in part.lines()]
+        lines += [f"  not looked at: {reason}" for reason in self.refused]
+        lines += [f"  {line}" for line in self._advice()]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
         return lines
 
-    def _origin(self) -> str:
-        if self.header is None:
-            return f"{len(self.datasets)} datasets, not written by h5chunk"
-        header = self.header
-        order = f"shuffled with seed {header.seed}" if header.shuffled else "in the order of the source"
-        if not header.shuffled and "appended" in header.options:
-            order = "appended to, parts not mixed"
-        return f"h5chunk format {header.format_version}, {header.num_samples:,} samples, {order}"
+    def _advice(self) -> list[str]:
+        """What holds for all datasets, said once."""
+        lines = []
+        fields = [each for each in self.datasets if each.verdict.startswith(("good", "bad"))]
+        worst = max(fields, key=lambda each: each.amplification, default=None)
+        if worst is not None and worst.amplification > 1:
+            lines.append(
+                f"h5chunk's loaders read each chunk once; a single random sample through h5py, with its default cache, "
+                f"reads up to {worst.amplification:,.1f} x its bytes ({worst.name})"
+            )
+        cut = [each for each in fields if each.verdict.startswith("bad")]
+        if cut and not self.refused:
+            largest = max(cut, key=lambda each: each.stored_bytes)
+            command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
+            lines.append(f"{command} gives it, and all of its length, chunks of whole samples")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -135,23 +199,16 @@ class FolderInfo(Report):
 
     Attributes
     ----------
-    path : str
-    num_bytes : int
-        Of all files.
     files : tuple of FileInfo
         By name, with numbers in it by their value; without those that cannot be opened.
     broken : dict of str to str
         Those, and why.
-    num_samples : tuple of int
-        Of each of the files in the set; empty if they are none.
-    fields : tuple of str
-        Of a sample of the set.
-    class_names : tuple of str
+    num_samples, chunk_samples : tuple of int
+        Samples, and those that are read together, of each of the files in the set; empty if they are none.
+    fields, class_names : tuple of str
         Of the set.
-    chunk_samples : tuple of int
-        Samples that are read together, in each file of the set.
     is_shuffled : bool
-        Whether the samples of all files were shuffled together when they were packed.
+        Whether the samples of all files were shuffled together when they were written.
     why_not : str
         Why the files are no data set; empty if they are one.
     """
@@ -172,34 +229,53 @@ class FolderInfo(Report):
         return {**super().facts(), "total_samples": sum(self.num_samples)}
 
     def lines(self) -> list[str]:
-        number = len(self.files) + len(self.broken)
-        lines = [f"{self.path}: {number} file{'' if number == 1 else 's'}, {human_bytes(self.num_bytes)}"]
+        files = count_text(len(self.files) + len(self.broken), "file")
+        lines = [f"{self.path}: {files}, {human_bytes(self.num_bytes)}"]
         if self.why_not:
             lines.append(f"  not one data set: {self.why_not}")
         else:
-            lines += self._as_one()
+            order = "shuffled as one" if self.is_shuffled else "not shuffled as one: take large window_chunks"
+            sizes = Counter(self.chunk_samples).most_common()
+            chunks = ", ".join(f"{size} in {count_text(count, 'file')}" for size, count in sizes)
+            samples = count_text(sum(self.num_samples), "sample")
+            lines.append(f"  read as one: {samples} of {', '.join(self.fields)}; {order}")
+            lines += [f"  classes {list_some(self.class_names)}"] if self.class_names else []
+            lines.append(f"  samples that are read together: {chunks}")
         lines += [f"  cannot be opened: {path}: {why}" for path, why in list(self.broken.items())[:SHOWN]]
-        lines += [f"  {self._line(number)}" for number in range(len(self.files))[:SHOWN]]
+        for number, file in enumerate(self.files[:SHOWN]):
+            samples = f"{count_text(self.num_samples[number], 'sample')}, " if self.num_samples else ""
+            refused = f"; {len(file.refused)} not looked at" if file.refused else ""
+            lines.append(f"  {file.path}: {samples}{human_bytes(file.num_bytes)}{refused}")
         left = max(0, len(self.files) - SHOWN) + max(0, len(self.broken) - SHOWN)
         return [*lines, *([f"  {left} more (--json has all)"] if left else [])]
 
-    def _as_one(self) -> list[str]:
-        order = "shuffled as one" if self.is_shuffled else "not shuffled as one: take large window_chunks"
-        sizes = Counter(self.chunk_samples).most_common()
-        chunks = ", ".join(f"{size} in {count} file{'' if count == 1 else 's'}" for size, count in sizes)
+
+@dataclass(frozen=True)
+class MachineInfo(Report):
+    """What this process may use of its machine.
+
+    Attributes
+    ----------
+    available_bytes : int
+        Of memory, reclaimable page cache included.
+    native_threads : bool
+        Whether the native reading threads were built, and are not switched off.
+    device : str or None
+        The CUDA device that torch uses by default.
+    """
+
+    num_cores: int
+    available_bytes: int
+    native_threads: bool
+    device: str | None
+    versions: dict[str, str]
+
+    def lines(self) -> list[str]:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return [
-            f"  read as one: {sum(self.num_samples):,} samples of {', '.join(self.fields)}; {order}",
-            *([f"  classes {list_some(self.class_names)}"] if self.class_names else []),
-            f"  samples that are read together: {chunks}",
+            f"cores      {self.num_cores}",
+            f"memory     {human_bytes(self.available_bytes)} available",
+            f"threads    {'native' if self.native_threads else 'Python; the native ones were not built, or are off'}",
+            f"device     {self.device or 'no CUDA device'}",
+            f"versions   {versions}",
         ]
-
-    def _line(self, number: int) -> str:
-        each = self.files[number]
-        samples = f"{self.num_samples[number]:,} samples, " if self.num_samples else ""
-        refused = f"; {len(each.refused)} not looked at" if each.refused else ""
-        return f"{each.path}: {samples}{human_bytes(each.num_bytes)}{refused}"
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape for people."""
-    return " x ".join(map(str, shape)) or "scalar"

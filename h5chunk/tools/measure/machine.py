@@ -167,3 +167,10 @@ def available_bytes() -> int:
         return min(free, limit)
     except (OSError, ValueError):  # no such file, or "max"
         return free
+
+
+def cuda_device() -> str | None:
+    """Name of the CUDA device that torch uses by default; None if there is none."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
