@@ -16,7 +16,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from h5chunk.errors import OptionError
+from h5chunk.plan.permutation import Indices
 
 OLDEST_FIRST = 0.0  # w0: no chunk of a round of windows is evicted before the round ends
 FINISHED_FIRST = 0.75  # w0: keeps the chunk at the border of two batches while others are read in passing
@@ -187,3 +190,29 @@ class ChunkGrid:
             if self.chunks[axis] != self.shape[axis]:  # behind this axis elements lie side by side, before it none do
                 return math.prod(self.shape[1:axis]) * math.ceil(self.shape[axis] / self.chunks[axis])
         return 1
+
+
+def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
+    """How many lie in the chunks that hold any of those wanted: (n,) samples or entries, in any order, also repeated.
+
+    ``length`` is that of all chunks together: the last one may be short.
+
+    >>> read_with(np.array([0, 3, 4, 21]), 10, 22)
+    12
+    """
+    chunks = np.unique(wanted // chunk_size)
+    return int(np.minimum(chunks * chunk_size + chunk_size, length).sum() - (chunks * chunk_size).sum())
+
+
+def entries_read_with(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
+    """How many lie in the chunks that hold any entry of these ranges: (n,) int64 each, empty ones among them.
+
+    >>> entries_read_with(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
+    35
+    """
+    some = stops > starts
+    num_chunks = -(-length // chunk_size)
+    opened = np.bincount(starts[some] // chunk_size, minlength=num_chunks + 1)
+    closed = np.bincount((stops[some] - 1) // chunk_size + 1, minlength=num_chunks + 1)
+    chunks = np.flatnonzero(np.cumsum(opened - closed)[:num_chunks] > 0)
+    return read_with(chunks * chunk_size, chunk_size, length)

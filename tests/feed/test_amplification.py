@@ -23,7 +23,7 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import EpochReport, open_stream
-from h5chunk.plan.amplification import entries_read_with, read_with
+from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.direct import DecodedChunks
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from h5chunk.plan.amplification import read_with
+from h5chunk.plan.cache import read_with
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import DirectField

@@ -18,8 +18,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
-from h5chunk.plan.amplification import entries_read_with
-from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.cache import CacheSettings, entries_read_with
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, vector_parts

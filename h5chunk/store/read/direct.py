@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
-from h5chunk.plan.amplification import read_with
+from h5chunk.plan.cache import read_with
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks

@@ -164,12 +164,14 @@ def device_stage(subject: Subject) -> Stage:
 
 def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
     """All stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
-    loaders = [_dataset_stage(subject, count) for count in workers]
+    loaders = [
+        _open(subject, DATALOADER, f"{n} worker{'' if n == 1 else 's'}", subject.limits, num_workers=n) for n in workers
+    ]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
     cached = subject.limits
     bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
-    loader = partial(_loader_stage, subject)
+    loader = partial(_open, subject)
     direct = loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
     h5py = loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
     plain = loader(LOADER, "reuse=False", bound, why)
@@ -184,30 +186,20 @@ def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy
     return [direct, h5py, *loaders, plain, reuse, resident]
 
 
-def _loader_stage(
-    subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str, **options: Any
-) -> Stage:
-    from h5chunk.tools.measure.batches import open_loader
+def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str = "", **options: Any) -> Stage:
+    """A loader that is open up to its first batch, unless it cannot be measured."""
+    from h5chunk.feed.dataset import ChunkDataset
+    from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, settle
 
     stage = Stage(group, name, subject.sample_bytes, note=why_not, limits=limits)
-    return stage if why_not else _open(subject, stage, open_loader, {"device": subject.device, **options})
-
-
-def _dataset_stage(subject: Subject, num_workers: int) -> Stage:
-    from h5chunk.tools.measure.batches import open_dataset
-
-    name = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
-    stage = Stage(DATALOADER, name, subject.sample_bytes, limits=subject.limits)
-    return _open(subject, stage, open_dataset, {"num_workers": num_workers})
-
-
-def _open(subject: Subject, stage: Stage, open_batches: Callable[..., Any], options: dict[str, Any]) -> Stage:
-    """Open a loader up to its first batch."""
-    from h5chunk.feed.dataset import ChunkDataset
-    from h5chunk.tools.measure.batches import first_samples, settle
-
+    if why_not:
+        return stage
     dataset = ChunkDataset(subject.path, fields=subject.fields, trusted=subject.reader.trusted)
-    batches = open_batches(dataset, first_samples(dataset, subject.batch_size, subject.num_samples), **options)
+    order = first_samples(dataset, subject.batch_size, subject.num_samples)
+    if group == DATALOADER:
+        batches = open_dataset(dataset, order, **options)
+    else:
+        batches = open_loader(dataset, order, **{"device": subject.device, **options})
     subject.closing.callback(batches.close)
     settle()
     subject.budget.report()
@@ -215,7 +207,7 @@ def _open(subject: Subject, stage: Stage, open_batches: Callable[..., Any], opti
     def rate(seconds: float) -> float:
         found = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
         settle()
-        return float(found)
+        return found
 
     return replace(stage, rate=rate)
 
