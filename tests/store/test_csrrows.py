@@ -157,7 +157,7 @@ def test_cut_short(tmp_path):
     room = CsrBuffers(starts, np.zeros(starts[-1], np.uint16), np.zeros(starts[-1], np.uint8))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 4)
-        with pytest.raises(FileError, match=r"a\.h5: 'X/(indices|data)', entry \d+: the file ends"):
+        with pytest.raises(FileError, match=r"a\.h5: field 'X/(indices|data)', chunk \d+: the file ends"):
             for part in field.parts(np.arange(90), np.arange(90), room):
                 part(file.fileno())
 

@@ -33,14 +33,8 @@ _ATTRIBUTES = ("format_version", "h5chunk_version", "kind", *_NUMBERS, *_CACHE, 
 class Header:
     """The header of an h5chunk file.
 
-    Attributes
-    ----------
-    cache : CacheSettings
-        Recommended for one process that reads all open windows.
-    options : dict
-        What the command that wrote the file was asked for; empty if the file does not say it.
-    kind : str
-        Of a matrix: ``csr`` or ``dense``; empty for images.
+    The cache is recommended for one process that reads all open windows. ``options`` are what the command that wrote
+    the file was asked for, if the file says it; ``kind`` is ``csr`` or ``dense`` of a matrix, else empty.
     """
 
     format_version: int

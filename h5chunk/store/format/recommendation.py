@@ -31,21 +31,11 @@ def sidecar_of(path: str | os.PathLike[str]) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def read_recommendation(
-    path: str | os.PathLike[str],
-    *,
-    dataset: str | None = None,
-    num_samples: int | None = None,
-    chunk_samples: int | None = None,
-) -> Recommended | None:
-    """Read the recommended window and cache of a file; None if there are none for the file as it is now.
+def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> Recommended | None:
+    """Read the recommended window and cache of a file; None if there are none, or they were made for something else.
 
-    What is given of the dataset with the largest samples must be what the recommendation was found for.
-
-    Raises
-    ------
-    FileError
-        The sidecar is damaged, or cannot be read though it is there.
+    What they must be made for is ``dataset``, that with the largest samples, its ``num_samples`` and ``chunk_samples``.
+    Raises FileError if the sidecar is damaged, or cannot be read though it is there.
     """
     sidecar = sidecar_of(path)
     try:
@@ -59,8 +49,7 @@ def read_recommendation(
         found = json.loads(text)
         if int(found["version"]) > VERSION:
             return None
-        given = {"dataset": dataset, "num_samples": num_samples, "chunk_samples": chunk_samples}
-        if any(value is not None and found.get(name) != value for name, value in given.items()):
+        if any(found.get(name) != value for name, value in made_for.items()):
             return None
         window_chunks = int(found["window_chunks"])
         if window_chunks < 1:
@@ -73,17 +62,10 @@ def read_recommendation(
 
 
 def write_recommendation(
-    path: str | os.PathLike[str],
-    window_chunks: int,
-    cache: CacheSettings,
-    *,
-    dataset: str,
-    num_samples: int,
-    chunk_samples: int,
+    path: str | os.PathLike[str], window_chunks: int, cache: CacheSettings, **made_for: str | int
 ) -> Path:
     """Write the recommendation for a file; return its path. OutputError: it cannot be written."""
     sidecar = sidecar_of(path)
-    made_for = {"dataset": dataset, "num_samples": num_samples, "chunk_samples": chunk_samples}
     settings = {"window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     content = {"version": VERSION, **settings, **made_for}
     part = sidecar.with_name(f".{sidecar.name}.part-{os.getpid()}")

@@ -184,16 +184,9 @@ class ArraySpec:
 class FileSpec:
     """The layout of a file, as it must be known before its first sample is written.
 
-    Attributes
-    ----------
-    fields : tuple of FieldSpec
-        The one with the largest samples first: it then lies at the start of the file.
-    tables : dict of str to (shape, dtype)
-        Datasets below ``/h5chunk``.
-    attributes : dict
-        Attributes of ``/h5chunk``; ``field_attributes`` those of the fields, and of groups that hold arrays.
-    arrays : dict of str to ArraySpec
-        Further datasets, by path. They come behind the fields.
+    The field with the largest samples comes first: it then lies at the start of the file. ``tables`` are datasets below
+    ``/h5chunk``, ``arrays`` further ones, by path, which come behind the fields. ``attributes`` are those of
+    ``/h5chunk``; ``field_attributes`` those of the fields, and of groups that hold arrays.
     """
 
     num_samples: int

@@ -53,14 +53,8 @@ class Stuck(WorkerError):
 def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
     """Look at files in a child process, once for each file, as it is now, and process.
 
-    ``look`` does with a file what the caller is about to do with it; ``about`` tells apart what it looks at.
-
-    Raises
-    ------
-    FileError
-        HDF5 crashes or loops on a file.
-    H5ChunkError
-        Whatever ``look`` raises.
+    ``look`` does with a file what the caller is about to do with it; ``about`` tells apart what it looks at. FileError:
+    HDF5 crashes or loops on a file. Errors of ``look`` are raised as well.
     """
     if _is_child:
         return
@@ -86,17 +80,10 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
 
 
 def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
-    """Return what ``work(say)`` returns in a child process.
+    """Return what ``work(say)`` returns in a child process, or raise its error; both must pickle.
 
-    Its value and its errors must pickle. What it passes to ``say`` is passed to ``heard`` in this process; ``shown``
-    gives the file, for messages.
-
-    Raises
-    ------
-    FileError
-        The child crashed, or does nothing but run.
-    H5ChunkError
-        Whatever ``work`` raises; `WorkerError` if that is not an error of h5chunk's, or if the child only sleeps.
+    What it passes to ``say`` is passed to ``heard`` in this process; ``shown`` gives the file, for messages. FileError:
+    the child crashed, or does nothing but run. WorkerError: its error is not one of h5chunk's, or it only sleeps.
     """
     if sys.platform != "linux" or _is_child:
         return work(heard)

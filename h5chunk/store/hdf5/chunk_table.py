@@ -94,15 +94,10 @@ def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
-    """List the chunks of a dataset in one pass.
+    """List the chunks of a dataset in one pass. NotDirect: HDF5 lists them at wrong places.
 
-    Raises
-    ------
-    FileError
-        A chunk reaches out of the file, lies over another one or is of another length than it can be, the index of
-        chunks makes no sense, or HDF5 reads other bytes than the file has at the offset of a chunk.
-    NotDirect
-        HDF5 lists the chunks at wrong places.
+    FileError: a chunk reaches out of the file, lies over another one or is of another length than it can be, the index
+    of chunks makes no sense, or HDF5 reads other bytes than the file has at the offset of a chunk.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):

@@ -17,7 +17,6 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import h5py
@@ -58,15 +57,6 @@ class DecodeError(Exception):
     """The stored bytes of a chunk are damaged; the message says how, but not which chunk it is."""
 
 
-@dataclass(frozen=True)
-class _Filter:
-    """One filter of a pipeline: its bit in the filter masks, its registered number, its parameters."""
-
-    bit: int
-    code: int
-    values: tuple[int, ...]
-
-
 class ChunkDecoder:
     """Decoder of the chunks of one dataset. It pickles, and serves any number of threads at a time.
 
@@ -81,50 +71,38 @@ class ChunkDecoder:
             raise NoDecoder(f"its chunks are of {chunk_bytes} bytes: more than {MAX_CHUNK_BYTES} are left to HDF5")
         if properties.get_layout() == h5py.h5d.CHUNKED and partial_chunks_are_plain(properties) is None:
             raise NoDecoder("this build of h5py does not say whether partial chunks pass the filters")
-        self._filters = []
+        self._filters: list[tuple[int, int, tuple[int, ...]]] = []  # bit in the masks, number, parameters
         for bit in range(properties.get_nfilters()):
             code, _, values, name = properties.get_filter(bit)
             _check_filter(code, values, name)
-            self._filters.append(_Filter(bit, code, tuple(values)))
+            self._filters.append((bit, code, tuple(values)))
         self.chunk_bytes = chunk_bytes
         self.max_stored_bytes = min(2 * chunk_bytes + SLACK_BYTES, 2**31 - 1)
 
     def __repr__(self) -> str:
-        return " + ".join(KNOWN_FILTERS[each.code] for each in self._filters) or "no filter"
+        return " + ".join(KNOWN_FILTERS[code] for _, code, _ in self._filters) or "no filter"
 
     def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
-        """Decode one chunk.
+        """Decode one chunk, whose stored bytes are only read, into ``out``, (chunk_bytes,) uint8, or raise DecodeError.
 
-        Parameters
-        ----------
-        stored : buffer of bytes, C-contiguous
-            As they lie in the file; only read.
-        filter_mask : int
-            Bit i set: filter i was skipped for this chunk.
-        out : (chunk_bytes,) uint8, C-contiguous
-            Written in full; after an error it holds anything.
-
-        Raises
-        ------
-        DecodeError
-            These bytes are not a whole chunk.
+        Bit i of the mask says that filter i was skipped for this chunk. After an error ``out`` holds anything.
         """
         if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 ({self.chunk_bytes},)")
-        active = [each for each in self._filters if not filter_mask >> each.bit & 1]
+        active = [(code, values) for bit, code, values in self._filters if not filter_mask >> bit & 1]
         lengths: list[int | None] = [self.chunk_bytes]  # before each filter, and as stored; None: depends on values
-        for each in active:
-            keeps = each.code in (SHUFFLE, FLETCHER32) or (each.code == BITSHUFFLE and not _compressor(each.values))
+        for code, values in active:
+            keeps = code in (SHUFFLE, FLETCHER32) or (code == BITSHUFFLE and not _compressor(values))
             last = lengths[-1]
-            lengths.append(None if last is None or not keeps else last + 4 * (each.code == FLETCHER32))
+            lengths.append(None if last is None or not keeps else last + 4 * (code == FLETCHER32))
         data = np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
         _check_length("the chunk is stored in", len(data), lengths[-1], self.max_stored_bytes)
         turn = 0
         for number in range(len(active) - 1, -1, -1):
-            code, length = active[number].code, lengths[number]
+            (code, values), length = active[number], lengths[number]
             room = out if number == 0 else scratch(_local, f"decoded {turn}", length or self.max_stored_bytes)
             try:
-                decoded = _CODECS[code].decode(data, active[number].values, room)
+                decoded = _CODECS[code].decode(data, values, room)
             except DecodeError as error:
                 raise DecodeError(f"{KNOWN_FILTERS[code]}: {error}") from None
             _check_length(f"{KNOWN_FILTERS[code]} gives", len(decoded), length, self.max_stored_bytes)

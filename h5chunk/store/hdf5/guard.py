@@ -23,7 +23,9 @@ folder of the file, or below it.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +35,91 @@ from h5chunk.errors import FieldError, FileError, OptionError, TrustError, Unsup
 from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.claims import address_of, check_attributes, check_claims, check_filters, small_attribute
 from h5chunk.store.hdf5.open import DAMAGES, damages_are
-from h5chunk.store.hdf5.trust import Trust
 
 MAX_DEPTH = 32  # links that lead to links
 REMEDY = "to let it through, pass trusted=True (--trusted)"
+PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", "storage": "HDF5_EXTFILE_PREFIX"}
+
+
+class Trust:
+    """The folder that data may come from: that of the trusted file, or below it.
+
+    HDF5 looks for the file of a link in several places, and takes the first that it can open. Here the same places are
+    looked at, in the same order, and the first that is there must lie in the folder, after all links of the system are
+    resolved.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path.resolve().parent
+
+    def check(self, target: Path, where: str, target_name: str) -> None:
+        """Raise TrustError unless a file lies in the trusted folder and is a regular one."""
+        real = target.resolve()
+        if not real.is_relative_to(self.folder):
+            raise TrustError(
+                f"{where} leads to {target_name!r}, which lies outside of the file's folder {printable(self.folder)}: "
+                "copy what it leads to into that folder, or name that file itself"
+            )
+        if not stat.S_ISREG(os.stat(real).st_mode):
+            raise TrustError(f"{where} leads to {target_name!r}, which is not a regular file")
+
+    @contextmanager
+    def opened(self, base: str, target: str, where: str, what: str) -> Iterator[h5py.File | None]:
+        """Open the file that a link or view in the file ``base`` leads to; None if HDF5 finds none either.
+
+        Raises TrustError if it lies outside of the trusted folder, FieldError if it cannot be opened.
+        """
+        if what == "a view" and target == ".":
+            with h5py.File(base, "r") as file:
+                yield file
+            return
+        if what == "a view" and "%" in target:  # one of many, by number: they lie in one folder
+            folder, _, last = target.rpartition("/")
+            place = _places(base, f"{folder}/" if folder else ".", "a view")[0]
+            if "%" in folder or not place.resolve().is_relative_to(self.folder):
+                raise TrustError(
+                    f"{where} is a view of {last!r} in {printable(place)}, outside of the file's folder: copy it there"
+                )
+            yield None
+            return
+        found = next((place for place in _places(base, target, what) if place.exists()), None)
+        if found is None:
+            yield None
+            return
+        self.check(found, where, target)
+        try:
+            file = h5py.File(found, "r")
+        except OSError as error:
+            raise FieldError(f"{where} leads to {target!r}, which cannot be opened: {error}") from None
+        with file:
+            yield file
+
+    def check_storage(self, target: str, where: str) -> None:
+        """Raise TrustError unless a file of external storage lies in the trusted folder."""
+        found = next((place for place in _places("", target, "storage") if place.exists()), None)
+        if found is None:
+            raise FieldError(f"{where} keeps its values in {target!r}, which is not there")
+        self.check(found, where, target)
+
+
+def _places(base: str, target: str, what: str) -> list[Path]:
+    """List the places where HDF5 looks for a file. Source: H5F_prefix_open_file in H5Fint.c; H5D__build_file_prefix."""
+    prefix = os.environ.get(PREFIXES[what], "")
+    places = [Path(target)] if Path(target).is_absolute() else []
+    if Path(target).is_absolute() and what != "storage":
+        target = Path(target).name
+    folder = Path(base).parent
+    prefixes = [Path(part.replace("${ORIGIN}", str(folder))) for part in prefix.split(":") if part]
+    if what == "storage":
+        return places or [*(part / target for part in prefixes[:1]), Path(target)]
+    return [*places, *(part / target for part in prefixes), folder / target, Path(target), folder.resolve() / target]
 
 
 class Guard:
     """Find objects in one file, and refuse those that must not be read.
 
-    Parameters
-    ----------
-    path : path
-    trusted : bool
-        Whether links, views and external storage may lead to other files in the folder of this one or below it, and
-        unknown filters are run.
-    remedy : str
-        What the error says to do about something that is not followed.
+    With ``trusted``, links, views and external storage may lead to other files in the folder of this one or below it,
+    and unknown filters are run. Else the error says what to do about it, with ``remedy``.
     """
 
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
@@ -59,10 +129,7 @@ class Guard:
         self._trust = Trust(self.path) if trusted else None
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
-        """Open the object under a path in the file; None if there is none.
-
-        Raises TrustError if a link on the way is not followed, FieldError if what is there makes no sense.
-        """
+        """Open the object under a path in the file; None if there is none. TrustError: a link is not followed."""
         where = self._where(name)
         with damages_are(FieldError, f"{where} cannot be opened"):
             return file[name] if self._is_there(file, name, where, 0) else None
@@ -96,11 +163,7 @@ class Guard:
             return other is not None and self._is_there(other, link.path, where, depth + 1)
 
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
-        """Check the claims of a dataset before its shape is used.
-
-        Raises TrustError if its values lie elsewhere, or need a filter that is not known; FieldError if it claims what
-        cannot be.
-        """
+        """Check the claims of a dataset before its shape is used; TrustError: its values lie elsewhere."""
         where = self._where(name)
         with damages_are(FieldError, f"{where} is damaged"):
             self._check_field(dataset, where, 0)

@@ -60,10 +60,7 @@ def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     """Open a file for reading, with further arguments of `h5py.File`.
 
-    Raises
-    ------
-    FileError
-        The file is missing, not HDF5, cut short, or open for writing.
+    FileError: it is missing, not HDF5, cut short, or open for writing.
     """
     shown = printable(path)
     if not os.path.exists(path):  # False as well of names that are too long

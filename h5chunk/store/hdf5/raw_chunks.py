@@ -15,18 +15,10 @@ from h5chunk.store.hdf5.ranges import read_bytes
 
 
 class RawChunks:
-    """The chunks of one dataset, by number in row-major order; for any number of threads.
+    """The chunks of one dataset of fixed-size elements, by number in row-major order; for any number of threads.
 
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Of fixed-size elements. Where HDF5 reads any of it, it is kept and must stay open.
-    descriptor : int
-        Of the same file, for what is read without naming another one.
-    where : str
-        Names the dataset in messages.
-    table : ChunkTable, or None
-        None: where the chunks lie is not known, and HDF5 reads them.
+    Where HDF5 reads any of it, the dataset is kept and must stay open. ``descriptor`` is for what is read without
+    naming another one; ``where`` names the dataset in messages. Without a table, HDF5 reads all chunks.
 
     Attributes
     ----------

@@ -62,18 +62,17 @@ class ChunkChecks:
         self._path, self._name, self._table, self._sums, self._indptr = path, name, table, sums, indptr
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
-    def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the chunks that hold some of these rows of the dataset, at least one."""
+    def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+        """Return the chunks that hold some of these rows of the dataset, at least one; or as many from each row on."""
         bands = rows // self._chunk_rows
-        bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
+        if counts is None:
+            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
+        else:
+            steps = np.zeros(len(self._table) + 1, np.int64)
+            np.add.at(steps, bands, 1)
+            np.add.at(steps, (rows + counts - 1) // self._chunk_rows + 1, -1)
+            bands = np.flatnonzero(np.cumsum(steps[:-1]))
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
-
-    def of_entries(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the chunks that hold any of these runs of entries, none of which is empty."""
-        steps = np.zeros(len(self._table) + 1, np.int64)
-        np.add.at(steps, firsts // self._chunk_rows, 1)
-        np.add.at(steps, (firsts + counts - 1) // self._chunk_rows + 1, -1)
-        return np.flatnonzero(np.cumsum(steps[:-1]))
 
     def parts(self, chunks: np.ndarray) -> Iterator[Part]:
         """Divide `check` into tasks for several threads."""
@@ -140,8 +139,7 @@ def read_sums(
     datasets: dict[str, str] = {}
     for name, field in fields.items():
         if isinstance(field, MatrixField):
-            parts = ["indptr", "indices"] + (["data"] if field.value_dtype is not None else [])
-            datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in parts}
+            datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in ("indptr", *field.lists)}
         else:
             datasets[name] = field.dataset
     found = {}

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import printable
-from h5chunk.plan.cache import read_with
+from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
@@ -65,9 +65,9 @@ class DecodedChunks:
         path: Path,
         name: str,
         dataset: h5py.Dataset,
-        sums: Sums = NO_SUMS,
-        indptr: np.ndarray | None = None,
-        num_kept: int | None = None,
+        sums: Sums,
+        indptr: np.ndarray | None,
+        num_kept: int,
     ) -> None:
         table = list_chunks(dataset)
         self.chunk_bytes = math.prod(table.chunk_shape) * dataset.dtype.itemsize
@@ -80,7 +80,7 @@ class DecodedChunks:
         if self._raw.left_to_hdf5:
             raise NotDirect(self._raw.left_to_hdf5)
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
-        self.num_kept = max(1, min(num_kept or KEPT_CHUNKS, KEPT_BYTES // self.chunk_bytes))
+        self.num_kept = max(1, min(num_kept, KEPT_BYTES // self.chunk_bytes))
         self.forget()
 
     def forget(self) -> None:
@@ -161,7 +161,7 @@ def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS
     check_bytes(dataset, field.dtype)
     has_parts = dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
-    return (ChunkedField if has_parts or filtered else PlainField)(path, dataset, field, sums)
+    return (ChunkedField if has_parts or filtered else PlainField)(path, field.name, dataset, sums)
 
 
 class PlainField(ByteReader):
@@ -169,49 +169,50 @@ class PlainField(ByteReader):
 
     is_plain = True
 
-    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums) -> None:
+    def __init__(
+        self, path: Path, name: str, dataset: h5py.Dataset, sums: Sums, indptr: np.ndarray | None = None
+    ) -> None:
         table = list_chunks(dataset)
+        self._dtype, self._shape = dataset.dtype.newbyteorder("="), dataset.shape
         if (table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
-        if (table.sizes != math.prod(table.chunk_shape) * field.dtype.itemsize).any():
+        if (table.sizes != math.prod(table.chunk_shape) * self._dtype.itemsize).any():
             raise NotDirect("its chunks are not of the size that its type and shape say")
-        self.name, self._path = field.name, path
-        self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
-        self._dtype, self._shape = field.dtype, tuple(dataset.shape)
-        self._rows_per_chunk, self._offsets = table.chunk_shape[0], table.offsets
-        self._run_rows = self._shape[0] if table.is_one_run else self._rows_per_chunk
-        self._checks = ChunkChecks(path, self.name, table, sums[self.name]) if self.name in sums else None
+        self.name, self._path = name, path
+        self.row_bytes, self.num_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize, dataset.nbytes
+        self.is_one_run = table.is_one_run
+        self._chunk_rows, self._offsets = table.chunk_shape[0], table.offsets
+        self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
 
-    def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+    def parts(
+        self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
+    ) -> Iterator[Part]:
         """Yield the tasks that read row ``rows[i]`` to ``out[places[i]]``, for several threads.
 
-        Parameters
-        ----------
-        rows, places : (n,) int64, at least one
-            Rows of a chunk side by side, ascending within it; no place twice, others of ``out`` stay as they are.
-        out : (m, row_bytes) uint8, C-contiguous
-            Must stay in place until the last part is done.
+        There is at least one. Rows of a chunk stand side by side, ascending within it; no place comes twice. ``out``,
+        (m, row_bytes) uint8, must stay in place until the last part is done. With ``counts``, as many rows are read
+        from each of ``rows`` on, where all rows are one run of bytes.
         """
-        chunks = rows // self._rows_per_chunk
-        offsets = self._offsets[chunks] + (rows - chunks * self._rows_per_chunk) * self.row_bytes
-        sizes = np.full(len(rows), self.row_bytes)
+        chunks = rows // self._chunk_rows
+        offsets = self._offsets[chunks] + (rows - chunks * self._chunk_rows) * self.row_bytes
+        sizes = np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
         parts = vector_parts(offsets, sizes, places * self.row_bytes, out, self._where)
-        return parts if self._checks is None else chain(self._checks.parts(self._checks.of_rows(rows)), parts)
+        return parts if self._checks is None else chain(self._checks.parts(self._checks.of_rows(rows, counts)), parts)
 
     def read_all(self, descriptor: int) -> np.ndarray:
         """Read the whole field, for small ones."""
         values = np.empty(self._shape, self._dtype)
         flat = values.reshape(-1).view(np.uint8).data
-        size = self._run_rows * self.row_bytes
+        size = (self._shape[0] if self.is_one_run else self._chunk_rows) * self.row_bytes
         for number, start in enumerate(range(0, len(flat), size)):
             read_bytes(descriptor, int(self._offsets[number]), flat[start : start + size], self._where)
         if self._checks is not None:
             self._checks.check(descriptor, np.arange(len(self._offsets)))
         return values
 
-    def bytes_read(self, rows: np.ndarray) -> int:
-        """Return the bytes that are read, or decoded, for some rows, in any order."""
-        return len(rows) * self.row_bytes
+    def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
+        """Return the bytes that are read, or decoded, for some rows, in any order; ``counts`` as for `parts`."""
+        return (len(rows) if counts is None else int(counts.sum())) * self.row_bytes
 
     def _where(self, offset: int) -> str:
         """Name the chunk that holds a byte of the file."""
@@ -226,34 +227,47 @@ class ChunkedField(ByteReader):
     a sample that a chunk holds is copied to the sample's place.
     """
 
-    def __init__(self, path: Path, dataset: h5py.Dataset, field: Field, sums: Sums) -> None:
-        self.name = field.name
-        self.row_bytes, self.num_bytes = field.grid.sample_bytes, dataset.nbytes
-        self._dtype, self._shape, self._chunk = field.dtype, tuple(dataset.shape), tuple(dataset.chunks)
+    def __init__(
+        self, path: Path, name: str, dataset: h5py.Dataset, sums: Sums, indptr: np.ndarray | None = None
+    ) -> None:
+        self.name = name
+        self._dtype, self._shape, self._chunk = dataset.dtype.newbyteorder("="), dataset.shape, dataset.chunks
+        self.row_bytes, self.num_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize, dataset.nbytes
         self._pieces = find_pieces(self._shape[1:], self._chunk[1:])
-        self._holds_samples = self._chunk[1:] == self._shape[1:]
+        self._holds_samples = len(self._shape) > 1 and self._chunk[1:] == self._shape[1:]
         num_kept = max(KEPT_CHUNKS, KEPT_BANDS * len(self._pieces))
-        self._decoded = DecodedChunks(path, field.name, dataset, sums, num_kept=num_kept)
+        self._decoded = DecodedChunks(path, name, dataset, sums, indptr, num_kept)
         self.chunks = [self._decoded]
 
-    def parts(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> Iterator[Part]:
+    def parts(
+        self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
+    ) -> Iterator[Part]:
         """As `PlainField.parts`; a part may also find stored bytes that cannot be decoded."""
+        target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
+        copies = self._copies(rows, places) if counts is None else self._copies_of_runs(rows, places, counts)
+        per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
+        while some := list(islice(copies, per_part)):
+            yield partial(self._copy, some, target)
+
+    def _copies(self, rows: np.ndarray, places: np.ndarray) -> Iterator[_Copy]:
         bands = rows // self._chunk[0]
         within = rows - bands * self._chunk[0]
-        per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
-        target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
-        copies: list[_Copy] = []
         for start, stop in pairwise([0, *(np.flatnonzero(bands[1:] != bands[:-1]) + 1).tolist(), len(rows)]):
             some: slice | np.ndarray = within[start:stop]
             if (within[start + 1 : stop] == within[start : stop - 1] + 1).all():  # NumPy copies a slice at once
                 some = slice(int(within[start]), int(within[start]) + stop - start)
             for piece in range(len(self._pieces)):
-                copies.append((int(bands[start]), piece, some, places[start:stop]))
-                if len(copies) == per_part:
-                    yield partial(self._copy, copies, target)
-                    copies = []
-        if copies:
-            yield partial(self._copy, copies, target)
+                yield int(bands[start]), piece, some, places[start:stop]
+
+    def _copies_of_runs(self, firsts: np.ndarray, places: np.ndarray, counts: np.ndarray) -> Iterator[_Copy]:
+        apart = np.flatnonzero(firsts[1:] != firsts[:-1] + counts[:-1]) + 1
+        for start, stop in pairwise([0, *apart.tolist(), len(firsts)]):
+            first, end = int(firsts[start]), int(firsts[stop - 1] + counts[stop - 1])
+            there = np.repeat(places[start:stop] - firsts[start:stop], counts[start:stop]) + np.arange(first, end)
+            for chunk in range(first // self._chunk[0], (end - 1) // self._chunk[0] + 1):
+                begin = chunk * self._chunk[0]
+                low, high = max(first, begin), min(end, begin + self._chunk[0])
+                yield chunk, 0, slice(low - begin, high - begin), there[low - first : high - first]
 
     def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
         """Read chunks, and copy their pieces of some samples of their band to these samples' places."""
@@ -276,6 +290,8 @@ class ChunkedField(ByteReader):
             part(descriptor)
         return values
 
-    def bytes_read(self, rows: np.ndarray) -> int:
+    def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
         """As `PlainField.bytes_read`."""
+        if counts is not None:
+            return entries_read_with(rows, rows + counts, self._chunk[0], self._shape[0]) * self.row_bytes
         return read_with(rows, self._chunk[0], self._shape[0]) * self.row_bytes

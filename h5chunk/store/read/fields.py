@@ -33,18 +33,10 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a file, as its dataset describes it.
+    """A field of a file, as its dataset describes it: ``name`` is what users call it, ``dataset`` its path.
 
-    Attributes
-    ----------
-    name : str
-        What users call it; ``dataset`` is its path in the file.
-    dtype : np.dtype
-        Native byte order.
-    axes : str
-        Such as NCHW, as the file says; empty if it does not.
-    scale : float, optional
-        Of rows of a matrix: a value is what is stored over this.
+    The type is of native byte order. ``axes``, such as NCHW, are empty if the file does not say them. Of rows of a
+    matrix, a value is what is stored over ``scale``.
     """
 
     name: str
@@ -62,22 +54,11 @@ class Field:
 
 @dataclass(frozen=True)
 class MatrixField:
-    """A CSR matrix of a file; a sample is a row of it.
+    """A CSR matrix of a file; a sample is a row of it. ``dataset`` is the path of its group.
 
-    Attributes
-    ----------
-    name : str
-        What users call it; ``dataset`` is the path of its group in the file.
-    index_dtype : np.dtype
-        Of columns, as stored.
-    value_dtype : np.dtype or None
-        None for a pattern: all values are one, and none is read.
-    scale : float
-        A value is what is stored over this.
-    chunk_samples : int
-        Rows of a nominal chunk of rows.
-    filtered : bool
-        Whether entries are compressed.
+    Types are those that are stored; a pattern has no ``value_dtype``, as all values are one and none is read. Others
+    are what is stored over ``scale``. ``chunk_samples`` is the rows of a nominal chunk of rows; entries may be
+    compressed (``filtered``).
     """
 
     name: str
@@ -101,6 +82,11 @@ class MatrixField:
     def dtype(self) -> np.dtype:
         """Of the values, as stored."""
         return np.dtype(np.uint8) if self.value_dtype is None else self.value_dtype
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The lists of entries that are read: a pattern's values are not."""
+        return ("indices",) if self.value_dtype is None else ("indices", "data")
 
     @property
     def entry_bytes(self) -> int:
@@ -180,12 +166,7 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
     """Describe the CSR matrix in a group; ``chunk_samples`` is what an h5chunk file says of it: values are codes then.
 
-    Raises
-    ------
-    FieldError
-        It is no CSR matrix.
-    FileError
-        It is damaged.
+    FieldError: it is no CSR matrix. FileError: it is damaged.
     """
     where = f"{printable(path)}: {name!r}"
     for part in MATRIX_PARTS:

@@ -41,16 +41,8 @@ class FileSet(H5Reader):
     """Reader of rows of several files as if they were one, with the attributes and options of `H5Reader`.
 
     Where the files' chunks differ, ``chunk_samples`` is what they have on average. The header is what all files say of
-    themselves, if all do; a set is shuffled if it was as a whole, when it was packed.
-
-    Raises
-    ------
-    FileError
-        A file cannot be opened, or there are more than this process may open.
-    FieldError
-        Fields differ, or the classes of labels.
-    OptionError
-        A file comes twice.
+    themselves, if all do; a set is shuffled if it was as a whole, when it was packed. FieldError: fields differ, or
+    the classes of labels.
     """
 
     def __init__(
@@ -151,7 +143,6 @@ class FileSet(H5Reader):
                 raise with_remedy(error, len(self.readers)) from error.__cause__
             if not whole and isinstance(out, np.ndarray):
                 out[some] = there
-            reader.check_unchanged()
 
     def check_unchanged(self, descriptor: object = None) -> None:
         """Raise FileError unless all files are what they were; those that were opened, are as they are read."""

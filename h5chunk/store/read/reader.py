@@ -36,17 +36,9 @@ SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest,
 class H5Reader:
     """Reader of some fields of one file, which is a set of one: see `h5chunk.store.read.fileset`.
 
-    Parameters
-    ----------
-    path : path
-    fields : mapping of str to str, or None
-        Datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or the matrix
-        ``X``, and ``labels`` if there are any.
-    trusted : bool
-        See `h5chunk.store.hdf5.guard`.
-    checksums : {"off", "first", "always"}
-        Whether chunks are checked against the checksums of an h5chunk file: each when this process first reads of it,
-        or whenever it does.
+    ``fields`` are datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or
+    the matrix ``X``, and ``labels`` if there are any. With ``checksums`` "first", chunks are checked against the
+    checksums of an h5chunk file when this process first reads of them; with "always", whenever it does.
 
     Attributes
     ----------
@@ -105,8 +97,8 @@ class H5Reader:
         self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
         self.starts = np.array([0, self.num_samples])
         self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
-        as_if = plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes))  # it had good chunks
-        self.chunk_samples: int = self.main.grid.band_samples or as_if.chunk_samples
+        good = plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes))
+        self.chunk_samples: int = self.main.grid.band_samples or good.chunk_samples  # a contiguous dataset has none
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
@@ -115,9 +107,10 @@ class H5Reader:
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each file in which there are any of these rows, and where they are among them, in the same order."""
-        if len(self.readers) == 1 or not len(rows):
-            if len(rows):
-                yield 0, np.arange(len(rows))
+        if not len(rows):
+            return
+        if len(self.readers) == 1:
+            yield 0, np.arange(len(rows))
             return
         files = np.searchsorted(self.starts, rows, "right") - 1
         order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
@@ -185,18 +178,12 @@ class H5Reader:
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
         """Return the caches that HDF5 uses in this process, by field: read back, not remembered."""
-        return {name: handle.cache() for name, handle in self._handles().items()}
+        return {name: cache_of(handle.id) for name, handle in self._handles().items()}
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field.
+        """Read rows of a field, (n,) int64, in any order, also repeated.
 
-        Parameters
-        ----------
-        name : str
-        rows : (n,) int64
-            Each from 0 to ``num_samples - 1``; in any order, also repeated.
-        out : (n, *sample_shape), the field's dtype, C-contiguous; or CsrBuffers
-            The latter for a matrix, with its ``starts``.
+        ``out`` is (n, *sample_shape), of the field's dtype, C-contiguous; of a matrix CsrBuffers with its ``starts``.
         """
         handle = self._handles()[name]
         try:
@@ -264,15 +251,15 @@ class _Handle:
         self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
     ) -> None:
         self._file, self.lock = file, threading.Lock()  # the file stays open as long as it is kept
-        self._id = open_dataset(file, field.dataset, cache)
-        dataset = h5py.Dataset(self._id)
+        self.id = open_dataset(file, field.dataset, cache)
+        dataset = h5py.Dataset(self.id)
         self._checks: ChunkChecks | None = None
         if dataset.chunks and dataset.size and not is_listed_wrongly(dataset):
             list_chunks(dataset)  # which checks it; what is read by byte ranges was checked when it was listed
         if field.name in sums and dataset.size:
             self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
         self._clears = leaves_memory(dataset)
-        self._space = self._id.get_space()
+        self._space = self.id.get_space()
         dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)  # .str: no names of an enum's
         self._kind = h5py.h5t.py_create(dtype, logical=True)  # values, or HDF5 would change values without a name
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
@@ -282,9 +269,6 @@ class _Handle:
         room = cache.nbytes if cache is not None else 0
         self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded anew at every call
         self._scratch = np.empty((0, *self._shape), field.dtype)
-
-    def cache(self) -> CacheSettings:
-        return cache_of(self._id)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Read rows chunk by chunk: a run in one call where that copies little more than is wanted, else singly."""
@@ -314,7 +298,7 @@ class _Handle:
         if self._clears:
             out[...] = np.zeros((), out.dtype)
         self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
-        self._id.read(memory, self._space, out, self._kind)
+        self.id.read(memory, self._space, out, self._kind)
 
 
 def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:

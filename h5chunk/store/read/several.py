@@ -67,13 +67,7 @@ def _open_checked(reader: H5Reader, num_files: int) -> int:
 
 
 def open_descriptors(reader: H5Reader) -> int | OpenFiles:
-    """Open the files of a reader for tasks: the descriptor of one file, or `OpenFiles` of several.
-
-    Raises
-    ------
-    FileError
-        The file cannot be opened, or is not what it was.
-    """
+    """Open the files of a reader for tasks: the descriptor of one file, or `OpenFiles` of several."""
     return OpenFiles(reader) if len(reader.readers) > 1 else _open_checked(reader, 1)
 
 
