@@ -35,34 +35,6 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
     raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
 
 
-def open_source(source: Any, *, kind: str | None = None, context: OpenContext | None = None, **options: Any) -> Any:
-    """Open a source, whatever kind of data it is.
-
-    Parameters
-    ----------
-    source : path or object
-    kind : str, optional
-        See `find_kind`.
-    context : OpenContext, optional
-    **options
-        Those of the kind: see its ``Options``.
-
-    Returns
-    -------
-    SampleSource or SparseSource
-
-    Raises
-    ------
-    SourceError
-        The source is missing, of an unknown kind or damaged.
-    OptionError
-        An option is not one of the kind, or its value is not allowed.
-    """
-    found = find_kind(source, kind)
-    (chosen,) = choose_options(found, source, options, (found.Options,))
-    return open_kind(found, source, chosen, context or OpenContext())
-
-
 def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) -> Any:
     """Open a source of a known kind."""
     try:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.commands import run
+from support.open_source import open_source
 from support.samples import check_same, read_back
 
 import h5chunk
 from h5chunk.errors import OptionError, OutputError, SourceError
 from h5chunk.source import OpenContext
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 
 RNG = np.random.default_rng(0)
 DTYPES = ("u1", "i1", "<u2", ">i2", "<i4", ">i8", "<u8", "<f2", ">f4", "<f8", "?")

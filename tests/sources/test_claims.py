@@ -20,11 +20,11 @@ import pytest
 import scipy.sparse
 from support.matrix_conversions import Source, run
 from support.matrix_files import write_10x, write_h5ad
+from support.open_source import open_source
 
 import h5chunk
 from h5chunk.errors import SourceError
 from h5chunk.sources.matrix.block import MemoryLimit
-from h5chunk.sources.open import open_source
 from h5chunk.tools.convert.convert import plan_convert
 
 pytest.importorskip("pyarrow")

@@ -8,9 +8,10 @@ import sys
 import pytest
 import scipy.sparse
 from PIL import Image
+from support.open_source import open_source
 
 from h5chunk.errors import OptionError, SourceError
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 
 BANNER = b"%%MatrixMarket matrix coordinate real general\n1 1 0\n"
 
@@ -87,9 +88,9 @@ def test_only_text_needs_pyarrow(tmp_path):
     scipy.sparse.save_npz(tmp_path / "m.npz", scipy.sparse.eye(3, format="csr"))
     (tmp_path / "r.csv").write_bytes(b"1,2,3\n")
     code = (
-        "import sys; sys.modules['pyarrow'] = None\n"
+        f"import sys; sys.path[:0] = {sys.path!r}; sys.modules['pyarrow'] = None\n"
         "from h5chunk.errors import SourceError\n"
-        "from h5chunk.sources.open import open_source\n"
+        "from support.open_source import open_source\n"
         "assert len(list(open_source('m.npz').blocks(1 << 20))) == 1\n"
         "assert 'scipy' not in sys.modules\n"
         "try: open_source('r.csv')\n"

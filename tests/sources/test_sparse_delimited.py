@@ -8,9 +8,10 @@ import sys
 import numpy as np
 import pytest
 from support.matrix_files import entries, opened
+from support.open_source import open_source
 
 from h5chunk.errors import OptionError, SourceError
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 
 LINES = [(1, 31, 2.5), (1, 1029, 3.0), (671, 6565, 3.5)]
 
@@ -165,7 +166,8 @@ def test_memory_is_bounded(tmp_path):
     )
     (tmp_path / "r.csv").write_bytes(lines * 60)  # 140 MB
     code = (
-        "import resource, sys; from h5chunk.sources.open import open_source\n"
+        f"import resource, sys; sys.path[:0] = {sys.path!r}\n"
+        "from support.open_source import open_source\n"
         "source = open_source(sys.argv[1]); blocks = source.blocks(16 << 20); next(blocks)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "count = sum(len(block) for block, _ in blocks)\n"

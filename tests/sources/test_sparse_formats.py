@@ -14,8 +14,9 @@ import scipy.sparse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.matrix_files import dense, entries, opened, write_10x, write_h5ad
+from support.open_source import open_source
 
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 
 DTYPES = ["u1", "i2", "i4", "i8", "f4", "f8", "?"]
 

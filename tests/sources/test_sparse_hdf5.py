@@ -13,11 +13,12 @@ from support import odd_files as odd
 from support.damaged_chunks import no_imagecodecs
 from support.foreign import values
 from support.matrix_files import dense, write_10x, write_h5ad
+from support.open_source import open_source
 
 import h5chunk
 from h5chunk.errors import OptionError, SourceError
 from h5chunk.sources.matrix.hdf5 import GuardedFile
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 
 __all__ = ["no_imagecodecs"]
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import scipy.sparse
 from support.matrix_files import entries, write_10x, write_h5ad
+from support.open_source import open_source
 
 from h5chunk.errors import SourceError
-from h5chunk.sources.open import open_source
 from h5chunk.store.hdf5.strings import POINTER, Bytes, resolve
 
 RNG = np.random.default_rng(0)
@@ -342,7 +342,7 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "shape": (lambda f: f["X"].attrs.__setitem__("shape", [20, 10, 3]), "'shape' must be two numbers"),
     "no shape": (lambda f: f["X"].attrs.__delitem__("shape"), "has no attribute 'shape'"),
     "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but a matrix of 21"),
-    "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix 20"),
+    "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix has 20"),
     "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes but the limit is 256"),
     "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; matrices that it has \(layer\): none"),
     "codes": (lambda f: categorical(f, 2), "code 2 of row 0 is out of range: there are 2"),

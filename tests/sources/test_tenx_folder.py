@@ -15,12 +15,13 @@ import scipy.sparse
 from click.testing import CliRunner
 from support.matrix_conversions import read_back
 from support.matrix_files import dense, write_10x, write_h5ad
+from support.open_source import open_source
 
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, SourceError
 from h5chunk.sources.matrix.block import Transposed
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 
 pytest.importorskip("pyarrow")
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_source import open_source
 
 import h5chunk
 from h5chunk.errors import OptionError
 from h5chunk.sources.kinds import KIND_OPTIONS
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.open import find_kind, open_source
+from h5chunk.sources.open import find_kind
 from h5chunk.sources.options import Options
 
 

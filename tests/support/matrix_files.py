@@ -10,9 +10,9 @@ from typing import Any
 import h5py
 import numpy as np
 import scipy.sparse
+from support.open_source import open_source
 
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.open import open_source
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.matrix_conversions import Source, read_back, run
+from support.open_source import open_source
 
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SourceError
 from h5chunk.source import OpenContext
-from h5chunk.sources.open import open_source
 from h5chunk.tools.convert.matrix_sort import Entries
 from h5chunk.tools.convert.options import DUPLICATES
 

@@ -7,7 +7,6 @@ Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, LayerOptions
+from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
 from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
@@ -27,20 +26,9 @@ MAX_CATEGORIES = 1 << 20
 
 
 class H5adSource(SparseSource):
-    """An .h5ad.
+    """An .h5ad: the matrix X, a layer of it, or raw (that is ``raw/X``).
 
-    Parameters
-    ----------
-    path : path
-    layer : str, optional
-        ``X`` (default), ``raw`` (that is ``raw/X``), or the name of a layer.
-    memory_bytes : int
-        Limit on the names and fields, which are kept in memory.
-
-    Attributes
-    ----------
-    ignored : dict of str to str
-        Columns of ``obs`` that are left out, with the reason.
+    Columns of ``obs`` that are left out are in ``ignored``, each with the reason.
     """
 
     kind = "h5ad"
@@ -54,15 +42,10 @@ class H5adSource(SparseSource):
             return head.startswith(HDF5_MAGIC)
         return {"X", "obs", "var"} <= set(hdf5_members(source, head))
 
-    @classmethod
-    def open(cls, source: Any, options: LayerOptions, context: OpenContext) -> H5adSource:
-        return cls(source, options.layer, context.memory_bytes)
-
-    def __init__(
-        self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
-    ) -> None:
-        self._file = GuardedFile(path, memory_bytes)
+    def __init__(self, path: str, options: LayerOptions, context: OpenContext) -> None:
+        self._file = GuardedFile(path, context.memory_bytes)
         self.path = self._file.path
+        layer = options.layer
         if layer in (None, "X"):
             self._where: tuple[str, ...] = ("X",)
         elif layer in ("raw", "raw/X"):
@@ -128,14 +111,7 @@ class H5adSource(SparseSource):
         if name not in group or group.is_group(name):
             return None
         stored = group.dataset(name)
-        if stored.length != length:
-            raise group.error(f"has {stored.length} names but the matrix {length}", name)
-        return self._keep(stored.strings(), f"names of {table}") if stored.is_strings else None
-
-    def _keep(self, values: np.ndarray, what: str) -> np.ndarray:
-        """Count an array that is kept until all is converted, when it is also permuted."""
-        self._file.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
-        return values
+        return stored.names(f"names of {table}", length) if stored.is_strings else None
 
     def _read_fields(self, obs: GuardedGroup) -> None:
         index = obs.word("_index") or "_index"
@@ -172,10 +148,10 @@ class H5adSource(SparseSource):
         if stored.length != self.shape[0]:
             raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
         if stored.is_strings:
-            return self._keep(_strings(stored), f"values of {stored.where}")
+            return stored.keep(_strings(stored), f"values of {stored.where}")
         if stored.dtype.kind not in "biuf":
             raise _Unfit(f"has the type {stored.dtype}")
-        return self._keep(native(stored.all()), f"values of {stored.where}")
+        return stored.keep(native(stored.all()), f"values of {stored.where}")
 
     def _add_categorical(self, name: str, codes: np.ndarray, stored: Stored) -> None:
         if stored.length > MAX_CATEGORIES:
@@ -186,7 +162,7 @@ class H5adSource(SparseSource):
         if len(bad):
             raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range: there are {stored.length}")
         if stored.is_strings:
-            strings = self._keep(_strings(stored), f"categories of {name}")
+            strings = stored.keep(_strings(stored), f"categories of {name}")
             words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]
         else:
             words = [str(value) for value in stored.all().tolist()]

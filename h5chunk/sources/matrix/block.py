@@ -17,7 +17,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError, human_bytes, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, MatrixSourceOptions
+from h5chunk.sources.kinds import MatrixSourceOptions
 from h5chunk.sources.options import Options
 from h5chunk.stamp import stamp_of
 
@@ -93,6 +93,9 @@ class SparseSource:
     column_names: np.ndarray | None = None
     time_name: str | None = None
 
+    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
+        raise NotImplementedError
+
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
         """Whether a source, of which these are the first bytes, is of this kind."""
@@ -101,7 +104,7 @@ class SparseSource:
     @classmethod
     def open(cls, source: Any, options: Any, context: OpenContext) -> SparseSource:
         """Open a source; reads no more than its description."""
-        return cls(os.fspath(source))  # type: ignore[call-arg]
+        return cls(os.fspath(source), options, context)
 
     def files(self) -> Sequence[str]:
         """Return the paths of all files that the matrix is read from."""
@@ -145,27 +148,15 @@ class Transposed(SparseSource):
 class MemoryLimit:
     """Limit on the memory that one source may take: what it claims to hold is checked before memory is taken."""
 
-    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+    def __init__(self, path: str | os.PathLike[str], memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
         self._name = printable(path)
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Refuse what does not fit in memory beside what the source keeps there.
+        """Raise SourceError if what the source claims does not fit in memory beside what it keeps there.
 
-        Parameters
-        ----------
-        claim : str
-            What the source says that it holds, such as ``2,000,000,000 rows``.
-        num_bytes : int
-            Memory that it would take.
-        part_read : float
-            Part of the source that this was found in, from 0 to 1; the rest is taken to be alike.
-
-        Raises
-        ------
-        SourceError
-            It takes more than is left of ``memory_bytes``.
+        ``part_read`` is the part of the source that this was found in, from 0 to 1; the rest is taken to be alike.
         """
         if self._held_bytes + num_bytes <= self.memory_bytes:
             return

@@ -18,7 +18,6 @@ Source: pyarrow.csv reads the numbers.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -56,14 +55,8 @@ AS_STRING = ":str"
 class DelimitedSource(TextSource):
     """A delimited file. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
 
-    Parameters
-    ----------
-    path : path
-    columns : tuple of str, optional
-        Columns that are row, column and, if there are more, value and time: names of the header, or numbers from 0. A
-        name that ends with ``:str`` says that its ids are strings.
-    times : bool
-        Whether blocks shall have the time of each entry, if there is a column of times.
+    The option ``columns`` names those that are row, column and, if there are more, value and time, by the header or by
+    numbers from 0; a name that ends with ``:str`` says that its ids are strings.
     """
 
     kind = "csv"
@@ -76,14 +69,9 @@ class DelimitedSource(TextSource):
     def recognises(cls, source: Any, head: bytes) -> bool:
         return has_suffix(source, ".csv", ".tsv", ".dat") or looks_delimited(text_lines(source, head))
 
-    @classmethod
-    def open(cls, source: Any, options: DelimitedOptions, context: OpenContext) -> DelimitedSource:
-        return cls(source, options.columns, context.with_times)
-
-    def __init__(
-        self, path: str | os.PathLike[str], columns: tuple[str, ...] | None = None, times: bool = False
-    ) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, options: DelimitedOptions, context: OpenContext) -> None:
+        super().__init__(path, options, context)
+        columns = options.columns
         lines = self._text.head_lines()
         self.num_skipped = _num_comments(lines)
         marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]
@@ -113,7 +101,7 @@ class DelimitedSource(TextSource):
             cells = [row[self._columns[part]] for row in sample if row[self._columns[part]].strip()]
             has_words = sum(not is_whole(cell) for cell in cells) > MAX_BROKEN_PART * len(cells)
             self._types[part] = pyarrow.binary() if is_text or has_words else pyarrow.int64()
-        if times:
+        if context.with_times:
             self._find_time([row for row in table if len(row) == self._width])
         else:
             self._columns.pop("time", None)

@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from h5chunk.sources.arrow import pyarrow
 
 BLANKS = re.compile(rb"[ \t]+")
@@ -100,11 +98,3 @@ def time_type(cells: list[bytes]) -> Any:
             pyarrow.array(cells, pyarrow.binary()).cast(pyarrow.string()).cast(kind)
             return kind
     return None
-
-
-def ordered(times: np.ndarray) -> np.ndarray:
-    """Whole numbers in the order of these numbers, int64."""
-    if times.dtype.kind != "f":
-        return times
-    bits = (times + 0.0).view(np.int64)  # -0.0 becomes 0.0
-    return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))

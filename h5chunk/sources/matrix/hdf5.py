@@ -21,8 +21,7 @@ import numpy as np
 from h5chunk.errors import FileError, SourceError, human_bytes, printable
 from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.block import MemoryLimit
-from h5chunk.sources.matrix.text import check_regular
-from h5chunk.stamp import stamp_of
+from h5chunk.sources.matrix.text import RegularFile
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, list_chunks
 from h5chunk.store.hdf5.guard import Guard
@@ -38,14 +37,13 @@ STRING_BYTES = 64  # of memory for a short string that HDF5 reads, as a Python o
 REMEDY = "or copy it into this file (h5repack)"
 
 
-class GuardedFile:
+class GuardedFile(RegularFile):
     """An HDF5 file that is opened when needed, with a limit on what is kept of it and on a decoded chunk."""
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
-        self.path = os.fspath(path)
+        super().__init__(path)
         self.memory = MemoryLimit(self.path, memory_bytes)
         self.guard = Guard(self.path, remedy=REMEDY)
-        self._stamp = check_regular(self.path)
 
     @contextmanager
     def open(self) -> Iterator[GuardedGroup]:
@@ -54,20 +52,13 @@ class GuardedFile:
             with opened(self.path) as file:
                 descriptor = open_descriptor(Path(self.path))
                 try:
-                    self._check_unchanged(descriptor)
+                    self.check_unchanged(descriptor)
                     yield GuardedGroup(self, file["/"], descriptor, "")
-                    self._check_unchanged(descriptor)
+                    self.check_unchanged(descriptor)
                 finally:
                     os.close(descriptor)
         except FileError as error:
             raise SourceError(str(error)) from error.__cause__
-
-    def _check_unchanged(self, descriptor: int) -> None:
-        if stamp_of(descriptor) != self._stamp:
-            raise self.error("changed while it was read")
-
-    def error(self, what: str) -> SourceError:
-        return SourceError(f"{printable(self.path)}: {what}")
 
 
 class GuardedGroup:
@@ -203,6 +194,17 @@ class Stored:
             first = chunk * size
             low, high = max(first, start), min(first + size, stop)
             values[low - start : high - start] = self._chunk(chunk)[low - first : high - first]
+        return values
+
+    def names(self, what: str, length: int) -> np.ndarray:
+        """Read strings, one for each row or column, which are kept."""
+        if self.length != length:
+            raise self.error(f"has {self.length} names but the matrix has {length} {what}")
+        return self.keep(self.strings(), what)
+
+    def keep(self, values: np.ndarray, what: str) -> np.ndarray:
+        """Count the memory of an array that is kept until all is converted, when it is also permuted."""
+        self.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
         return values
 
     def all(self) -> np.ndarray:

@@ -7,7 +7,6 @@ the page of SVM-light; pyarrow parts the words and reads the numbers.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -17,7 +16,6 @@ import numpy as np
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute as pc
 from h5chunk.sources.arrow import pyarrow
-from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.block import Block, MemoryLimit
 from h5chunk.sources.matrix.text import TextSource, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
@@ -41,13 +39,9 @@ class LibsvmSource(TextSource):
     def recognises(cls, source: Any, head: bytes) -> bool:
         return has_suffix(source, ".libsvm", ".svmlight", ".svm") or looks_libsvm(text_lines(source, head))
 
-    @classmethod
-    def open(cls, source: Any, options: Any, context: OpenContext) -> LibsvmSource:
-        return cls(source, context.memory_bytes)
-
-    def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
-        super().__init__(path)
-        labels = self._read_labels(MemoryLimit(path, memory_bytes))
+    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
+        super().__init__(path, options, context)
+        labels = self._read_labels(MemoryLimit(path, context.memory_bytes))
         self.row_fields = {"labels": labels}
         self.shape = (len(labels), None)
 

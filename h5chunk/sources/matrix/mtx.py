@@ -6,12 +6,12 @@ Formats" (NISTIR 5935); pyarrow.csv reads the numbers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
+from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
 from h5chunk.sources.matrix.text import TextSource, read_columns, shown
@@ -36,8 +36,8 @@ class MtxSource(TextSource):
         first = text_lines(source, head)[:1]
         return has_suffix(source, ".mtx") or any(line.startswith(b"%%MatrixMarket") for line in first)
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
+        super().__init__(path, options, context)
         lines = self._text.head_lines()
         self._read_banner(lines[0])
         self.num_skipped = 1 + next(

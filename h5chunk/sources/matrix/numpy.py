@@ -7,7 +7,6 @@ side, so that memory is bounded whatever they claim. Source: scipy.sparse.save_n
 from __future__ import annotations
 
 import contextlib
-import os
 import zipfile
 from collections.abc import Iterator
 from typing import IO, Any
@@ -15,12 +14,12 @@ from typing import IO, Any
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
+from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
-from h5chunk.sources.matrix.text import check_regular
+from h5chunk.sources.matrix.text import RegularFile
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
-from h5chunk.stamp import stamp_of
 
 FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # indices that are larger do not pack that well unless they are made up
 CELL_BYTES = 48  # of memory for one cell that is not zero, as int64 numbers and masks
@@ -39,16 +38,15 @@ class NpzSource(SparseSource):
         members = zip_members(source, head)
         return {"format.npy", "shape.npy"} <= members or (not members and has_suffix(source, ".npz"))
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self._stamp = check_regular(self.path)
-        self.num_bytes = self._stamp[2]
+    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
+        self._file = RegularFile(path)
+        self.path, self.num_bytes = self._file.path, self._file.num_bytes
         with open_npz(self.path) as archive:
             for member in archive.infolist():
                 packed, size = member.compress_size, member.file_size
                 is_index = member.filename in ("indices.npy", "row.npy", "col.npy")
                 if is_index and size > FREE_BYTES and size > MAX_LARGE_RATIO * packed:
-                    raise self._error(
+                    raise self._file.error(
                         f"member {member.filename!r} unpacks to {size} bytes, {size // packed} times what it takes, "
                         "out of proportion for indices: save it with compressed=False if it is meant so"
                     )
@@ -58,49 +56,44 @@ class NpzSource(SparseSource):
                 check_vectors(self._layout, self.shape, vectors)
         self.is_sorted_by_row = self._layout == "csr"
 
-    def _error(self, what: str) -> SourceError:
-        return SourceError(f"{printable(self.path)}: {what}")
-
     def _small(self, archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if f"{name}.npy" not in archive.namelist():
-            raise self._error(f"has no member {name!r}, so it is no matrix of scipy.sparse.save_npz")
+            raise self._file.error(f"has no member {name!r}, so it is no matrix of scipy.sparse.save_npz")
         with _Member(self.path, archive, name) as member:
             if member.num_bytes > MAX_SMALL_BYTES:
-                raise self._error(f"member {name!r} has {member.num_bytes} bytes: that cannot be")
+                raise self._file.error(f"member {name!r} has {member.num_bytes} bytes: that cannot be")
             return member.read(0, member.length)
 
     def _read_layout(self, archive: zipfile.ZipFile) -> str:
         word = self._small(archive, "format")
         if word.dtype.kind not in "SU" or word.size != 1:
-            raise self._error(f"member 'format' has the type {word.dtype} but must be a word")
+            raise self._file.error(f"member 'format' has the type {word.dtype} but must be a word")
         text = word.ravel()[0]
         name = text.decode("latin-1") if isinstance(text, bytes) else str(text)
         if name not in MEMBERS:
-            raise self._error(f"format is {name!r} but csr, csc and coo are read: save it after .tocsr()")
+            raise self._file.error(f"format is {name!r} but csr, csc and coo are read: save it after .tocsr()")
         missing = [part for part in (*MEMBERS[name], "data") if f"{part}.npy" not in archive.namelist()]
         if missing:
-            raise self._error(f"has no member {missing[0]!r}, which format {name} needs")
+            raise self._file.error(f"has no member {missing[0]!r}, which format {name} needs")
         return name
 
     def _read_shape(self, archive: zipfile.ZipFile) -> tuple[int, int]:
         shape = self._small(archive, "shape")
         if shape.dtype.kind not in "iu" or shape.size != 2 or int(shape.min()) < 0:
-            raise self._error(f"member 'shape' is {shape.tolist()} but must be two numbers, of rows and of columns")
+            raise self._file.error(
+                f"member 'shape' is {shape.tolist()} but must be two numbers, of rows and of columns"
+            )
         return int(shape[0]), int(shape[1])
 
     @contextlib.contextmanager
     def _vectors(self, archive: zipfile.ZipFile) -> Iterator[list[_Member]]:
         """Streams of data, and of indices and indptr, or of rows and columns, of a file that does not change."""
         with contextlib.ExitStack() as stack:
-            self._check_unchanged(archive)
+            assert archive.fp is not None
+            self._file.check_unchanged(archive.fp.fileno())
             names = ("data", *MEMBERS[self._layout])
             yield [stack.enter_context(_Member(self.path, archive, name)) for name in names]
-            self._check_unchanged(archive)
-
-    def _check_unchanged(self, archive: zipfile.ZipFile) -> None:
-        assert archive.fp is not None
-        if stamp_of(archive.fp.fileno()) != self._stamp:
-            raise self._error("changed while it was read")
+            self._file.check_unchanged(archive.fp.fileno())
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with open_npz(self.path) as archive, self._vectors(archive) as vectors:
@@ -155,10 +148,9 @@ class NpySource(SparseSource):
     def recognises(cls, source: Any, head: bytes) -> bool:
         return head.startswith(NPY_MAGIC)
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self._stamp = check_regular(self.path)
-        self.num_bytes = self._stamp[2]
+    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
+        self._file = RegularFile(path)
+        self.path, self.num_bytes = self._file.path, self._file.num_bytes
         shown = printable(self.path)
         with open(self.path, "rb") as file:  # noqa: PTH123
             shape, self._by_column, self._dtype = read_header(file, shown)
@@ -196,8 +188,9 @@ class NpySource(SparseSource):
         try:
             with open(self.path, "rb") as file:  # noqa: PTH123
                 cells = np.fromfile(file, self._dtype, count, offset=offset)
-                if len(cells) == count and stamp_of(os.fstat(file.fileno())) == self._stamp:
-                    return cells
+                self._file.check_unchanged(file.fileno())
         except OSError as error:
-            raise SourceError(f"{printable(self.path)}: cannot be read: {error.strerror}") from None
-        raise SourceError(f"{printable(self.path)}: changed while it was read")
+            raise self._file.error(f"cannot be read: {error.strerror}") from None
+        if len(cells) != count:
+            raise self._file.error("changed while it was read")
+        return cells

@@ -26,13 +26,8 @@ import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, LayerOptions
-from h5chunk.sources.matrix.block import (
-    Block,
-    MemoryLimit,
-    SparseSource,
-    Transposed,
-)
+from h5chunk.sources.kinds import LayerOptions
+from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource, Transposed
 from h5chunk.sources.matrix.compressed import check_vectors, read_blocks
 from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
 from h5chunk.sources.matrix.mtx import MtxSource
@@ -49,15 +44,7 @@ WAYS = (
 
 
 class TenxSource(SparseSource):
-    """A 10x .h5.
-
-    Parameters
-    ----------
-    path : path
-    layer : str, optional
-        The genome, in files of version 2 that have several.
-    memory_bytes : int
-    """
+    """A 10x .h5; the layer is the genome, in files of version 2 that have several."""
 
     kind = "10x"
     Options = LayerOptions
@@ -77,22 +64,19 @@ class TenxSource(SparseSource):
         """Open an HDF5 file, a folder, or the Matrix Market file of a folder."""
         files = _find_files(source)
         if files is None:
-            return cls(source, options.layer, context.memory_bytes)
-        return TenxFolderSource(files, options.layer, context.memory_bytes)
+            return cls(os.fspath(source), options, context)
+        return TenxFolderSource(files, options, context)
 
-    def __init__(
-        self, path: str | os.PathLike[str], layer: str | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
-    ) -> None:
-        self._file = GuardedFile(path, memory_bytes)
-        self.path = self._file.path
-        self._layer = layer
+    def __init__(self, path: str, options: LayerOptions, context: OpenContext) -> None:
+        self._file = GuardedFile(path, context.memory_bytes)
+        self.path, self._layer = path, options.layer
         with self._file.open() as root:
             group = self._find(root)
             self.shape, parts = self._matrix(group)
             self.num_bytes = sum(part.stored_bytes for part in parts)
-            self.row_names = self._names(group.dataset("barcodes"), self.shape[0], "barcodes")
+            self.row_names = group.dataset("barcodes").names("barcodes", self.shape[0])
             genes = group.group("features").dataset("id") if "features" in group else group.dataset("genes")
-            self.column_names = self._names(genes, self.shape[1], "features")
+            self.column_names = genes.names("features", self.shape[1])
 
     def _find(self, root: GuardedGroup) -> GuardedGroup:
         """The group of version 3, or of the genome of version 2."""
@@ -119,13 +103,6 @@ class TenxSource(SparseSource):
         shape = num_barcodes, num_features
         check_vectors("csr", shape, parts)
         return shape, parts
-
-    def _names(self, stored: Stored, length: int, what: str) -> np.ndarray:
-        if stored.length != length:
-            raise stored.error(f"has {stored.length} names but the matrix has {length} {what}")
-        names = stored.strings()
-        self._file.memory.keep(f"{length:,} {what}", 2 * names.nbytes)
-        return names
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with self._file.open() as root:
@@ -192,18 +169,18 @@ class TenxFolderSource(SparseSource):
     kind = "10x"
     axes = ("barcodes", "features")
 
-    def __init__(self, files: TenxFiles, layer: str | None, memory_bytes: int) -> None:
-        if layer is not None:
-            raise OptionError(f"layer is {layer!r} but {printable(files.matrix)} has one matrix only")
+    def __init__(self, files: TenxFiles, options: LayerOptions, context: OpenContext) -> None:
+        if options.layer is not None:
+            raise OptionError(f"layer is {options.layer!r} but {printable(files.matrix)} has one matrix only")
         self.path, self._files = files.matrix, files
         if files.barcodes is None or files.features is None:
             other = files.barcodes or files.features
             missing = "features.tsv or genes.tsv" if files.barcodes else "barcodes.tsv"
             beside = f"{printable(other)} is beside it, but no {missing}" if other else "no tables of 10x are beside it"
             raise SourceError(f"{printable(self.path)}: {beside}, so that it is unclear what samples are: {WAYS}")
-        matrix: SparseSource = MtxSource(files.matrix)
+        matrix: SparseSource = MtxSource(files.matrix, options, context)
         self.num_bytes = matrix.num_bytes
-        memory = MemoryLimit(self.path, memory_bytes)
+        memory = MemoryLimit(self.path, context.memory_bytes)
         most = max(size or 0 for size in matrix.shape)
         self.row_names = _read_names(files.barcodes, most, memory)
         self.column_names = _read_names(files.features, most, memory)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any, ClassVar, NoReturn, cast
 
 from h5chunk.errors import SourceError, printable
+from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import csv, pyarrow
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.stamp import stamp_of
@@ -42,13 +43,34 @@ class Piece:
     consumed_bytes: int
 
 
-class TextFile:
-    """A text file that is read from its start as often as needed."""
+class RegularFile:
+    """A regular file that is not empty, and must not change while it is read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._stamp = check_regular(self.path)
-        self.num_bytes = self._stamp[2]
+        try:
+            status = os.stat(self.path)
+        except (OSError, ValueError) as error:
+            raise self.error(f"cannot be read: {getattr(error, 'strerror', error)}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise self.error("not a regular file")
+        if not status.st_size:
+            raise self.error("is empty (0 bytes)")
+        self.num_bytes, self._stamp = status.st_size, stamp_of(status)
+
+    def error(self, what: str) -> SourceError:
+        return SourceError(f"{printable(self.path)}: {what}")
+
+    def check_unchanged(self, descriptor: int) -> None:
+        if stamp_of(descriptor) != self._stamp:
+            raise self.error("changed while it was read")
+
+
+class TextFile(RegularFile):
+    """A text file that is read from its start as often as needed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
         with self._open() as raw:
             start = raw.read(8)
         for magic, tool in OTHER_PACKERS.items():
@@ -77,10 +99,8 @@ class TextFile:
         try:
             raw = open(self.path, "rb")  # noqa: PTH123
         except OSError as error:
-            raise SourceError(f"{printable(self.path)}: cannot be read: {error.strerror}") from None
-        if stamp_of(os.fstat(raw.fileno())) != self._stamp:
-            raw.close()
-            self.fail("changed while it was read")
+            raise self.error(f"cannot be read: {error.strerror}") from None
+        self.check_unchanged(raw.fileno())
         return raw
 
     def _unpacked(self, raw: IO[bytes]) -> IO[bytes]:
@@ -111,8 +131,7 @@ class TextFile:
         with self._open() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
             while data := file.read(num_bytes):
-                if stamp_of(os.fstat(raw.fileno())) != self._stamp:  # what grows while it is read may have no end
-                    self.fail("changed while it was read")
+                self.check_unchanged(raw.fileno())  # what grows while it is read may have no end
                 if line == 1 and not rest:  # the very start
                     data = data.removeprefix(UTF8_MARK)
                 self._check_text(data, line)
@@ -146,26 +165,13 @@ class TextFile:
             self.fail(f"cannot be read: {error.strerror or error}", line())
 
 
-def check_regular(path: str) -> tuple[int, ...]:
-    """Return the stamp of a regular file that is not empty; SourceError if it is not."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{printable(path)}: cannot be read: {getattr(error, 'strerror', error)}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise SourceError(f"{printable(path)}: not a regular file")
-    if not status.st_size:
-        raise SourceError(f"{printable(path)}: is empty (0 bytes)")
-    return stamp_of(status)
-
-
 class TextSource(SparseSource):
     """Base of matrices in text, of which pieces are parsed as a whole; where that fails, the bad line is looked for."""
 
     pieces_in_memory: ClassVar[int]  # text and all that is made of it
     num_skipped = 0  # lines above the data
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         self._text = TextFile(path)
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
 
