@@ -24,6 +24,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -59,8 +60,18 @@ def list_manifest(
     found : callable, optional
         Called now and then with the number of lines read.
     """
-    table, source = _Table(Path(manifest)), Path(source)
-    found = found or (lambda count: None)
+    path, source = Path(manifest), Path(source)
+    check_source(path)
+    if not path.is_file():  # a pipe would be waited for
+        raise SourceError(f"{printable(path)}: is no regular file: give a table as a file")
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            return _list(_Table(path, file), source, found or (lambda count: None))
+    except OSError as error:
+        raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+
+
+def _list(table: _Table, source: Path, found: Found) -> Listing:
     found(0)
     check_source(source)
     numbers: dict[bytes, int] = {}  # of the members of an archive
@@ -85,11 +96,9 @@ def list_manifest(
 
     names = Names(paths())
     if not len(names):
-        raise SourceError(f"{printable(manifest)}: no images listed: there is no line below the header")
+        raise SourceError(f"{table.shown}: no images listed: there is no line below the header")
     if table.declared not in (None, len(names)):
-        raise SourceError(
-            f"{printable(manifest)}: cut short: {len(names)} lines but its first line says {table.declared}"
-        )
+        raise SourceError(f"{table.shown}: cut short: {len(names)} lines but its first line says {table.declared}")
     found(len(names))
     container.select(np.frombuffer(chosen, np.int64))
     listing = Listing(container, names)
@@ -100,51 +109,45 @@ def list_manifest(
 class _Table:
     """The rows of a manifest, split into cells."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._skip = 1
-        check_source(path)
-        try:
-            if not path.is_file():  # a pipe would be waited for, and could not be read twice
-                raise SourceError(f"{printable(path)}: is no regular file: give a table as a file")
-            with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-                self._stamp = stamp_of(file.fileno())
-                lines = self._lines(file)
-                first, second = next(lines, ""), next(lines, "")
-        except OSError as error:
-            raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self.shown = printable(path)
+        self._file, self._stamp = file, stamp_of(file.fileno())
+        self._lines = self._read_lines()
         self.declared: int | None = None  # number of lines that the file itself says it has
         self._delimiter: str | None = "\t" if path.suffix.lower() == ".tsv" else ","
+        first, second = next(self._lines, ""), next(self._lines, "")
         if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # CelebA's own list
-            self.columns, self._delimiter, self._skip = ["path", *second.split()], None, 2
+            self.columns, self._delimiter, self._skipped = ["path", *second.split()], None, 2
             self.declared = int(first)
         else:
             self.columns = [name.strip() for name in next(csv.reader([first], delimiter=self._delimiter), [])]
+            self._lines, self._skipped = chain([second], self._lines), 1
         self._check_columns()
         usual = [i for i, name in enumerate(self.columns) if name.lower() in PATH_COLUMNS]
         self.path_column = usual[0] if usual else 0
 
     def _check_columns(self) -> None:
+        line = self._skipped
         if not self.columns or not all(self.columns):
-            raise self.error(self._skip, "the header must name every column")
+            raise self.error(line, "the header must name every column")
         twice = [name for name, count in Counter(self.columns).items() if count > 1]
         if twice:
-            raise self.error(self._skip, f"two columns are called {twice[0]!r}")
+            raise self.error(line, f"two columns are called {twice[0]!r}")
         for name in self.columns:
             if os.fsencode(name).lower().endswith(EXTENSIONS):
-                raise self.error(self._skip, f"{printable(name)} is an image: put a line with the columns' names first")
+                raise self.error(line, f"{printable(name)} is an image: put a line with the columns' names first")
             if "/" in name or name == "." or not name.isprintable():
-                raise self.error(self._skip, f"column {name!r} cannot be the name of a field: rename it, without '/'")
+                raise self.error(line, f"column {name!r} cannot be the name of a field: rename it, without '/'")
             if name in RESERVED:
-                raise self.error(self._skip, f"column {name!r} has the name of something else in the file: rename it")
+                raise self.error(line, f"column {name!r} has the name of something else in the file: rename it")
 
     def error(self, line: int, what: str) -> SourceError:
-        return SourceError(f"{printable(self._path)}, line {line}: {what}")
+        return SourceError(f"{self.shown}, line {line}: {what}")
 
-    def _lines(self, file: TextIO) -> Iterator[str]:
+    def _read_lines(self) -> Iterator[str]:
         """The lines of the file, of which none may take unbounded memory."""
         number = 0
-        while line := file.readline(MAX_LINE + 1):
+        while line := self._file.readline(MAX_LINE + 1):
             number += 1
             if len(line) > MAX_LINE:
                 raise self.error(number, f"longer than the limit of {MAX_LINE} characters: is this a table?")
@@ -152,31 +155,23 @@ class _Table:
 
     def rows(self) -> Iterator[tuple[int, list[str]]]:
         """(line number, cells) of each line below the header that is not blank."""
-        with self._path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            self._check_unchanged(file)
-            text = self._lines(file)
-            for _ in range(self._skip):
-                next(text, "")
-            if self._delimiter is None:
-                lines = ((number, line.split()) for number, line in enumerate(text, self._skip + 1))
-            else:
-                reader = csv.reader(text, delimiter=self._delimiter, strict=True)
-                lines = ((reader.line_num + self._skip, [cell.strip() for cell in row]) for row in reader)
-            number = self._skip
-            try:
-                for number, row in lines:
-                    if not row:
-                        continue
-                    if len(row) != len(self.columns):
-                        raise self.error(number, f"{len(row)} columns but the header has {len(self.columns)}")
-                    yield number, row
-            except csv.Error as error:
-                raise self.error(number + 1, str(error)) from None
-            self._check_unchanged(file)
-
-    def _check_unchanged(self, file: TextIO) -> None:
-        if stamp_of(file.fileno()) != self._stamp:
-            raise SourceError(f"{printable(self._path)}: changed while it was read")
+        if self._delimiter is None:
+            lines = ((number, line.split()) for number, line in enumerate(self._lines, self._skipped + 1))
+        else:
+            reader = csv.reader(self._lines, delimiter=self._delimiter, strict=True)
+            lines = ((reader.line_num + self._skipped, [cell.strip() for cell in row]) for row in reader)
+        number = self._skipped
+        try:
+            for number, row in lines:
+                if not row:
+                    continue
+                if len(row) != len(self.columns):
+                    raise self.error(number, f"{len(row)} columns but the header has {len(self.columns)}")
+                yield number, row
+        except csv.Error as error:
+            raise self.error(number + 1, str(error)) from None
+        if stamp_of(self._file.fileno()) != self._stamp:
+            raise SourceError(f"{self.shown}: changed while it was read")
 
 
 class _Columns:

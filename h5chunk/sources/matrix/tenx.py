@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +33,6 @@ from h5chunk.sources.matrix.mtx import MtxSource
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextFile
 from h5chunk.sources.recognise import has_suffix, hdf5_members, is_path
 
-PACKINGS = ("", ".gz")
 PIECE_BYTES = 1 << 20
 NAME_BYTES = 64  # of memory for a name while a piece is read
 WAYS = (
@@ -109,8 +107,7 @@ class TenxSource(SparseSource):
             yield from read_blocks("csr", *self._matrix(self._find(root)), max_bytes)
 
 
-@dataclass(frozen=True)
-class TenxFiles:
+class TenxFiles(NamedTuple):
     """Paths of the matrix and of its tables; None for a table that is missing."""
 
     matrix: str
@@ -126,7 +123,16 @@ def _find_files(path: str | os.PathLike[str]) -> TenxFiles | None:
     """
     path = os.fsdecode(path)
     if os.path.isdir(path):
-        return _in_folder(path) or _in_only_folder(path)
+        if matrix := _first_file(path, "matrix.mtx"):
+            return _with_tables(matrix, path, "")
+        try:
+            with os.scandir(path) as entries:
+                folders = [entry.path for entry in islice(filter(os.DirEntry.is_dir, entries), 2)]
+        except OSError:
+            return None
+        matrix = _first_file(folders[0], "matrix.mtx") if len(folders) == 1 else None
+        files = None if matrix is None else _with_tables(matrix, folders[0], "")
+        return files if files is not None and None not in files else None
     folder, name = os.path.split(path)
     stem = name.removesuffix(".gz")
     if not stem.endswith(".mtx") or not os.path.isfile(path):
@@ -138,28 +144,13 @@ def _find_files(path: str | os.PathLike[str]) -> TenxFiles | None:
     return None
 
 
-def _in_folder(path: str) -> TenxFiles | None:
-    matrix = _first_file(path, "matrix.mtx")
-    return None if matrix is None else _with_tables(matrix, path, "")
-
-
-def _in_only_folder(path: str) -> TenxFiles | None:
-    try:
-        with os.scandir(path) as entries:
-            folders = [entry.path for entry in islice(filter(os.DirEntry.is_dir, entries), 2)]
-    except OSError:
-        return None
-    files = _in_folder(folders[0]) if len(folders) == 1 else None
-    return files if files is not None and files.barcodes and files.features else None
-
-
 def _with_tables(matrix: str, folder: str, prefix: str) -> TenxFiles:
     features = _first_file(folder, f"{prefix}features.tsv") or _first_file(folder, f"{prefix}genes.tsv")
     return TenxFiles(matrix, _first_file(folder, f"{prefix}barcodes.tsv"), features)
 
 
 def _first_file(folder: str, name: str) -> str | None:
-    paths = (os.path.join(folder, name + packing) for packing in PACKINGS)
+    paths = (os.path.join(folder, name + packing) for packing in ("", ".gz"))
     return next((path for path in paths if os.path.isfile(path)), None)
 
 
