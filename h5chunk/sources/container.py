@@ -37,7 +37,10 @@ KINDS = {
     SPARSE: "a sparse file, stored without its zeros",
     UNKNOWN: "of an unknown type",
 }
-_DAMAGES = (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError, OverflowError)
+DAMAGES = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
 ZIP_UNIX = 3  # the system that packed it
 IN_TAR = -1  # beside the methods that `zipfile` knows
 _TAR_KINDS = {
@@ -220,7 +223,7 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
         raise
     except OSError as error:
         raise SourceError(f"{shown}: cannot be read: {error.strerror or error}") from None
-    except (*_DAMAGES, NotImplementedError) as error:
+    except DAMAGES as error:
         raise SourceError(f"{shown}: cannot be read as an archive: {error}") from None
     raise SourceError(f"{shown}: not a folder, .zip or .tar of images")
 

@@ -294,8 +294,9 @@ def _add_splits(listing: Listing, directories: dict[bytes, _Directory]) -> None:
         "field 'split' says which each sample is of (--split-folders no makes classes of them)"
     )
     for split in splits:
-        there = _at(1, (name for name in directories if name.partition(b"/")[0] == split))
-        lacking = [name for name in listing.class_names if name not in {as_text(each) for each in there}]
+        in_split = _at(1, (name for name in directories if name.partition(b"/")[0] == split))
+        present = {as_text(name) for name in in_split}
+        lacking = [name for name in listing.class_names if name not in present]
         if lacking:
             listing.notes.append(
                 f"{len(lacking):,} of {len(listing.class_names):,} classes have no images in split {as_text(split)!r}, "

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-import struct
 import warnings
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,15 +17,12 @@ from typing import IO
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.sources.container import BoundedFile
+from h5chunk.sources.container import DAMAGES, BoundedFile
 from h5chunk.sources.recognise import MAX_ZIP_DIRECTORY_BYTES
 from h5chunk.store.hdf5.claims import MAX_RATIO
 
 MAX_HEADER_BYTES = MAX_SMALL_BYTES = 1 << 16
 PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-DAMAGES = (
-    zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OSError, NotImplementedError, RuntimeError,
-)  # fmt: skip
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -72,7 +67,7 @@ def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
             yield archive
     except SourceError:
         raise
-    except DAMAGES as error:
+    except (*DAMAGES, OSError) as error:
         raise SourceError(f"{shown}: damaged, or no .npz: {error}") from None
 
 

@@ -237,7 +237,7 @@ def test_layers_that_are_not_there(tmp_path):
     assert (dense(open_source(path, layer="layers/counts")) == MATRIX.toarray()).all()
     with pytest.raises(SourceError, match=r"no matrix 'layers/spliced'; .*X, counts"):
         open_source(path, layer="spliced")
-    with pytest.raises(SourceError, match=r"has no 'raw'; matrices that it has \(layer\): X, counts"):
+    with pytest.raises(SourceError, match=r"has no 'raw'; matrices that it has \(--layer\): X, counts"):
         open_source(path, layer="raw")
 
 

@@ -344,7 +344,7 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but a matrix of 21"),
     "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix has 20"),
     "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes but the limit is 256"),
-    "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; matrices that it has \(layer\): none"),
+    "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; matrices that it has \(--layer\): none"),
     "codes": (lambda f: categorical(f, 2), "code 2 of row 0 is out of range: there are 2"),
     "negative codes": (lambda f: categorical(f, -2), "code -2 of row 0 is out of range: there are 2"),
     "field": (

@@ -196,7 +196,7 @@ def _choices(root: GuardedGroup) -> str:
     there = [name for name in ("X",) if name in root]
     there += ["raw"] if "raw" in root else []
     there += root.group("layers").names() if "layers" in root else []
-    return f"matrices that it has (layer): {', '.join(there) or 'none'}"
+    return f"matrices that it has (--layer): {', '.join(there) or 'none'}"
 
 
 def _dense_blocks(dense: Stored, max_bytes: int) -> Iterator[Block]:

@@ -90,7 +90,7 @@ class DelimitedSource(TextSource):
             )
         self.header = self._find_header(table, columns)
         if self.header is None and columns is None and self._width > 4:
-            self._text.fail(f"{self._width} columns and no header: say which are row, column and value (columns)")
+            self._text.fail(f"{self._width} columns and no header: say which are row, column and value (--columns)")
         chosen, told = self._choose(columns)
         self.num_skipped += self.header is not None
         table = table[self.header is not None :]
@@ -150,7 +150,7 @@ class DelimitedSource(TextSource):
         if not 2 <= len(left) <= 3:
             names = ", ".join(repr(name) for name in self.header)
             self._text.fail(
-                f"it cannot be told which of the columns {names} are row, column and value: say it (columns)"
+                f"it cannot be told which of the columns {names} are row, column and value: say it (--columns)"
             )
         return left, [False] * 3
 
@@ -259,7 +259,7 @@ class DelimitedSource(TextSource):
                 told = self.header[number] if self.header else number
                 self._text.fail(
                     f"{what}, no whole number of 64 bits as the ids above: if ids are strings, say so with the column "
-                    f"'{told}{AS_STRING}' (columns): {shown(text)}",
+                    f"'{told}{AS_STRING}' (--columns): {shown(text)}",
                     line,
                 )
             if kind == pyarrow.float64() and not is_number(cell):

@@ -86,10 +86,10 @@ class TenxSource(SparseSource):
         if not found:
             raise root.error("has no group with barcodes and indptr, so it is no matrix of 10x")
         if self._layer is None and len(found) > 1:
-            raise root.error(f"has a matrix for each of {', '.join(found)}: say which (layer)")
+            raise root.error(f"has a matrix for each of {', '.join(found)}: say which (--layer)")
         name = found[0] if self._layer is None else self._layer
         if name not in found:
-            raise root.error(f"has no matrix {name!r}: it has {', '.join(found)} (layer)")
+            raise root.error(f"has no matrix {name!r}: it has {', '.join(found)} (--layer)")
         return root.group(name)
 
     def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[Stored]]:
