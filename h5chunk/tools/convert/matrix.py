@@ -125,8 +125,8 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
         yield
     except MemoryError:
         raise OptionError(
-            f"the limit on memory is {human_bytes(memory_bytes)}, but the system gave less: allow less (--memory-bytes), or "
-            "give this process more"
+            f"the limit on memory is {human_bytes(memory_bytes)}, but the system gave less: allow less "
+            "(--memory-bytes), or give this process more"
         ) from None
 
 
