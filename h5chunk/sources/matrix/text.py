@@ -100,7 +100,11 @@ class TextFile(RegularFile):
             raw = open(self.path, "rb")  # noqa: PTH123
         except OSError as error:
             raise self.error(f"cannot be read: {error.strerror}") from None
-        self.check_unchanged(raw.fileno())
+        try:
+            self.check_unchanged(raw.fileno())
+        except SourceError:
+            raw.close()
+            raise
         return raw
 
     def _unpacked(self, raw: IO[bytes]) -> IO[bytes]:
