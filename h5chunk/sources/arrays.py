@@ -43,8 +43,8 @@ class StoredArray:
         self._sample_bytes = math.prod(shape[1:]) * dtype.itemsize
         self.nbytes = math.prod(shape) * dtype.itemsize
 
-    def __getitem__(self, key: tuple[int, Any]) -> np.ndarray:
-        return self._read(key[0], 1)[0, ...]
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._read(index, 1)[0]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return self._read(0, self.shape[0])
@@ -124,8 +124,10 @@ class ArraySource(Samples):
             return None
         return {"kind": self.kind, "stamp": stamp_of(self._path, with_ctime=True)}, ()
 
-    def values(self, index: int) -> dict[str, np.ndarray]:
-        return {name: self._arrays[name][index, ...] for name in self.fields}
+    def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+        for name, target in out.items():  # without the detour of `values`: arrays need no decoding
+            target[...] = self._arrays[name][index]
+        return ()
 
 
 def _is_array(value: Any) -> bool:
