@@ -56,19 +56,8 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
 def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
     """Decode an encoded image, or one that Pillow has opened; turn it upright, and give it the colours and size.
 
-    Call it within `pillow_limits`.
-
-    Returns
-    -------
-    image : PIL.Image.Image
-        Mode L, LA, RGB or RGBA.
-    notes : tuple of str
-        What to count for the report: the mode it came in, and what was done to it.
-
-    Raises
-    ------
-    SampleError
-        The image is refused, with the reason.
+    Call it within `pillow_limits`. Returns an image of mode L, LA, RGB or RGBA, and what to count for the report: the
+    mode that it came in, and what was done to it. A SampleError says why an image is refused.
     """
     try:
         return _adapt(_open(image) if isinstance(image, bytes) else image, options)

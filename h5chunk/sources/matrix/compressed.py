@@ -42,11 +42,6 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
     shape : (rows, columns)
     vectors : sequence of Vector
         Data, indices and pointers; of coordinates data, rows and columns.
-
-    Raises
-    ------
-    SourceError
-        Lengths do not agree, or a type is no number of ours.
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):

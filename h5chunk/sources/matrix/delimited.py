@@ -91,15 +91,17 @@ class DelimitedSource(TextSource):
         self.header = self._find_header(table, columns)
         if self.header is None and columns is None and self._width > 4:
             self._text.fail(f"{self._width} columns and no header: say which are row, column and value (--columns)")
-        chosen, told = self._choose(columns)
+        chosen = self._choose(columns)
         self.num_skipped += self.header is not None
         table = table[self.header is not None :]
         sample = [row for row in self._sample(table) if len(row) == self._width]
         self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by their part
         self._types = {part: pyarrow.float64() for part in self._columns}
-        for part, is_text in zip(PARTS[:2], told, strict=False):
-            cells = [row[self._columns[part]] for row in sample if row[self._columns[part]].strip()]
+        for place, part in enumerate(PARTS[:2]):
+            cells = [row[chosen[place]] for row in sample if row[chosen[place]].strip()]
             has_words = sum(not is_whole(cell) for cell in cells) > MAX_BROKEN_PART * len(cells)
+            name = columns[place] if columns is not None else ""
+            is_text = name.endswith(AS_STRING) and name not in (self.header or ())
             self._types[part] = pyarrow.binary() if is_text or has_words else pyarrow.int64()
         if context.with_times:
             self._find_time([row for row in table if len(row) == self._width])
@@ -125,8 +127,8 @@ class DelimitedSource(TextSource):
             self._text.fail(f"two columns are called {repeated!r}: rename one", self.num_skipped + 1)
         return names
 
-    def _choose(self, columns: tuple[str, ...] | None) -> tuple[list[int], list[bool]]:
-        """Numbers of the columns that are row, column[, value], and which were said to be strings."""
+    def _choose(self, columns: tuple[str, ...] | None) -> list[int]:
+        """Numbers of the columns that are row, column[, value]."""
         if columns is not None:
             if not 2 <= len(columns) <= len(PARTS):
                 raise OptionError(
@@ -135,9 +137,9 @@ class DelimitedSource(TextSource):
             chosen = [self._number(name) for name in columns]
             if len(set(chosen)) < len(chosen):
                 raise OptionError(f"columns {columns!r} names one column twice")
-            return chosen, [name not in (self.header or ()) and name.endswith(AS_STRING) for name in columns]
+            return chosen
         if self.header is None:
-            return list(range(min(self._width, 3))), [False] * 3
+            return list(range(min(self._width, 3)))
         known = [_plain(name) for name in self.header]
         parts = [
             next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)
@@ -145,14 +147,14 @@ class DelimitedSource(TextSource):
         if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or self._width <= 4):
             left = [i for i, name in enumerate(known) if name and i not in parts and not TIMES.fullmatch(name)]
             value = parts[2] if parts[2] >= 0 else next(iter(left), -1)
-            return [i for i in (*parts[:2], value) if i >= 0], [False] * 3
+            return [i for i in (*parts[:2], value) if i >= 0]
         left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
         if not 2 <= len(left) <= 3:
             names = ", ".join(repr(name) for name in self.header)
             self._text.fail(
                 f"it cannot be told which of the columns {names} are row, column and value: say it (--columns)"
             )
-        return left, [False] * 3
+        return left
 
     def _number(self, name: str) -> int:
         for word in (name, _without_type(name)):

@@ -6,9 +6,9 @@ side, so that memory is bounded whatever they claim. Source: scipy.sparse.save_n
 
 from __future__ import annotations
 
-import contextlib
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class NpzSource(SparseSource):
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         self._file = RegularFile(path)
         self.path, self.num_bytes = self._file.path, self._file.num_bytes
-        with open_npz(self.path) as archive:
+        with self._open() as archive:
             for member in archive.infolist():
                 packed, size = member.compress_size, member.file_size
                 is_index = member.filename in ("indices.npy", "row.npy", "col.npy")
@@ -52,17 +52,24 @@ class NpzSource(SparseSource):
                     )
             self._layout = self._read_layout(archive)
             self.shape = self._read_shape(archive)
-            with self._vectors(archive) as vectors:
-                check_vectors(self._layout, self.shape, vectors)
+            check_vectors(self._layout, self.shape, self._vectors(archive))
         self.is_sorted_by_row = self._layout == "csr"
+
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile]:
+        with open_npz(self.path) as archive:
+            assert archive.fp is not None
+            self._file.check_unchanged(archive.fp.fileno())
+            yield archive
+            self._file.check_unchanged(archive.fp.fileno())
 
     def _small(self, archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if f"{name}.npy" not in archive.namelist():
             raise self._file.error(f"has no member {name!r}, so it is no matrix of scipy.sparse.save_npz")
-        with _Member(self.path, archive, name) as member:
-            if member.num_bytes > MAX_SMALL_BYTES:
-                raise self._file.error(f"member {name!r} has {member.num_bytes} bytes: that cannot be")
-            return member.read(0, member.length)
+        member = _Member(self.path, archive, name)
+        if member.num_bytes > MAX_SMALL_BYTES:
+            raise self._file.error(f"member {name!r} has {member.num_bytes} bytes: that cannot be")
+        return member.read(0, member.length)
 
     def _read_layout(self, archive: zipfile.ZipFile) -> str:
         word = self._small(archive, "format")
@@ -85,19 +92,13 @@ class NpzSource(SparseSource):
             )
         return int(shape[0]), int(shape[1])
 
-    @contextlib.contextmanager
-    def _vectors(self, archive: zipfile.ZipFile) -> Iterator[list[_Member]]:
-        """Streams of data, and of indices and indptr, or of rows and columns, of a file that does not change."""
-        with contextlib.ExitStack() as stack:
-            assert archive.fp is not None
-            self._file.check_unchanged(archive.fp.fileno())
-            names = ("data", *MEMBERS[self._layout])
-            yield [stack.enter_context(_Member(self.path, archive, name)) for name in names]
-            self._file.check_unchanged(archive.fp.fileno())
+    def _vectors(self, archive: zipfile.ZipFile) -> list[_Member]:
+        """Streams of data, and of indices and indptr, or of rows and columns."""
+        return [_Member(self.path, archive, name) for name in ("data", *MEMBERS[self._layout])]
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        with open_npz(self.path) as archive, self._vectors(archive) as vectors:
-            yield from read_blocks(self._layout, self.shape, vectors, max_bytes)
+        with self._open() as archive:
+            yield from read_blocks(self._layout, self.shape, self._vectors(archive), max_bytes)
 
 
 class _Member:
@@ -117,12 +118,6 @@ class _Member:
             raise SourceError(f"{self.name} claims {self.num_bytes} bytes but {there} are there")
         self._packed_bytes = info.compress_size
         self._at = 0
-
-    def __enter__(self) -> _Member:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
     @property
     def consumed_bytes(self) -> int:

@@ -74,7 +74,7 @@ def convert(
     output : path
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     format : str, optional
-        The kind of the source, where its name and first bytes do not tell: see `h5chunk.sources.open.KINDS`.
+        The kind of the source, where its name and first bytes do not tell: see `h5chunk.sources.kinds.KINDS`.
     overwrite : bool
         Whether to replace a file at ``output``, or a folder that holds nothing but shards.
     progress : callable, optional
@@ -82,7 +82,7 @@ def convert(
     notify : callable, optional
         Called with a line for people: that an unfinished conversion is continued, or kept.
     **options
-        Options of the kind of source: the fields of `h5chunk.sources.images.ImageSourceOptions` and its like. Options
+        Options of the kind of source: the fields of `h5chunk.sources.kinds.ImageSourceOptions` and its like. Options
         of the file: the fields of `h5chunk.tools.convert.options.SampleOptions`, or of `MatrixOptions` for a sparse
         matrix. ``h5chunk convert --help`` lists all of them.
 
