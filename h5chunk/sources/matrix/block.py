@@ -8,6 +8,7 @@ what is done about duplicates, is the converter's business.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -174,3 +175,26 @@ class MemoryLimit:
         """Check what the source keeps in memory until it is converted, and count it."""
         self.check(claim, num_bytes)
         self._held_bytes += num_bytes
+
+
+class RegularFile:
+    """A regular file that is not empty, and must not change while it is read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            status = os.stat(self.path)
+        except (OSError, ValueError) as error:
+            raise self.error(f"cannot be read: {getattr(error, 'strerror', error)}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise self.error("not a regular file")
+        if not status.st_size:
+            raise self.error("is empty (0 bytes)")
+        self.num_bytes, self._stamp = status.st_size, stamp_of(status)
+
+    def error(self, what: str) -> SourceError:
+        return SourceError(f"{printable(self.path)}: {what}")
+
+    def check_unchanged(self, descriptor: int) -> None:
+        if stamp_of(descriptor) != self._stamp:
+            raise self.error("changed while it was read")

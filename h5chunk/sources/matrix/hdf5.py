@@ -20,8 +20,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, SourceError, human_bytes, printable
 from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
-from h5chunk.sources.matrix.block import MemoryLimit
-from h5chunk.sources.matrix.text import RegularFile
+from h5chunk.sources.matrix.block import MemoryLimit, RegularFile
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, list_chunks
 from h5chunk.store.hdf5.guard import Guard

@@ -15,9 +15,8 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.matrix.block import Block, SparseSource
+from h5chunk.sources.matrix.block import Block, RegularFile, SparseSource
 from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
-from h5chunk.sources.matrix.text import RegularFile
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
 

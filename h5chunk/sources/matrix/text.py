@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from typing import IO, Any, ClassVar, NoReturn, cast
 from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import csv, pyarrow
-from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.stamp import stamp_of
+from h5chunk.sources.matrix.block import RegularFile, SparseSource
 
 GZIP_MAGIC = b"\x1f\x8b"
 OTHER_PACKERS = {b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
@@ -41,29 +39,6 @@ class Piece:
     data: bytes
     line: int
     consumed_bytes: int
-
-
-class RegularFile:
-    """A regular file that is not empty, and must not change while it is read."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        try:
-            status = os.stat(self.path)
-        except (OSError, ValueError) as error:
-            raise self.error(f"cannot be read: {getattr(error, 'strerror', error)}") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise self.error("not a regular file")
-        if not status.st_size:
-            raise self.error("is empty (0 bytes)")
-        self.num_bytes, self._stamp = status.st_size, stamp_of(status)
-
-    def error(self, what: str) -> SourceError:
-        return SourceError(f"{printable(self.path)}: {what}")
-
-    def check_unchanged(self, descriptor: int) -> None:
-        if stamp_of(descriptor) != self._stamp:
-            raise self.error("changed while it was read")
 
 
 class TextFile(RegularFile):
