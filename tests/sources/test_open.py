@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import h5py
 import pytest
 import scipy.sparse
 from PIL import Image
@@ -54,6 +55,15 @@ def test_whatever_else_there_is_would_have_to_be_images(tmp_path):
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
     for path in (tmp_path, tmp_path / "a.png", tmp_path / "missing.csv"):
         assert find_kind(path).kind == "images"
+
+
+def test_other_hdf5_files_are_for_repack(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = [1, 2, 3]
+    with pytest.raises(
+        SourceError, match=r"x\.h5: an HDF5 file, but not a matrix .*: h5chunk repack is for HDF5 files"
+    ):
+        open_source(tmp_path / "x.h5")
 
 
 def test_a_format_may_be_told(tmp_path):

@@ -127,6 +127,32 @@ def test_what_is_refused(tmp_path: Path, column: list[Any], reason: str) -> None
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
 
 
+def test_the_remedy_names_the_other_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2], "b": ["x", None], "c": [3, 4]}), tmp_path / "t.parquet")
+    with pytest.raises(
+        SourceError, match=r"column 'b' has no value in row 1: fill it, or leave it out \(--columns a,c\)"
+    ):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", columns=("a", "c"))
+    check_same(tmp_path / "x.h5", {"a": np.array([1, 2]), "c": np.array([3, 4])})
+
+
+def test_a_table_of_strings_alone(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["x", "yyy", ""], "b": ["", "", ""]}), tmp_path / "t.parquet")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+    check_same(tmp_path / "x.h5", {"a": np.array([b"x", b"yyy", b""]), "b": np.array([b"", b"", b""], "S1")})
+
+
+def test_vectors_of_two_types_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, kind in (("a", pa.float32()), ("b", pa.float64())):
+        pq.write_table(
+            pa.table({"v": pa.array([[1, 2], [3, 4]], pa.list_(kind))}), tmp_path / "data" / f"{name}.parquet"
+        )
+    with pytest.raises(SourceError, match=r"b\.parquet: column 'v' holds lists of 2 float32 and of float64: make them"):
+        h5chunk.convert(tmp_path / "data", tmp_path / "x.h5")
+
+
 @pytest.mark.parametrize("data", [b"PAR1", b"PAR1" + bytes(99) + b"PAR1", b"PAR1" + bytes(99)])
 def test_damaged_files(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t.parquet").write_bytes(data)
