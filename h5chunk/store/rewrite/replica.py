@@ -9,7 +9,7 @@ the new file that fits in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Changes:
     layouts: Mapping[bytes, NewLayout]  # of datasets that are laid out anew, by path
     header: NewHeader | None
     order: NewOrder | None
-    permuted: Collection[bytes]  # datasets of other values than plain bytes that are put in this order
+    permuted: Sequence[bytes]  # datasets of other values than plain bytes that are put in this order
     memory_bytes: int  # for their values
 
 
@@ -153,11 +153,9 @@ class _Maker:
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
         self.new: dict[bytes, h5d.DatasetID] = {}  # datasets that will be written
         self._left_out: set[bytes] = set()
-        self._by_value = {
-            path
-            for path, facts in survey.datasets.items()
-            if path in changes.permuted or ((facts.refers or facts.named) and path not in changes.layouts)
-        }
+        objects = [path for path, facts in survey.datasets.items() if facts.refers or facts.named]
+        copied_here = [path for path in objects if path not in changes.layouts]
+        self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # in this order
         self._bare: set[bytes] = set()  # copied without their attributes
 
     def make_nodes(self) -> None:
@@ -236,15 +234,15 @@ class _Maker:
 
     def copy_values(self) -> None:
         """Copy the values that are no plain bytes."""
-        for path, facts in self._survey.datasets.items():
-            if path not in self._by_value or path in self._left_out:
+        for path in self._by_value:
+            if path in self._left_out:
                 continue
             old, new = (h5py.Dataset(h5d.open(file, path)) for file in (self._source, self._target))
             if self._changes.order is not None and path in self._changes.permuted:
                 _permute_values(old, new, self.copier, self._changes.order, self._changes.memory_bytes)
             else:
                 _copy_values(old, new, self.copier)
-            self._copied(facts.stored_bytes)
+            self._copied(self._survey.datasets[path].stored_bytes)
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -202,7 +202,7 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
         told(rows.num_bytes)
         return
     with ExitStack() as stack:
-        waiting = target if isinstance(target, PlainTarget) else stack.enter_context(TemporaryBytes(folder))
+        waiting = target if isinstance(target, PlainTarget) else stack.enter_context(closing(TemporaryBytes(folder)))
         _scatter(rows, new, waiting, shares, borders, told)
         _settle(rows, new, waiting, target, shares, borders, told)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from h5chunk.errors import OutputError, printable
-from h5chunk.store.write.part_file import open_own, remove_own
+from h5chunk.store.write.part_file import open_own
 
 
 class Journal:
@@ -85,7 +85,8 @@ class Journal:
         """Close the journal and remove its file, whichever writer made it."""
         self.close()
         self.records, self._num_added = [], 0
-        remove_own(self.path)
+        if self.path.is_symlink() or not self.path.is_dir():
+            self.path.unlink(missing_ok=True)
 
 
 def _line(record: Any) -> bytes:

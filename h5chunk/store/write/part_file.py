@@ -46,12 +46,6 @@ def open_own(path: Path, shown: str) -> int:
     raise OutputError(f"{printable(path)}: is no regular file: remove it")
 
 
-def remove_own(path: Path) -> None:
-    """Remove a file beside an output, if there is one; a folder of that name is left alone."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-
-
 def lock(descriptor: int, shown: str) -> None:
     """Lock an open file; if it cannot be locked, close it and raise OutputError."""
     end = time.monotonic() + LOCK_WAIT_S

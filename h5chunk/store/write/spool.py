@@ -18,7 +18,7 @@ from h5chunk.store.write.part_file import write_at
 
 
 class TemporaryBytes:
-    """Context manager around a temporary file of bytes, in a folder but without a name there."""
+    """A temporary file of bytes, in a folder but without a name there."""
 
     offset = 0
 
@@ -29,12 +29,6 @@ class TemporaryBytes:
         except OSError as error:
             raise OutputError(f"{printable(folder)}: no temporary file can be made: {error.strerror}") from None
         self.descriptor = self._file.fileno()
-
-    def __enter__(self) -> TemporaryBytes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give the file back."""

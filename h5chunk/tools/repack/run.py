@@ -113,7 +113,7 @@ class Run:
             layouts={move.facts.path: move.layout for move in plan.moves},
             header=plan.header,
             order=self._order,
-            permuted={facts.path for facts in others if facts.num_rows == plan.samples.num_samples},
+            permuted=[facts.path for facts in others if facts.num_rows == plan.samples.num_samples],
             memory_bytes=plan.shares.memory_bytes,
         )
 
