@@ -105,7 +105,9 @@ class RunRows:
 class ChunkRows:
     """Rows of chunks that lie anywhere, are compressed, or hold parts of samples; see `MemoryRows`."""
 
-    def __init__(self, dataset: h5py.Dataset, chunks: RawChunks, num_threads: int) -> None:
+    def __init__(
+        self, dataset: h5py.Dataset, chunks: RawChunks, part_bytes: int, num_threads: int, folder: Path
+    ) -> None:
         self._chunks, self._local = chunks, threading.local()
         self._item_bytes = dataset.id.get_type().get_size()
         self._shape, self._chunk_shape = dataset.shape[1:], dataset.chunks[1:]
@@ -115,13 +117,15 @@ class ChunkRows:
         whole = self._chunk_shape == self._shape
         self._packing = None if whole else plan_packing(self._shape, self._chunk_shape, self._item_bytes)
         self._per_band = 1 if self._packing is None else self._packing.num_chunks
-        self.band_bytes = self._per_band * chunks.chunk_bytes
         self._spilled: SpilledChunks | None = None
-
-    def spill(self, folder: Path) -> None:
-        """Let the chunks of a band wait on disk."""
-        self._spilled = SpilledChunks(self._chunks, self._per_band, folder)
-        self.num_threads, self.whole_bands = 1, False
+        if chunks.decodes and self._per_band * chunks.chunk_bytes > part_bytes:
+            if chunks.chunk_bytes > SPILLED_PARTS * part_bytes:
+                need = human_bytes(chunks.chunk_bytes)
+                raise OptionError(
+                    f"{chunks.where} has compressed chunks of {need}, too much for the memory: allow more"
+                )
+            self._spilled = SpilledChunks(chunks, self._per_band, folder)
+            self.num_threads, self.whole_bands = 1, False
 
     def close(self) -> None:
         if self._spilled is not None:
@@ -219,10 +223,4 @@ def open_rows(dataset: h5py.Dataset, descriptor: int, *, part_bytes: int, num_th
     if table is not None and not filtered and table.is_one_run and dataset.chunks[1:] == dataset.shape[1:]:
         return RunRows(dataset, descriptor, where, int(table.offsets[0]))
     chunks = RawChunks(dataset, descriptor, where, table)
-    rows = ChunkRows(dataset, chunks, num_threads)
-    if rows.whole_bands and rows.band_bytes > part_bytes:
-        if chunks.chunk_bytes > SPILLED_PARTS * part_bytes:
-            need = human_bytes(chunks.chunk_bytes)
-            raise OptionError(f"{where} has compressed chunks of {need}, too much for the memory: allow more")
-        rows.spill(folder)
-    return rows
+    return ChunkRows(dataset, chunks, part_bytes, num_threads, folder)
