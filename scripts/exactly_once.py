@@ -39,7 +39,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.feed.epoch import load_state, save_state
+from h5chunk.feed.sampler import load_state, save_state
 from h5chunk.plan.order import Order
 
 TAILS: dict[str, dict[str, bool]] = {"exact": {}, "drop_last": {"drop_last": True}, "pad": {"pad": True}}

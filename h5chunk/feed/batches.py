@@ -22,24 +22,8 @@ Tensors = tuple[torch.Tensor, ...]  # one per field
 class FieldPipeline:
     """Convert samples of one field, and split them into batches.
 
-    Parameters
-    ----------
-    transforms : sequence of callables
-    field : Field or MatrixField
-    reuse : bool
-        On the CPU, a batch is valid until the next one.
-
-    Attributes
-    ----------
-    converter : Converter
-        The first transforms, which are computed together.
-    others : tuple of callables
-        The transforms after those, which are applied when a batch is handed out.
-
-    Raises
-    ------
-    OptionError
-        The transforms do not fit each other, or the field.
+    The first transforms are computed together by ``converter``, and the ``others`` are applied when a batch is handed
+    out. With ``reuse``, on the CPU, a batch is valid until the next one.
     """
 
     def __init__(self, transforms: Sequence[Transform], field: Field | MatrixField, *, reuse: bool) -> None:
@@ -81,13 +65,8 @@ class FieldPipeline:
 class BatchMaker:
     """Make the batches that the user asked for, of samples that lie in a slot, or in memory of their own.
 
-    Parameters
-    ----------
-    pipelines : sequence of FieldPipeline
-        Of each field.
-    keep : bool
-        Samples that need no conversion may be handed out as they are; else they are copied, as the slot will be filled
-        again.
+    ``keep``: samples that need no conversion may be handed out as they are; else they are copied, as the slot will be
+    filled again.
     """
 
     def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
@@ -111,13 +90,12 @@ class BatchMaker:
         """Apply the transforms that are not part of the conversion."""
         if not self._finishes:
             return batch
-        return tuple(_apply(each.others, field) for each, field in zip(self._pipelines, batch, strict=True))
-
-
-def _apply(transforms: Sequence[Any], field: Any) -> Any:
-    for transform in transforms:
-        field = transform(field)
-    return field
+        finished: list[Any] = []
+        for pipeline, field in zip(self._pipelines, batch, strict=True):
+            for transform in pipeline.others:
+                field = transform(field)
+            finished.append(field)
+        return tuple(finished)
 
 
 class WindowBatches:

@@ -4,36 +4,67 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, printable
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.layout import FieldLayout, field_layout, matrix_layout, slot_bytes
+from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, slot_bytes
 from h5chunk.feed.read_pool import is_kept_whole
-from h5chunk.feed.resident import LOADING_SLOTS
 from h5chunk.feed.slots import KEPT
-from h5chunk.feed.stream import DataSource
 from h5chunk.machine import available_cores
 from h5chunk.native import available
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
 from h5chunk.store.read.amplification import NOTABLE, read_amplification
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
-from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader, model_cache
 from h5chunk.store.read.several import DirectField, direct_fields
 from h5chunk.transforms import Converter
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
+LOADING_SLOTS = 4  # pieces that are read at a time
 RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 DECODING_BYTES = 1 << 30  # that threads decode in, unless their number is given
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The fields of a data set, and how they are read on their way to a device."""
+
+    reader: H5Reader
+    direct: dict[str, DirectField]  # the fields that are read by byte ranges
+    why: dict[str, str]  # others are read through HDF5
+    numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # the fields that are not in the file: see ReadPool
+    layouts: Layouts
+    device: torch.device
+    num_threads: int
+    timeout_s: float | None
+
+    def read_amplification(self, order: Order) -> float:
+        """Bytes that the order's epoch reads, on all ranks, over those of its samples; but for small fields."""
+        rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
+        kept = [name for name, field in self.direct.items() if is_kept_whole(field)]
+        return read_amplification(self.reader, rows, self.direct, kept)
+
+    def hdf5_cache(self, order: Order) -> CacheSettings:
+        """The chunk cache with which HDF5 reads each chunk of an order once."""
+        return model_cache(self.reader, order.open_chunks, order.cache_w0)
+
+    def describe(self, order: Order) -> str:
+        """How the fields are read, in words."""
+        times = self.read_amplification(order)
+        beside = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
+        ways = ((name, "h5py" if name in self.why else "direct") for name in self.reader.fields)
+        threads = "native threads" if available() else "threads"
+        return f"{beside}{self.num_threads} {threads}; " + ", ".join(f"{name}: {way}" for name, way in ways)
 
 
 def make_source(
@@ -45,62 +76,34 @@ def make_source(
     num_threads: int | None,
     timeout_s: float | None,
 ) -> DataSource:
-    """The fields of a data set on their way to a device.
+    """The fields of a data set, by the arguments of a loader; ``order`` is of the samples in the file.
 
-    Parameters
-    ----------
-    dataset : ChunkDataset
-    order : Order
-        Of the samples in the file.
-    reader : {"auto", "direct", "h5py"}
-    device : torch.device
-    num_threads : int, optional
-        Default: one per core, at most 10, and no more than decode chunks in 1 GiB together.
-    timeout_s : float, optional
-
-    Raises
-    ------
-    FieldError
-        A field holds strings, or numbers that torch does not have.
-    OptionError
-        ``reader="direct"`` is not possible.
+    Raise `FieldError` if a field holds strings, or numbers that torch does not have, and `OptionError` if
+    ``reader="direct"`` is not possible.
     """
-    h5reader = dataset.new_reader()
-    counts = _counts(dataset, order)
-    lanes = order.lanes // order.world_size
-    numbered = dataset.numbered_fields
+    h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
+    counts, lanes = _counts(dataset, h5reader.num_samples, order), order.lanes // order.world_size
     layouts = {
-        name: FieldLayout((), torch.int64) if name in numbered else _layout(h5reader, name, counts, lanes)
+        name: FieldLayout((), torch.int64) if name in numbered else layout_of(h5reader, name, counts, lanes)
         for name in dataset.fields
     }
     direct, why = _direct_fields(h5reader, reader)
-    threads = num_threads or _default_threads(direct)
-    return DataSource(h5reader, direct, why, numbered, layouts, device, threads, timeout_s)
+    if num_threads is None:
+        thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in direct.values())
+        num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
+    return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s)
 
 
-def _default_threads(fields: Mapping[str, DirectField]) -> int:
-    """One per core, but no more than what they decode in together allows."""
-    thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in fields.values())
-    return max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
-
-
-def _counts(dataset: ChunkDataset, order: Order) -> np.ndarray | None:
+def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:
     """How often each sample of the file may come in an epoch: (n,) int64; None: all samples once."""
     if order.selection is None and not order.pad:
         return None
     most = order.selection.most if isinstance(order.selection, WeightedSelection) else 1
-    counts = np.zeros(dataset.num_file_samples, np.int64)
+    counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = most
     if order.pad:  # a short lane begins again, and perhaps again
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
     return counts
-
-
-def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
-    field = reader.fields[name]
-    if isinstance(field, MatrixField):
-        return matrix_layout(reader, field, counts, lanes)
-    return field_layout(field.sample_shape, field.dtype, name)
 
 
 def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], dict[str, str]]:
@@ -116,26 +119,8 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], 
     return direct, why
 
 
-def epoch_amplification(source: DataSource, order: Order) -> float:
-    """Bytes that the order's epoch reads, on all ranks, over those of its samples; but for small fields."""
-    rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
-    kept = [name for name, field in source.direct.items() if is_kept_whole(field)]
-    return read_amplification(source.reader, rows, source.direct, kept)
-
-
 class MemoryBudget:
-    """The memory that a loader may take, and what fits there.
-
-    Parameters
-    ----------
-    source : DataSource
-    converters : sequence of Converter
-        Of each field.
-    memory_bytes : int, optional
-        Upper limit on host plus device memory.
-    reuse : bool
-        On the CPU, a batch is valid until the next one.
-    """
+    """The memory that a loader may take, on the host and on the device together, and what fits there."""
 
     def __init__(
         self, source: DataSource, converters: Sequence[Converter], memory_bytes: int | None, *, reuse: bool
@@ -145,13 +130,7 @@ class MemoryBudget:
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
     def plan_windows(self, order: Order, *, least_chunks: int | None) -> SlotPlan:
-        """The number of windows under way, and the order, whose windows may be made smaller for it.
-
-        Raises
-        ------
-        OptionError
-            They do not fit.
-        """
+        """The number of windows under way, and the order, whose windows may be made smaller to fit."""
         return plan_slots(
             order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
         )
@@ -177,7 +156,7 @@ class MemoryBudget:
             for field in source.direct.values()
         )
         if source.why:
-            total += source.reader.cache_bytes(hdf5_cache(source, order))
+            total += source.reader.cache_bytes(source.hdf5_cache(order))
         if source.reader.matrix is not None:
             copies = 2 if len(source.reader.readers) > 1 else 1  # that of each file, too
             total += source.reader.indptr.nbytes * copies
@@ -186,13 +165,7 @@ class MemoryBudget:
         return total
 
     def fits_device(self, wanted: bool | str, order: Order) -> bool:
-        """Whether all data shall stay on the device.
-
-        Raises
-        ------
-        OptionError
-            It shall, but does not fit.
-        """
+        """Whether all data shall stay on the device; raise `OptionError` if it shall, but does not fit."""
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False
         held = self._resident_bytes
@@ -232,28 +205,8 @@ class MemoryBudget:
         return f"windows of {num_batches} batches, {plan.num_slots} under way ({held})"
 
 
-def hdf5_cache(source: DataSource, order: Order) -> Any:
-    """The chunk cache with which HDF5 reads each chunk of an order once."""
-    return model_cache(source.reader, order.open_chunks, order.cache_w0)
-
-
-def describe_source(source: DataSource, order: Order) -> str:
-    """How the fields are read, in words."""
-    times = epoch_amplification(source, order)
-    beside = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
-    ways = ((name, "h5py" if name in source.why else "direct") for name in source.reader.fields)
-    threads = "native threads" if available() else "threads"
-    return f"{beside}{source.num_threads} {threads}; " + ", ".join(f"{name}: {way}" for name, way in ways)
-
-
 def find_device(device: str | torch.device) -> torch.device:
-    """The device that a user names.
-
-    Raises
-    ------
-    OptionError
-        It is no CPU or CUDA device, or not there.
-    """
+    """The device that a user names; raise `OptionError` if it is no CPU or CUDA device, or not there."""
     try:
         found = torch.device(device)
     except RuntimeError as error:

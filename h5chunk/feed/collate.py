@@ -10,7 +10,6 @@ another part of a file the same numbers mean other samples.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, overload
@@ -30,15 +29,7 @@ class Sample(tuple[Any, ...]):
 
 
 class Batch(Sequence[Sample]):
-    """A batch as a sequence of samples.
-
-    Parameters
-    ----------
-    fields : tuple or list
-        Of each field: a (batch_size, ...) tensor, or a list of str.
-    num_samples : int, optional
-        Where the length of the first field is not that.
-    """
+    """A batch as a sequence of samples, by its fields: each a (batch_size, ...) tensor, or a list of str."""
 
     def __init__(self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None) -> None:
         self.fields = fields
@@ -101,33 +92,12 @@ default_collate_fn_map.setdefault(Sample, _collate_samples)
 Numbering = tuple[int, int]  # the number of samples, and a checksum of their numbers in the file, 0 for all
 
 
-def numbering_of(num_samples: int, samples: np.ndarray | None) -> Numbering:
-    """Tell the numbers of one part of a file from those of another.
-
-    Parameters
-    ----------
-    num_samples : int
-        Of the file, or of all files.
-    samples : (n,) int64, or None
-        Their numbers in the file; None: all.
-    """
-    if samples is None or len(samples) == num_samples:
-        return num_samples, 0
-    return len(samples), zlib.crc32(samples.tobytes())
-
-
 class TaggedBatch(list[int]):
     """A batch of sample numbers: a list, tagged with the numbering that it is of."""
 
     def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None) -> None:
         super().__init__(numbers)
         self.numbering = numbering
-
-
-def check_batch(indices: Any, numbering: Numbering) -> None:
-    """Raise OptionError if a sampler drew these for other samples than those that are to be read."""
-    if isinstance(indices, TaggedBatch) and indices.numbering is not None:
-        check_numbering(indices.numbering, numbering)
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:

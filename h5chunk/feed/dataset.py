@@ -17,16 +17,15 @@ from h5chunk.feed.collate import (
     Batch,
     Numbering,
     Sample,
-    check_batch,
+    TaggedBatch,
+    check_numbering,
     collate,
     no_samples,
-    numbering_of,
     sample_numbers,
 )
 from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.sample_reader import Fields, SampleReader, field_mapping, recommended_window
-from h5chunk.feed.sample_transforms import SampleTransforms
-from h5chunk.feed.stored_tables import StoredTables, decoded
+from h5chunk.feed.sample_reader import Fields, SampleReader, SampleTransforms, field_mapping, recommended_window
+from h5chunk.feed.stored_tables import SOURCE_NAMES, StoredTables, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ChunkSequence, ShuffledSequence, permutation
@@ -101,18 +100,15 @@ class ChunkDataset(Dataset[Any]):
             raise OptionError(f"fields is {fields!r}: name a dataset of the file, too")
         self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums)
         self._names = tuple(self._reader.fields if named is None else named)
-        self._check_fields()
+        for name in self._names:
+            torch_dtype(self.field(name).dtype, name)
+            if name != self._names[0] and self.field(name).scale is not None:
+                raise OptionError(f"field {name!r} is a matrix: name it first")
         self.transform = transform
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
         self._sample_reader = SampleReader(self._reader, self._transforms.rows)
         self._samples: np.ndarray | None = None  # of a subset
         self._numbering: Numbering | None = None
-
-    def _check_fields(self) -> None:
-        for name in self._names:
-            torch_dtype(self.field(name).dtype, name)
-            if name != self._names[0] and self.field(name).scale is not None:
-                raise OptionError(f"field {name!r} is a matrix: name it first")
 
     def field(self, name: str) -> Field | MatrixField:
         """Shape, dtype and chunks of a field."""
@@ -143,13 +139,9 @@ class ChunkDataset(Dataset[Any]):
     def numbering(self) -> Numbering:
         """A key that is equal for data sets in which a sample number means the same sample."""
         if self._numbering is None:
-            self._numbering = numbering_of(self._reader.num_samples, self._samples)
+            samples = None if len(self) == self._reader.num_samples else self._samples
+            self._numbering = len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
         return self._numbering
-
-    @property
-    def num_file_samples(self) -> int:
-        """Samples of the file, or of all files."""
-        return self._reader.num_samples
 
     @property
     def subset_samples(self) -> np.ndarray | None:
@@ -189,7 +181,7 @@ class ChunkDataset(Dataset[Any]):
 
     def __copy__(self) -> ChunkDataset:
         other = object.__new__(type(self))
-        other.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_amplification"})
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name != "read_amplification"})
         other._reader, other._sample_reader = self.new_reader(), self._sample_reader.again()
         return other
 
@@ -217,16 +209,15 @@ class ChunkDataset(Dataset[Any]):
         groups = None if stratify is None else self.values(stratify)
         is_shuffled = self.header is not None and self.header.shuffled and self._samples is None
         if is_shuffled and stratify is None and len(self):
-            shuffled = self._shuffled_chunks(seed).at(np.arange(len(self)))
+            starts = self._reader.chunk_starts
+            if starts is None:
+                chunks: ChunkSequence = ShuffledSequence(len(self), self.chunk_samples, seed, 0)
+            else:
+                chunks = SelectionSequence(FixedSelection(starts), seed, 0)
+            shuffled = chunks.at(np.arange(len(self)))
         else:
             shuffled = permutation(len(self), seed, stream=(SPLIT, 0, 0))
         return [self.subset(part) for part in split_samples(shuffled, fractions, groups, seed)]
-
-    def _shuffled_chunks(self, seed: int) -> ChunkSequence:
-        starts = self._reader.chunk_starts
-        if starts is None:
-            return ShuffledSequence(len(self), self.chunk_samples, seed, 0)
-        return SelectionSequence(FixedSelection(starts), seed, 0)
 
     def values(self, name: str) -> np.ndarray:
         """Read a field of one value per sample, whether or not it is one of `fields`: (n,), numbers or ``str``.
@@ -246,17 +237,13 @@ class ChunkDataset(Dataset[Any]):
         reader.read(name, self.samples, found)
         return decoded(found)
 
-    @property
+    @cached_property
     def read_amplification(self) -> float:
         """Bytes read over bytes used, when each sample is read once, chunk by chunk.
 
         More than 1 for a subset of samples whose chunks have to be read whole, as they are compressed.
         """
-        return 1.0 if self._samples is None else self._amplification
-
-    @cached_property
-    def _amplification(self) -> float:
-        return self._sample_reader.amplification(self.samples)
+        return 1.0 if self._samples is None else self._sample_reader.amplification(self.samples)
 
     @property
     def path(self) -> str:
@@ -289,7 +276,7 @@ class ChunkDataset(Dataset[Any]):
 
         Raise `FieldError` if the file does not keep them. So do `row_ids`, `column_ids` and `categories`.
         """
-        return self._of_samples(self._tables.source_names())
+        return self._of_samples(self._tables.of_samples(SOURCE_NAMES))
 
     @property
     def row_ids(self) -> np.ndarray:
@@ -361,7 +348,8 @@ class ChunkDataset(Dataset[Any]):
         return batch if not self._transforms.each else self._each_transformed(batch)
 
     def _batch(self, indices: Any) -> Batch:
-        check_batch(indices, self.numbering)
+        if isinstance(indices, TaggedBatch) and indices.numbering is not None:
+            check_numbering(indices.numbering, self.numbering)
         return self._read(sample_numbers(indices), shared=get_worker_info() is not None)
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:

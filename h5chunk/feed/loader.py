@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -15,21 +15,12 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import OptionError, printable
 from h5chunk.feed.batches import BatchMaker, FieldPipeline
-from h5chunk.feed.budget import (
-    MemoryBudget,
-    check_arguments,
-    describe_source,
-    epoch_amplification,
-    find_device,
-    hdf5_cache,
-    make_source,
-)
+from h5chunk.feed.budget import MemoryBudget, check_arguments, find_device, make_source
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.epoch import Resumable, State
 from h5chunk.feed.read_pool import TIMEOUT_S
-from h5chunk.feed.resident import load_resident
-from h5chunk.feed.sampler import ChunkSampler, in_file
-from h5chunk.feed.stream import BatchSource, EpochReport, open_stream
+from h5chunk.feed.resident import Resident
+from h5chunk.feed.sampler import ChunkSampler, Resumable, State
+from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
@@ -145,13 +136,14 @@ class ChunkLoader(Resumable):
         target = find_device(device)
         dataset = _dataset(data)
         if sampler is None:
-            sampler = _sampler(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+            if batch_size is None:
+                raise OptionError("batch_size is missing: give it, or a sampler")
+            own = copy(dataset)  # the cache of the one that was given stays what it is
+            sampler = ChunkSampler(own, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
         else:
             _check_sampler(sampler, dataset, batch_size, shuffle, seed, drop_last)
-        self.batch_sampler, self._position, self._identity = sampler, sampler._position, sampler._identity
-        self._given_rank = sampler._given_rank
-        order = in_file(sampler._template, dataset.subset_samples)
-        order, least_chunks = _with_echo(order, echo, may_shrink=sampler.chooses_window)
+        self.batch_sampler, self._position, self._given_rank = sampler, sampler._position, sampler._given_rank
+        order, least_chunks = _order_in_file(sampler, dataset, echo)
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
@@ -168,8 +160,12 @@ class ChunkLoader(Resumable):
         keep = self.is_resident or (target.type == "cpu" and echo == 1)
         self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
         self.report = EpochReport()
-        self._feed: BatchSource | None = None
-        self._iterated: BatchSource | None = None
+        self._feed: WindowStream | Resident | None = None
+        self._iterated: WindowStream | Resident | None = None
+
+    @property
+    def _identity(self) -> int:
+        return self.batch_sampler._identity
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -189,7 +185,7 @@ class ChunkLoader(Resumable):
         compressed or small; less than 1 where samples come more than once. Fields that are kept in memory, and what
         ``checksums`` reads again, are not counted.
         """
-        return epoch_amplification(self._source, self.order)
+        return self._source.read_amplification(self.order)
 
     def state_dict(self) -> State:
         """The position in the epoch: a few integers, for `load_state_dict` of any loader or sampler of the same file.
@@ -228,7 +224,7 @@ class ChunkLoader(Resumable):
         try:
             self._position.begin()
             self.report = report
-            for number, batch in enumerate(feed.batches(order, report, start), start + 1):
+            for number, batch in enumerate(feed.batches(order, self._maker, report, start), start + 1):
                 self._position.running = order.epoch, number
                 yield batch
                 if self._iterated is not feed:
@@ -244,25 +240,24 @@ class ChunkLoader(Resumable):
             if self._iterated is feed:
                 self._iterated = None
 
-    def _open(self, order: Order, start: int) -> BatchSource:
+    def _open(self, order: Order, start: int) -> WindowStream | Resident:
         """Return the source of the batches, whose threads and memory are kept from epoch to epoch."""
         if self._feed is not None and not self._feed.is_usable:
             self.close()
         if self._feed is None:
-            self._feed, close = self._start(order, start)
-            self._finalizer = weakref.finalize(self, close)
+            self._feed = self._start(order, start)
+            self._finalizer = weakref.finalize(self, self._feed.close)
         return self._feed
 
-    def _start(self, order: Order, start: int) -> tuple[BatchSource, Callable[[], None]]:
+    def _start(self, order: Order, start: int) -> WindowStream | Resident:
         source = self._source
         if self._plan is None:
-            resident = load_resident(source, self._budget.loading_samples(order), self._maker, self._echo)
-            return resident, resident.close
+            return Resident(source, self._budget.loading_samples(order), self._echo)
         if source.why:
-            source.reader.set_caches(hdf5_cache(source, order))
+            source.reader.set_caches(source.hdf5_cache(order))
         lends_slot = self._reuse and source.device.type == "cpu"
         plan = replace(self._plan, order=order)
-        return open_stream(source, plan, self._maker, lends_slot=lends_slot, echo=self._echo, start=start)
+        return WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; the next iteration starts anew."""
@@ -290,7 +285,7 @@ class ChunkLoader(Resumable):
         echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
         return printable(
             f"ChunkLoader({str(source.reader.path)!r} to {source.device}: {len(self)} batches of {order.batch_size}; "
-            f"{self._budget.describe(order, self._plan)}{echo}; {describe_source(source, order)})"
+            f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)})"
         )
 
 
@@ -305,12 +300,6 @@ def _dataset(data: Paths | ChunkDataset) -> ChunkDataset:
     return data
 
 
-def _sampler(dataset: ChunkDataset, batch_size: int | None, **options: Any) -> ChunkSampler:
-    if batch_size is None:
-        raise OptionError("batch_size is missing: give it, or a sampler")
-    return ChunkSampler(copy(dataset), batch_size, **options)  # whose cache stays what it is
-
-
 def _check_sampler(
     sampler: ChunkSampler, dataset: ChunkDataset, batch_size: int | None, shuffle: bool, seed: int, drop_last: bool
 ) -> None:
@@ -323,14 +312,15 @@ def _check_sampler(
     sampler.check_data(dataset)
 
 
-def _with_echo(order: Order, echo: float, *, may_shrink: bool) -> tuple[Order, int | None]:
-    """The order of a loader, and the fewest chunks that its windows may have; None: windows stay as they are.
-
-    Windows of one batch would give the same batch again.
-    """
+def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:
+    """The order of a loader, and the fewest chunks that its windows may have; None: windows stay as they are."""
+    order = sampler._template
+    if dataset.subset_samples is not None:  # positions in the subset become numbers of samples in the file
+        order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]
     if echo != 1:
         order = replace(order, interleave=1)
-    if not may_shrink:
+    if not sampler.chooses_window:
         return order, None
+    # windows of one batch would give the same batch again
     least = 1 if echo == 1 else math.ceil(2 * order.batch_size / order.chunk_samples)
     return replace(order, window_chunks=max(order.window_chunks, least)), least

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.collate import Batch
+from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.layout import ArrayShape, matrix_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
-from h5chunk.feed.read_pool import is_kept_whole
-from h5chunk.feed.slots import BatchMemory
+from h5chunk.feed.read_pool import read_whole_fields
+from h5chunk.feed.slots import BatchMemory, CsrWindow
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.csr import bounded_window, fullest_chunks
@@ -34,13 +34,51 @@ from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.store.read.amplification import read_amplification
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader, model_cache
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
+from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
 from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
+from h5chunk.transforms.images import fresh
 from h5chunk.transforms.rows import RowConverter
 
 Tensors = Sequence[torch.Tensor]
 Fields = Mapping[str, str] | Sequence[str]
+
+
+class SampleTransforms:
+    """What becomes of the first field of samples: ``rows`` converts batches of a matrix, ``each`` single samples."""
+
+    def __init__(self, transform: Any, field: Field | MatrixField) -> None:
+        given = () if transform is None else [transform] if callable(transform) else transform
+        transforms: Sequence[Any] = check_transforms("transform", given)
+        check_first(transforms, field, torch_dtype(field.dtype, field.name))
+        self.rows: RowConverter | None = None
+        if field.scale is not None:
+            converter, others = compile_transforms(transforms, field, None, fresh)
+            assert isinstance(converter, RowConverter)
+            if converter.makes_csr and others:
+                raise OptionError("transform has functions of single samples, and Csr gives batches: use collate_fn")
+            self.rows, transforms = converter, others
+        if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
+            raise OptionError("channels_last is for batches, and a transform is of single samples: use a ChunkLoader")
+        self.each = tuple(
+            partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms
+        )
+
+    def of_sample(self, sample: Sample) -> Sample:
+        """A sample with its first field transformed."""
+        if not self.each:
+            return sample
+        first, *others = sample
+        for transform in self.each:
+            first = transform(first)
+        return Sample((first, *others))
+
+
+def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
+    """Apply a transform of batches to one sample."""
+    return transform(sample[None])[0]
 
 
 class Loaded(NamedTuple):
@@ -50,26 +88,14 @@ class Loaded(NamedTuple):
     fill: Callable[[Tensors], None]
 
 
-@dataclass(frozen=True)
-class CsrFirst:
+def _csr_first(num_columns: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Make the first three tensors of a batch one CSR tensor; it travels between processes with them."""
-
-    num_columns: int
-
-    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        starts, columns, values, *others = tensors
-        return make_csr(starts, columns, values, (len(starts) - 1, self.num_columns)), *others
+    starts, columns, values, *others = tensors
+    return make_csr(starts, columns, values, (len(starts) - 1, num_columns)), *others
 
 
 class SampleReader:
-    """Reads the fields of a `ChunkDataset`.
-
-    Parameters
-    ----------
-    reader : H5Reader
-    convert : RowConverter, optional
-        For a first field whose samples are rows of a matrix.
-    """
+    """Reads the fields of a `ChunkDataset`; ``convert`` is for a first field whose samples are rows of a matrix."""
 
     def __init__(self, reader: H5Reader, convert: RowConverter | None) -> None:
         self._reader, self._convert = reader, convert
@@ -78,7 +104,7 @@ class SampleReader:
         self._shared: SharedMemory | None = None
         self._assemble: Assemble | None = None  # makes the fields of a batch of its tensors, if they are not those
         if convert is not None and convert.makes_csr:
-            self._assemble = CsrFirst(convert.num_columns)
+            self._assemble = partial(_csr_first, convert.num_columns)
         self._opened: _OpenFields | None = None
         self._order: Order | None = None  # of a sampler
         self._cache: tuple[int, CacheSettings] | None = None  # by number of workers
@@ -90,20 +116,12 @@ class SampleReader:
     def read(
         self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
     ) -> Batch:
-        """Read a batch.
+        """Read the fields of samples by their numbers in the file, (n,) int64, in any order, also repeated.
 
-        Parameters
-        ----------
-        names : sequence of str
-            The fields.
-        rows : (n,) int64
-            Sample numbers in the file, in any order, also repeated.
-        numbered : mapping of str to (n,) int64
-            The values of fields that are not in the file.
-        shared : bool
-            Put it in memory that is shared with the process of a DataLoader.
+        ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
+        that is shared with the process of a DataLoader.
         """
-        loaded = [_of_numbers(numbered[name]) if name in numbered else self._load(name, rows) for name in names]
+        loaded = [self._load(name, rows, numbered.get(name)) for name in names]
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         if shared:
@@ -123,8 +141,12 @@ class SampleReader:
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
-    def _load(self, name: str, rows: np.ndarray) -> Loaded | list[str]:
+    def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Loaded | list[str]:
         """The samples of a field; strings as they are."""
+        if numbers is not None:
+            return Loaded(
+                [(numbers.shape, torch.int64)], lambda tensors: copy_all((torch.from_numpy(numbers),), tensors)
+            )
         field = self._reader.fields[name]
         if self._convert is not None and name == self._first:
             return self._load_matrix(rows, self._convert)
@@ -143,8 +165,8 @@ class SampleReader:
             field = self._reader.fields[self._first]
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
             self._read(self._first, rows, stored)
-            made = convert(torch.from_numpy(stored), keep=True)
-            return Loaded(dense, lambda tensors: copy_all((made,), tensors))
+            made = (convert(torch.from_numpy(stored), keep=True),)
+            return Loaded(dense, lambda tensors: copy_all(made, tensors))
         entries = entries_of(self._read_entries(rows), convert.rule, convert.num_columns)
         if not convert.makes_csr:
             return Loaded(dense, lambda tensors: scatter(tensors[0], entries))
@@ -167,7 +189,7 @@ class SampleReader:
         """Rows of a sparse matrix, as they are stored."""
         opened, matrix = self._open(), self._reader.matrix
         assert matrix is not None and opened.layout is not None
-        window = opened.layout.window(rows)
+        window = CsrWindow(opened.layout, rows)
         arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
         room = window.destination(arrays)
         if matrix.name in opened.direct and len(rows):
@@ -175,7 +197,7 @@ class SampleReader:
         elif len(rows):
             self._read_by_hdf5(matrix.name, rows, room)
         window.check()
-        return window.rows(arrays)
+        return window.samples(arrays)
 
     def _read_by_hdf5(self, name: str, rows: np.ndarray, out: Any) -> None:
         self._reader.set_caches(self.cache)
@@ -248,17 +270,7 @@ class SampleReader:
 
 
 class _OpenFields:
-    """The fields that a process reads by byte ranges.
-
-    Attributes
-    ----------
-    direct : dict of str to a field
-        Those that are plain bytes of the file.
-    whole : dict of str to array
-        Small fields, which are kept in memory.
-    layout : MatrixLayout, optional
-        Of a sparse matrix.
-    """
+    """The fields that a process reads by byte ranges: ``direct``, and of these small ones ``whole`` in memory."""
 
     def __init__(self, reader: H5Reader) -> None:
         self.process, self._reader = os.getpid(), reader
@@ -266,11 +278,7 @@ class _OpenFields:
         self.direct = _plain_fields(reader)
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)
-        self.whole = {
-            name: field.read_all(self._descriptors)
-            for name, field in self.direct.items()
-            if is_kept_whole(field) and field.num_bytes <= SMALL_FIELD_BYTES
-        }
+        self.whole = read_whole_fields(reader, self.direct, self._descriptors, SMALL_FIELD_BYTES)
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
         """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, of a matrix, a `CsrBuffers`."""
@@ -284,13 +292,7 @@ class _OpenFields:
 
 
 def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
-    """Window in chunks, and cache of one process: what a tuner left beside the file, or what the file says.
-
-    Raises
-    ------
-    FileError
-        What lies beside the file is damaged.
-    """
+    """Window in chunks, and cache of one process: what a tuner left beside the file, or what the file says."""
     beside = read_recommendation(
         reader.path,
         dataset=reader.main.dataset,
@@ -320,10 +322,6 @@ def recommended_window(reader: H5Reader) -> int:
 def _plain_fields(reader: H5Reader) -> dict[str, Any]:
     """The fields that are bytes of the file: those that are not decoded, for which HDF5's cache is better."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
-
-
-def _of_numbers(values: np.ndarray) -> Loaded:
-    return Loaded([(values.shape, torch.int64)], lambda tensors: copy_all((torch.from_numpy(values),), tensors))
 
 
 def copy_all(parts: Tensors, tensors: Tensors) -> None:

@@ -1,22 +1,131 @@
-"""A batch sampler that visits samples chunk-wise, in random order."""
+"""A batch sampler that visits samples chunk-wise, in random order, its position in the epoch, and its saved state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+import operator
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, StateError
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.epoch import DataIdentity, Position, Ranks, Resumable, State, find_ranks
 from h5chunk.feed.sample_reader import recommended_window
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
 from h5chunk.plan.selection import FixedSelection, Selection, WeightedSelection, balanced_weights, check_weights
 from h5chunk.store.read.reader import H5Reader
+
+VERSION = 1
+State = dict[str, int]
+
+
+@dataclass
+class Position:
+    """The position of a sampler, and of the loaders that were given it: where the next iteration begins.
+
+    ``running`` is the epoch that was begun last, and how many of its batches were delivered; None: all of them.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    running: tuple[int, int | None] | None = None
+
+    def begin(self) -> tuple[int, int]:
+        """Begin an iteration; returns its epoch and first batch."""
+        begun = self.epoch, self.batch
+        self.running, self.epoch, self.batch = begun, self.epoch + 1, 0
+        return begun
+
+    def move(self, epoch: int, batch: int = 0) -> None:
+        """Let the next iteration begin there; what runs is forgotten."""
+        self.epoch, self.batch, self.running = epoch, batch, None
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches are done: of the one that runs, or comes next."""
+        if self.running is None or self.running[1] is None:
+            return self.epoch, self.batch
+        return self.running[0], self.running[1]
+
+
+class Resumable:
+    """A sampler or loader: what stands at a batch of an epoch, and can be told to go on at another."""
+
+    _template: Order  # of any epoch
+    _position: Position
+    _given_rank: int | None  # by the user
+
+    @property
+    def _identity(self) -> int:
+        """A number for the samples that are visited, and how often: of a saved state, to know them again."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> Order:
+        """The order of the epoch that comes next."""
+        return replace(self._template, epoch=self._position.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
+
+        The epoch at which a loaded state stands goes on where that says.
+        """
+        epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError where it is no epoch
+        self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` says, with the next iteration.
+
+        Raises
+        ------
+        StateError
+            It is of another file, seed, batch size or order.
+        OptionError
+            This is a loader that echoes.
+        """
+        self._position.move(*load_state(state, self._template, self._identity))
+
+    def _check_ranks(self) -> None:
+        """Raise OptionError if torch.distributed was initialised after it was asked: all ranks would read the same."""
+        order, now = self._template, _distributed()
+        if self._given_rank is None and (order.rank, order.world_size) != now and now[1] > 1:
+            raise OptionError(
+                f"made as rank {order.rank} of {order.world_size}, but torch.distributed says rank {now[0]} of "
+                f"{now[1]} now: make it after init_process_group, or give rank= and world_size="
+            )
+
+    def _state(self, epoch: int, batch: int) -> State:
+        return save_state(replace(self._template, epoch=epoch), batch, self._identity)
+
+
+class Ranks(NamedTuple):
+    """One of ``world_size`` processes, and the lanes that all of them share out."""
+
+    lanes: int
+    rank: int
+    world_size: int
+
+
+def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> Ranks:
+    """The rank as given, or as torch.distributed says where it is initialised; by default each rank has one lane."""
+    if (rank is None) != (world_size is None):
+        raise OptionError(f"rank is {rank} and world_size {world_size}: give both, or none")
+    if rank is None or world_size is None:
+        rank, world_size = _distributed()
+    return Ranks(world_size if lanes is None else lanes, rank, world_size)
+
+
+def _distributed() -> tuple[int, int]:
+    """Rank and world size, as torch.distributed says where it is initialised."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
 
 
 class ChunkSampler(Resumable, Sampler[list[int]]):
@@ -84,37 +193,57 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
         reader = dataset.new_reader()
-        order = make_order(
-            reader,
+        selection = _selection(reader, dataset, weights)
+        if selection is None:
+            num_samples, chunk_samples = reader.num_samples, reader.chunk_samples
+        else:
+            num_samples = len(selection)
+            chunk_samples = max(1, round(num_samples / max(1, selection.num_chunks)))
+        order = Order(
+            num_samples,
+            chunk_samples,
             batch_size,
-            shuffle=shuffle,
+            window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
+            interleave=INTERLEAVE if interleave is None else interleave,
             seed=seed,
-            window_chunks=window_chunks,
+            shuffle=shuffle,
             drop_last=drop_last,
-            interleave=interleave,
-            ranks=find_ranks(lanes, rank, world_size),
             pad=pad,
-            selection=make_selection(reader, dataset.subset_samples, weights, dataset.values),
+            selection=selection,
+            **find_ranks(lanes, rank, world_size)._asdict(),
         )
-        self._set(dataset, order, DataIdentity(dataset, weights), rank, chooses_window=window_chunks is None)
+        if interleave is None:  # workers get windows of their own
+            order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
+            if window_chunks is not None or reader.header is None or not reader.header.shuffled:
+                order = with_full_windows(order)  # even where few of that size fit in an epoch
+        self._set(dataset, order, weights, rank, chooses_window=window_chunks is None)
 
     @classmethod
     def of_order(cls, dataset: ChunkDataset, order: Order) -> ChunkSampler:
         """A sampler with this order of the data set's samples: for tools that compare orders."""
         sampler = cls.__new__(cls)
-        sampler._set(dataset, order, DataIdentity(dataset, None), order.rank, chooses_window=False)
+        sampler._set(dataset, order, None, order.rank, chooses_window=False)
         return sampler
 
     def _set(
-        self, dataset: ChunkDataset, order: Order, identity: DataIdentity, rank: int | None, *, chooses_window: bool
+        self, dataset: ChunkDataset, order: Order, weights: Any, rank: int | None, *, chooses_window: bool
     ) -> None:
-        self._template, self._position, self._identity = order, Position(order.epoch), identity
-        self._given_rank, self.chooses_window = rank, chooses_window
+        self._template, self._position = order, Position(order.epoch)
+        self._dataset, self._weights, self._given_rank = dataset, weights, rank
+        self.chooses_window = chooses_window
         dataset.expect_order(order)
 
     def check_data(self, dataset: ChunkDataset) -> None:
         """Raise OptionError if the samples of a data set are not those that this sampler draws."""
-        check_numbering(self._identity.numbering, dataset.numbering)
+        check_numbering(self._dataset.numbering, dataset.numbering)
+
+    @cached_property
+    def _identity(self) -> int:  # it takes the time of all samples of a subset, and loops save a state each batch
+        found, weights = self._dataset.fingerprint, self._weights
+        if weights is None:
+            return found
+        given = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
+        return zlib.crc32(given, found)
 
     @property
     def sampler(self) -> ChunkSampler:
@@ -152,7 +281,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         order = replace(self._template, epoch=epoch)
         for number, batch in enumerate(order.batches(start), start + 1):
             self._position.running = epoch, number
-            yield TaggedBatch(batch.tolist(), self._identity.numbering)
+            yield TaggedBatch(batch.tolist(), self._dataset.numbering)
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:
@@ -185,72 +314,9 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
-def make_order(
-    reader: H5Reader,
-    batch_size: int,
-    *,
-    shuffle: bool,
-    seed: int,
-    window_chunks: int | None,
-    drop_last: bool,
-    interleave: int | None,
-    ranks: Ranks,
-    pad: bool = False,
-    selection: Selection | None = None,
-) -> Order:
-    """The order of a file's first epoch: one place for its defaults, so that all who read a file agree.
-
-    A file that was not shuffled when it was converted, or windows that the user asked for, get windows of that size
-    even where few fit in an epoch; else workers get windows of their own, which are smaller.
-
-    Raises
-    ------
-    OptionError
-        A number is out of range.
-    """
-    order = Order(
-        num_samples=reader.num_samples if selection is None else len(selection),
-        chunk_samples=reader.chunk_samples
-        if selection is None
-        else max(1, round(len(selection) / max(1, selection.num_chunks))),
-        batch_size=batch_size,
-        window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
-        interleave=INTERLEAVE if interleave is None else interleave,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        pad=pad,
-        selection=selection,
-        **ranks._asdict(),
-    )
-    if interleave is None:
-        order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
-        if window_chunks is not None or reader.header is None or not reader.header.shuffled:
-            order = with_full_windows(order)
-    return order
-
-
-def make_selection(
-    reader: H5Reader, samples: np.ndarray | None, weights: Any, values: Callable[[str], np.ndarray]
-) -> Selection | None:
-    """The samples that an epoch visits, by their positions in the subset; None: all samples of equal chunks, once.
-
-    Parameters
-    ----------
-    reader : H5Reader
-    samples : (n,) int64, optional
-        A subset, ascending.
-    weights : array, str or None
-        One weight per sample of the subset; or the name of a field, each value of which is drawn equally often.
-    values : callable
-        Gives the values of a field.
-
-    Raises
-    ------
-    OptionError, FieldError
-        The weights cannot be.
-    """
-    starts = reader.chunk_starts
+def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selection | None:
+    """The samples that an epoch visits, by their positions in the subset; None: all samples of equal chunks, once."""
+    starts, samples = reader.chunk_starts, dataset.subset_samples
     if samples is None and weights is None:
         return None if starts is None else FixedSelection(starts)
     rows = np.arange(reader.num_samples) if samples is None else samples
@@ -259,12 +325,68 @@ def make_selection(
         return FixedSelection(FixedSelection.of(chunks, 1).starts)
     if not len(rows):
         raise OptionError("weights are given, but there are no samples to draw")
-    given = balanced_weights(values(weights)) if isinstance(weights, str) else check_weights(weights, len(rows))
+    by_class = isinstance(weights, str)
+    given = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
     return WeightedSelection.of(given, chunks, None, len(rows))
 
 
-def in_file(order: Order, samples: np.ndarray | None) -> Order:
-    """An order of the positions of a subset as an order of its samples' numbers in the file."""
-    if samples is None:
-        return order
-    return replace(order, selection=replace(order.selection, samples=samples))  # type: ignore[type-var]
+def save_state(order: Order, batch: int, file: int) -> State:
+    """The state after ``batch`` batches of the order's epoch, of the data with this fingerprint.
+
+    It says nothing of the number of ranks or workers: those may change.
+    """
+    return {"version": VERSION, "epoch": order.epoch, "batch": int(batch), **_identity(order, file)}
+
+
+def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
+    """The epoch and the batch at which to go on; raise `StateError` if it is no state, or of other data."""
+    try:
+        numbers = {name: operator.index(value) for name, value in state.items()}
+        version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise StateError(f"state is {state!r:.200}: give what state_dict() gave") from None
+    if version != VERSION:
+        raise StateError(
+            f"state is of version {version} but this h5chunk reads {VERSION}: use the h5chunk it came from"
+        )
+    for name, value in _identity(order, file).items():
+        if name not in numbers:
+            raise StateError(f"state says nothing of {name}: give what state_dict() gave")
+        if numbers[name] != value:
+            raise StateError(_difference(name, numbers[name], value))
+    if epoch < 0 or not 0 <= batch <= order.num_batches:
+        raise StateError(f"state is at batch {batch} of epoch {epoch}, but an epoch has {order.num_batches} batches")
+    return epoch, batch
+
+
+def _identity(order: Order, file: int) -> State:
+    """All that the order is drawn from, but for the epoch and the division among ranks."""
+    return {
+        "file": file,
+        "num_samples": order.num_samples,
+        "chunk_samples": order.chunk_samples,
+        "seed": order.seed,
+        "global_batch_size": order.batch_size * order.world_size,
+        "lanes": order.lanes,
+        "window_chunks": order.window_chunks,
+        "interleave": order.interleave,
+        "shuffle": int(order.shuffle),
+        "drop_last": int(order.drop_last),
+        "pad": int(order.pad),
+    }
+
+
+def _difference(name: str, saved: int, here: int) -> str:
+    if name == "file":
+        return "state is of another file, or of other samples or weights: give the same files, subset and weights"
+    if name == "global_batch_size":
+        return (
+            f"state is of batches of {saved} samples over all ranks, and here they are {here}: "
+            "keep batch_size x world_size as it was"
+        )
+    if name in ("window_chunks", "interleave"):
+        return (
+            f"state is of {name}={saved}, and here it is {here}: give what was given for window_chunks, memory_bytes "
+            "and a sampler's interleave"
+        )
+    return f"state is of {name}={saved}, and here it is {here}: give the same {name}"

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from h5chunk.errors import OptionError, human_bytes
-from h5chunk.feed.layout import ArrayShape, CsrWindow, FieldLayout, Layouts, aligned_bytes, slot_bytes
+from h5chunk.errors import FileError, OptionError, human_bytes
+from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, Numbers
 
@@ -40,12 +40,7 @@ class BatchMemory:
     loop that takes a fresh batch of 38 MB each time would spend most of its time in page faults. A tensor, all its
     views and everything that shares its storage keep the memory: it is never used twice at a time. Buffers are NumPy's,
     which asks the system for huge pages. The last reference may go in any thread, or in the middle of a call here (the
-    garbage collector's), so that free buffers come and go in steps that cannot be divided.
-
-    Parameters
-    ----------
-    keep : int
-        Free buffers to keep.
+    garbage collector's), so that free buffers come and go in steps that cannot be divided. ``keep`` of them stay.
     """
 
     def __init__(self, keep: int = KEPT) -> None:
@@ -96,45 +91,76 @@ class SingleBuffer:
         return self._held[:num_bytes].view(dtype).view(shape).data
 
 
-class _Window:
-    """The arrays that the samples of a window take in a slot."""
+class DenseWindow:
+    """The samples of a dense field in one window; any bytes are valid ones. ``shapes`` is as of `CsrWindow`."""
 
-    def __init__(self, layouts: Layouts, samples: np.ndarray) -> None:
-        self._names = list(layouts)
-        self.shapes: list[list[ArrayShape]] = []
-        self._matrices: list[CsrWindow | None] = []
-        for layout in layouts.values():
-            if isinstance(layout, FieldLayout):
-                self._matrices.append(None)
-                self.shapes.append([((len(samples), *layout.sample_shape), layout.dtype)])
-            else:
-                self._matrices.append(matrix := layout.window(samples))
-                self.shapes.append(matrix.shapes)
+    def __init__(self, layout: FieldLayout, samples: np.ndarray) -> None:
+        self.shapes = [((len(samples), *layout.sample_shape), layout.dtype)]
 
-    def destinations(self, arrays: Arrays) -> dict[str, Destination]:
-        """Where readers put each field; of dense samples (num_samples, sample_bytes) uint8."""
-        fields = zip(self._names, self._matrices, arrays, strict=True)
-        return {
-            name: _rows_of_bytes(own[0].numpy()) if matrix is None else matrix.destination(own)
-            for name, matrix, own in fields
-        }
-
-    def samples(self, arrays: Arrays) -> Fields:
-        """The samples of each field, in these arrays."""
-        fields = zip(self._matrices, arrays, strict=True)
-        return tuple(own[0] if matrix is None else matrix.rows(own) for matrix, own in fields)
+    def destination(self, arrays: Sequence[torch.Tensor]) -> np.ndarray:
+        """The rows of bytes that readers fill, (num_samples, sample_bytes) uint8, of a host array of this shape."""
+        samples = arrays[0].numpy()
+        return samples.reshape(len(samples), -1 if samples.size else 0).view(np.uint8)
 
     def check(self) -> None:
-        """Raise FileError if the entries of a matrix are damaged; any bytes are valid dense samples."""
-        for matrix in self._matrices:
-            if matrix is not None:
-                matrix.check()
+        """There is nothing to check."""
+
+    def samples(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The samples, in an array of this shape on any device."""
+        return arrays[0]
 
 
-def _rows_of_bytes(samples: np.ndarray) -> np.ndarray:
-    if not samples.size:
-        return np.empty((len(samples), 0), np.uint8)
-    return samples.reshape(len(samples), -1).view(np.uint8)
+class CsrWindow:
+    """The rows of a matrix in one window; ``shapes`` are the parts of each array that it takes, with their dtypes."""
+
+    def __init__(self, layout: MatrixLayout, samples: np.ndarray) -> None:
+        starts = np.zeros(len(samples) + 1, np.int64)
+        np.cumsum(layout.indptr[samples + 1] - layout.indptr[samples], out=starts[1:])
+        self.shapes = layout.arrays(len(starts) - 1, int(starts[-1]))
+        self._starts, self._layout = starts, layout
+        self._room = CsrBuffers(starts, starts, None)
+
+    def destination(self, arrays: Sequence[torch.Tensor]) -> CsrBuffers:
+        """The buffers that readers fill with the entries, in host arrays of these shapes."""
+        starts, indices, *values = (array.numpy() for array in arrays)
+        starts[:] = self._starts
+        self._room = CsrBuffers(starts, indices, values[0] if values else None)
+        return self._room
+
+    def check(self) -> None:
+        """Raise FileError unless each entry has a column of the matrix, and no other one of its row."""
+        if self._layout.may_repeat:
+            self._check_repeated()
+        indices, columns = self._room.indices, self._layout.num_columns
+        signed = indices.dtype.kind == "i"
+        if not len(indices) or (not signed and np.iinfo(indices.dtype).max < columns):
+            return
+        most, least = int(indices.max()), int(indices.min()) if signed else 0
+        if most >= columns or least < 0:
+            wrong = most if most >= columns else least
+            raise FileError(f"{self._layout.where} is damaged: it has an entry in column {wrong} of {columns}")
+
+    def _check_repeated(self) -> None:
+        indices, starts = self._room.indices, self._starts
+        falls = np.flatnonzero(indices[1:] <= indices[:-1]) + 1
+        if (starts[np.searchsorted(starts, falls)] == falls).all():
+            return
+        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))  # some row is not in order
+        order = np.lexsort((indices, rows))
+        same = (np.diff(rows[order]) == 0) & (indices[order[1:]] == indices[order[:-1]])
+        if same.any():
+            column = int(indices[order[int(same.argmax())]])
+            raise FileError(
+                f"{self._layout.where} has a row with several entries in column {column}: pack it with h5chunk "
+                "convert, which adds them up"
+            )
+
+    def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:
+        """The rows, in arrays of these shapes on any device."""
+        return CsrRows(arrays[0], self._starts, arrays[1], arrays[2] if len(arrays) > 2 else None)
+
+
+Windows = dict[str, DenseWindow | CsrWindow]
 
 
 class _FixedArrays:
@@ -151,24 +177,20 @@ class _FixedArrays:
                 start += aligned_bytes([(shape, dtype)])
             self._arrays.append(own)
 
-    def of(self, window: _Window) -> Arrays:
+    def of(self, windows: Windows) -> Arrays:
         """The arrays of a window: those of the largest one as they are, or the beginning of each."""
-        fields = zip(self._arrays, window.shapes, strict=True)
         return [
-            [_first(array, shape[0]) for array, (shape, _) in zip(own, shapes, strict=True)] for own, shapes in fields
+            [
+                array if len(array) == shape[0] else array[: shape[0]]
+                for array, (shape, _) in zip(own, window.shapes, strict=True)
+            ]
+            for own, window in zip(self._arrays, windows.values(), strict=True)
         ]
 
     def are_all(self, arrays: Arrays) -> bool:
         """Whether these are the arrays of the largest window."""
-        return all(
-            one is other
-            for own, others in zip(arrays, self._arrays, strict=True)
-            for one, other in zip(own, others, strict=True)
-        )
-
-
-def _first(array: torch.Tensor, count: int) -> torch.Tensor:
-    return array if len(array) == count else array[:count]
+        fields = zip(arrays, self._arrays, strict=True)
+        return all(one is other for own, others in fields for one, other in zip(own, others, strict=True))
 
 
 class CpuSlot:
@@ -186,25 +208,26 @@ class CpuSlot:
         if memory is None:
             held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
             self._fixed = _FixedArrays(layouts, num_samples, held)
-        self._window: _Window | None = None
+        self._windows: Windows = {}
         self.window: Fields = ()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Allocate memory for a window of these samples; returns the destination of each field."""
-        self._window = window = _Window(self._layouts, samples)
+        """Make room for a window of these samples, and say where readers put those of each field."""
+        self._windows = windows = _windows_of(self._layouts, samples)
         if self._memory is None:
             assert self._fixed is not None
-            arrays = self._fixed.of(window)
+            arrays = self._fixed.of(windows)
         else:
-            arrays = [[self._memory.empty(*shape) for shape in shapes] for shapes in window.shapes]
-        destinations = window.destinations(arrays)
-        self.window = window.samples(arrays)
+            memory = self._memory
+            arrays = [[memory.empty(*shape) for shape in window.shapes] for window in windows.values()]
+        destinations = _destinations(windows, arrays)
+        self.window = _samples(windows, arrays)
         return destinations
 
     def send(self) -> None:
-        """Check the window that was read. It stays where it is."""
-        if self._window is not None:
-            self._window.check()
+        """Raise FileError if what was read is damaged. It stays where it is."""
+        for window in self._windows.values():
+            window.check()
 
     def receive(self) -> None:
         """Prepare for use by the consumer: there is nothing to do."""
@@ -216,20 +239,13 @@ class CpuSlot:
     def release(self) -> None:
         """Let go of the window: the consumer is done with all its batches."""
         if self._memory is not None:
-            self.window, self._window = (), None
+            self.window, self._windows = (), {}
 
 
 class CudaSlot:
-    """A window in pinned memory and its copy on the device: one buffer each for all fields.
+    """A window in pinned memory, (slot_bytes,) uint8, and its copy on the device: one buffer each for all fields.
 
-    Parameters
-    ----------
-    layouts : Layouts
-    num_samples : int
-        Of the largest window.
-    pinned : (slot_bytes,) uint8
-    stream : torch.cuda.Stream
-        The stream of the copies.
+    ``num_samples`` is that of the largest window, and ``stream`` does the copies.
     """
 
     def __init__(self, layouts: Layouts, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
@@ -239,7 +255,7 @@ class CudaSlot:
             torch.from_numpy(pinned),
         )
         self._device, self._host = (_FixedArrays(layouts, num_samples, buffer) for buffer in self._buffers)
-        self._window: _Window | None = None
+        self._windows: Windows = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.window: Fields = ()
         self._copied = torch.cuda.Event(blocking=True)
@@ -247,21 +263,21 @@ class CudaSlot:
         self.release()  # who had the memory of the device buffer before may still be using it on the current stream
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Wait until the pinned buffer may be overwritten; returns the destination of each field in it."""
+        """Wait until the pinned buffer may be overwritten, and say where in it readers put those of each field."""
         if not self._copied.query():
             self._copied.synchronize()
-        self._window = window = _Window(self._layouts, samples)
-        device, host = self._device.of(window), self._host.of(window)
+        self._windows = windows = _windows_of(self._layouts, samples)
+        device, host = self._device.of(windows), self._host.of(windows)
         self._copies = [self._buffers]
         if not self._host.are_all(host):
             self._copies = [pair for own in zip(device, host, strict=True) for pair in zip(*own, strict=True)]
-        self.window = window.samples(device)  # valid from `receive` until `release`
-        return window.destinations(host)
+        self.window = _samples(windows, device)  # valid from `receive` until `release`
+        return _destinations(windows, host)
 
     def send(self) -> None:
-        """Start the copy to the device; any thread may."""
-        if self._window is not None:
-            self._window.check()
+        """Start the copy to the device; any thread may. Raise FileError if what was read is damaged."""
+        for window in self._windows.values():
+            window.check()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
             for device, host in self._copies:
@@ -281,23 +297,39 @@ class CudaSlot:
         self._consumed.record(torch.cuda.current_stream(self._stream.device))
 
 
+def _windows_of(layouts: Layouts, samples: np.ndarray) -> Windows:
+    return {
+        name: DenseWindow(layout, samples) if isinstance(layout, FieldLayout) else CsrWindow(layout, samples)
+        for name, layout in layouts.items()
+    }
+
+
+def _destinations(windows: Windows, arrays: Arrays) -> dict[str, Destination]:
+    fields = zip(windows.items(), arrays, strict=True)
+    return {name: window.destination(own) for (name, window), own in fields}
+
+
+def _samples(windows: Windows, arrays: Arrays) -> Fields:
+    return tuple(window.samples(own) for window, own in zip(windows.values(), arrays, strict=True))
+
+
 def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fields:
     """Some samples of each field: on a GPU in torch's memory, on the CPU in that of ``memory``.
 
     On the CPU by NumPy, because torch's threads wait for each other, which is slow where other work uses the cores.
     Rows of a matrix stay where they are, and are taken by number when a batch is made of them.
     """
-    return tuple(
-        field.take(samples) if isinstance(field, CsrRows) else _gather(field, samples, memory) for field in fields
-    )
-
-
-def _gather(field: torch.Tensor, samples: Numbers, memory: BatchMemory | None) -> torch.Tensor:
-    if memory is None:
-        return field.index_select(0, samples.there)
-    out = memory.empty((len(samples.host), *field.shape[1:]), field.dtype)
-    np.take(field.numpy(), samples.host, axis=0, out=out.numpy(), mode="clip")
-    return out
+    gathered: list[Any] = []
+    for field in fields:
+        if isinstance(field, CsrRows):
+            gathered.append(field.take(samples))
+        elif memory is None:
+            gathered.append(field.index_select(0, samples.there))
+        else:
+            out = memory.empty((len(samples.host), *field.shape[1:]), field.dtype)
+            np.take(field.numpy(), samples.host, axis=0, out=out.numpy(), mode="clip")
+            gathered.append(out)
+    return tuple(gathered)
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

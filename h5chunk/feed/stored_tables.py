@@ -10,6 +10,7 @@ from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.read.reader import H5Reader
 
+SOURCE_NAMES = "source_names"  # the text of all, one behind the other
 TEXT_ERRORS = "backslashreplace"  # of bytes that are not UTF-8
 
 
@@ -30,18 +31,20 @@ class StoredTables:
 
     def of_samples(self, name: str) -> np.ndarray:
         """A table of one value per sample, of all files: (num_samples,), numbers or str."""
-        return self._once(name, lambda: np.concatenate([decoded(_rows_of_file(file, name)) for file in self._files]))
-
-    def source_names(self) -> np.ndarray:
-        """The path of each sample below the source that it was converted from: (num_samples,) of str."""
-        return self._once("source_names", lambda: np.concatenate([_names_of_file(file) for file in self._files]))
+        return self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in self._files]))
 
     def common(self, name: str) -> np.ndarray:
-        """A table that all files share, such as the identifiers of columns: numbers or str.
+        """A table that all files share, such as the identifiers of columns: numbers or str."""
 
-        Raise `FieldError` if that of a file differs.
-        """
-        return self._once(name, lambda: decoded(self._read_common(name)))
+        def read() -> np.ndarray:
+            first, *others = self._files
+            table = _read(first, name)
+            for other in others:
+                if not np.array_equal(_read(other, name), table):
+                    raise FieldError(f"{name} of {printable(other.path)} differs from that of {printable(first.path)}")
+            return decoded(table)
+
+        return self._once(name, read)
 
     def _once(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
         if name not in self._tables:
@@ -50,31 +53,22 @@ class StoredTables:
             self._tables[name] = table
         return self._tables[name]
 
-    def _read_common(self, name: str) -> np.ndarray:
-        first, *others = self._files
-        table = _read(first, name)
-        for other in others:
-            if not np.array_equal(_read(other, name), table):
-                raise FieldError(f"{name} of {printable(other.path)} differs from that of {printable(first.path)}")
-        return table
 
-
-def _rows_of_file(reader: H5Reader, name: str) -> np.ndarray:
+def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
+    """A value for each sample of one file."""
     table = _read(reader, name)
+    if name == SOURCE_NAMES:
+        text, ends = table.tobytes(), _read(reader, "source_name_ends")
+        starts = np.concatenate(([0], ends[:-1]))
+        if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
+            raise FileError(f"{printable(reader.path)}: damaged: source_name_ends does not divide source_names")
+        names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
+        return np.array(names, np.str_)
     if len(table) != reader.num_samples:
         raise FileError(
             f"{printable(reader.path)}: damaged: {name} has {len(table)} values for {reader.num_samples} samples"
         )
-    return table
-
-
-def _names_of_file(reader: H5Reader) -> np.ndarray:
-    text, ends = _read(reader, "source_names").tobytes(), _read(reader, "source_name_ends")
-    starts = np.concatenate(([0], ends[:-1]))
-    if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
-        raise FileError(f"{printable(reader.path)}: damaged: source_name_ends does not divide source_names")
-    names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
-    return np.array(names, np.str_)
+    return decoded(table)
 
 
 def _read(reader: H5Reader, name: str) -> np.ndarray:

@@ -37,26 +37,13 @@ _abandoned: list[Any] = []  # what threads may still write to that hang in a rea
 
 
 class Result(NamedTuple):
-    """What became of a ticket.
-
-    Attributes
-    ----------
-    ticket : int
-    status : int
-        DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED.
-    error : int
-        The errno, where the status is SYSTEM.
-    job : int
-        The number of the job that failed.
-    offset : int
-        Where it failed in its file.
-    """
+    """What became of a ticket."""
 
     ticket: int
-    status: int
-    error: int
-    job: int
-    offset: int
+    status: int  # DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED
+    error: int  # the errno, where the status is SYSTEM
+    job: int  # the number of the one that failed
+    offset: int  # where it failed in its file
 
 
 class _Result(ctypes.Structure):
@@ -119,19 +106,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class NativePool:
-    """Threads that do jobs. Not for a fork of the process that made it.
-
-    Parameters
-    ----------
-    num_threads : int
-    part_bytes : int
-        What a thread takes at a time.
-
-    Raises
-    ------
-    OSError
-        No thread could be started.
-    """
+    """Threads that do jobs; raises OSError if none can be started. Not for a fork of the process that made it."""
 
     def __init__(self, num_threads: int, part_bytes: int = PART_BYTES) -> None:
         self._library = _library()
@@ -154,20 +129,10 @@ class NativePool:
             return int(self._library.h5chunk_progress(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray, keep: Any = None) -> None:
-        """Queue jobs behind those before.
+        """Queue jobs, (n,) JOB, C-contiguous, behind those before; `wait` gives ``ticket`` back when all are over.
 
-        Parameters
-        ----------
-        ticket : int
-            A number that `wait` gives back when all of them are over.
-        jobs : (n,) JOB, C-contiguous
-        keep : object
-            Holds the memory that the jobs point into until then.
-
-        Raises
-        ------
-        OSError
-            The pool is closed, or there is no memory.
+        ``keep`` holds the memory that they point into until then. Raise OSError if the pool is closed, or there is no
+        memory.
         """
         with self._lock:
             self._kept[ticket] = jobs, keep
@@ -178,10 +143,7 @@ class NativePool:
     def wait(self, timeout_s: float) -> Result | None:
         """Return the next ticket that is over; None if none was for ``timeout_s``.
 
-        Raises
-        ------
-        EOFError
-            The pool is closed, and all tickets were given back.
+        Raise EOFError if the pool is closed, and all tickets were given back.
         """
         found = _Result()
         state = self._library.h5chunk_wait(self._pool, timeout_s, found)
@@ -215,14 +177,9 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 
 
 def gather_rows(source: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows: ``out[i]`` becomes ``source[indices[i]]``.
+    """Copy rows: ``out[i]`` becomes ``source[indices[i]]``; all arrays are C-contiguous.
 
-    Parameters
-    ----------
-    source : (num_rows, ...) array, C-contiguous
-    indices : (n,) int64, C-contiguous
-        Not checked: each must be a row of ``source``.
-    out : (n, ...) array of the same rows, C-contiguous
+    The indices, (n,) int64, are not checked: each must be a row of ``source``.
     """
     if len(indices):
         row_bytes = out.nbytes // len(indices)

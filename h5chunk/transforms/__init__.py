@@ -21,7 +21,7 @@ themselves. What needs several fields at once, such as CutMix, is done in the tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -45,48 +45,11 @@ __all__ = ["L2", "Binarize", "Csr", "Dense", "Log1p", "Normalize", "ToDtype"]
 BATCH_TRANSFORMS = (Normalize, ToDtype, *ROW_TRANSFORMS)
 Transform = Callable[[Any], Any]
 Transforms = Sequence[Transform] | Mapping[str, Sequence[Transform]]
-
-
-class Converter(Protocol):
-    """Converts stored samples to batches: `ImageConverter` or `RowConverter`."""
-
-    @property
-    def sample_bytes(self) -> int:
-        """The bytes of a converted sample."""
-
-    @property
-    def makes_csr(self) -> bool:
-        """Whether batches are CSR tensors."""
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether batches are what the file has."""
-
-    def prepare(self, device: torch.device, example: Any = None, /) -> None:
-        """Make ready for a device."""
-
-    def __call__(self, samples: Any, /, keep: bool) -> torch.Tensor:
-        """The batch; ``keep``: the input may be handed on as it is."""
-
-    def release(self) -> None:
-        """End the threads."""
-
-
-class Pipeline(NamedTuple):
-    """The transforms of a field: those that are computed together, and the others, in order."""
-
-    converter: Converter
-    others: tuple[Transform, ...]
+Converter = ImageConverter | RowConverter
 
 
 def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) -> dict[str, list[Transform]]:
-    """The transforms of each field, validated.
-
-    Raises
-    ------
-    OptionError
-        They are no list or dict, one is not callable, or a field is not there.
-    """
+    """The transforms of each field, validated."""
     if transforms is None:
         transforms = ()
     if not isinstance(transforms, Mapping):
@@ -109,32 +72,21 @@ def check_transforms(name: str, transforms: Any) -> list[Transform]:
 
 def compile_transforms(
     transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None, allocate: Allocate
-) -> Pipeline:
-    """The transforms of a field, the first ones as one conversion.
+) -> tuple[Converter, tuple[Transform, ...]]:
+    """The transforms of a field: those that are computed together as one conversion, and the others, in order.
 
-    Parameters
-    ----------
-    transforms : sequence of callables
-    field : Field or MatrixField
-    stored : torch.dtype, optional
-        Of the file; not of a matrix.
-    allocate : callable
-        Gives host memory for batches.
-
-    Raises
-    ------
-    OptionError
-        They do not fit each other, or the field.
+    ``stored`` is the dtype in the file, not needed of a matrix; ``allocate`` gives host memory for batches. Raise
+    `OptionError` if they do not fit each other, or the field.
     """
     check_first(transforms, field, stored)
     if field.scale is not None:
         count = leading_row_transforms(transforms)
-        return Pipeline(RowConverter(transforms[:count], field, allocate), tuple(transforms[count:]))
+        return RowConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     assert stored is not None
     axis = channel_axis(field.sample_shape, field.axes)
     count = leading_image_transforms(transforms)
     converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
-    return Pipeline(converter, tuple(transforms[count:]))
+    return converter, tuple(transforms[count:])
 
 
 def check_first(transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None) -> None:

@@ -25,60 +25,43 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Compiling:
-    """A kernel that a thread compiles, by launching it once.
+    """A kernel that a thread compiles by launching it once; ``_kernel`` is None until then, and for good on failure."""
 
-    Parameters
-    ----------
-    first_launch : callable
-        Gives the kernel.
-
-    Attributes
-    ----------
-    kernel : Any
-        None until it is compiled; for good where that fails.
-    """
-
-    def __init__(self, first_launch: Callable[[], Any]) -> None:
-        self.kernel: Any = None
-        self._thread = threading.Thread(target=self._compile, args=(first_launch,), name="h5chunk-compile", daemon=True)
+    def _compile_in_thread(self) -> None:
+        self._kernel: Any = None
+        self._thread = threading.Thread(target=self._compile, name="h5chunk-compile", daemon=True)
         self._thread.start()
 
-    def _compile(self, first_launch: Callable[[], Any]) -> None:
+    def _compile(self) -> None:
         with suppress(Exception):  # no Triton, or one that does not work here: there are other ways
-            self.kernel = first_launch()
+            self._kernel = self._first_launch()
+
+    def _first_launch(self) -> Any:
+        """Launch the kernel once, and return it."""
+        raise NotImplementedError
 
     def wait(self) -> bool:
         """Wait until it is compiled or has failed, and say whether it can be used."""
         self._thread.join()
-        return self.kernel is not None
+        return self._kernel is not None
 
 
-class FusedKernel:
+class FusedKernel(Compiling):
     """``out = images * scale + shift`` for uint8 images on a GPU, as soon as it is compiled.
 
-    Parameters
-    ----------
-    scale, shift : float32, on the GPU
-        One number or one a channel each, as many in both.
-    channel_axis : int
-        Of a sample: 0 for (C, H, W), 2 for (H, W, C).
-    channels_last : bool
-        The memory format of ``out``, for (C, H, W).
+    ``scale`` and ``shift`` are float32 on the GPU, one number or one a channel in both. ``channel_axis`` is that of a
+    sample: 0 for (C, H, W), 2 for (H, W, C); ``channels_last`` is the memory format of ``out``, for (C, H, W).
     """
 
     def __init__(self, scale: torch.Tensor, shift: torch.Tensor, channel_axis: int, channels_last: bool) -> None:
         self._scale, self._shift = scale.reshape(-1).contiguous(), shift.reshape(-1).contiguous()
         self._channel_axis, self._channels_last = channel_axis, channels_last
-        self._compiling = Compiling(self._first_launch)
+        self._compile_in_thread()
 
     @staticmethod
     def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
         """Whether it is made for such numbers."""
         return scale.device.type == "cuda" and dtype in DTYPES and scale.numel() <= MOST_CHANNELS
-
-    def wait(self) -> bool:
-        """Wait until it is compiled or has failed, and say whether it can be used."""
-        return self._compiling.wait()
 
     def _first_launch(self) -> Any:
         from h5chunk.transforms.kernels import scale_and_shift as kernel
@@ -92,16 +75,14 @@ class FusedKernel:
 
         Samples lie one behind the other, and the kernel takes the strides within them: no view is made for it.
         """
-        if self._compiling.kernel is None or images.numel() < FEWEST_NUMBERS:
+        if self._kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
         channels = images.shape[1] if self._channels_last else self._scale.numel()
         if self._scale.numel() != channels:
             self._scale, self._shift = (each.expand(channels).contiguous() for each in (self._scale, self._shift))
         planes, interleaved = (images.numel() // (len(images) * channels), 1), (1, channels)
         source = interleaved if channels > 1 and self._channel_axis else planes
-        self._launch(
-            self._compiling.kernel, images, out, channels, source, interleaved if self._channels_last else source
-        )
+        self._launch(self._kernel, images, out, channels, source, interleaved if self._channels_last else source)
         return True
 
     def _launch(
@@ -123,58 +104,46 @@ class FusedKernel:
             )
 
 
-class DenseKernel:
+class DenseKernel(Compiling):
     """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` of each entry e of row i, and zero elsewhere.
 
     Each program clears one row and scatters its entries, so that a batch is written once, and little more than once:
     plain indexing writes it, then handles positions of 8 bytes for entries of 3, in kernels of their own.
 
-    Parameters
-    ----------
-    like : callable
-        Gives a `CsrRows` of one row on the device, of the types that will come.
-    num_columns : int
-    rule : ValueRule
-        Without steps, but for those that ``l2`` stands for.
-    l2 : bool
-        Divide each row by its Euclidean length.
+    ``like`` gives a `CsrRows` of one row on the device, of the types that will come. The rule has no steps, but for
+    those that ``l2`` stands for: divide each row by its Euclidean length.
     """
 
     def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:
-        self._num_columns, self._rule, self._l2 = num_columns, rule, l2
+        self._like, self._num_columns, self._rule, self._l2 = like, num_columns, rule, l2
         self._table: torch.Tensor | None = None
-
-        def first_launch() -> Any:
-            from h5chunk.transforms.kernels import make_rows_dense as kernel
-
-            rows, zero = like(), np.zeros(1, np.int64)
-            device = rows.starts.device
-            if rows.values is not None and rule.table is not None:
-                self._table = torch.from_numpy(rule.table).to(device)
-            out = torch.empty(1, num_columns, dtype=rule.dtype, device=device)
-            self._launch(kernel, rows, out)
-            self._launch(kernel, rows.take(Numbers(zero, torch.from_numpy(zero).to(device))), out)
-            return kernel
-
-        self._compiling = Compiling(first_launch)
+        self._compile_in_thread()
         if l2:  # sums in another order would give other last bits
-            self._compiling.wait()
+            self.wait()
+
+    def _first_launch(self) -> Any:
+        from h5chunk.transforms.kernels import make_rows_dense as kernel
+
+        rows, zero = self._like(), np.zeros(1, np.int64)
+        device = rows.starts.device
+        if rows.values is not None and self._rule.table is not None:
+            self._table = torch.from_numpy(self._rule.table).to(device)
+        out = torch.empty(1, self._num_columns, dtype=self._rule.dtype, device=device)
+        self._launch(kernel, rows, out)
+        self._launch(kernel, rows.take(Numbers(zero, torch.from_numpy(zero).to(device))), out)
+        return kernel
 
     @staticmethod
     def suits(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether it is made for such numbers."""
         return device.type == "cuda" and dtype in DTYPES
 
-    def wait(self) -> bool:
-        """Wait until it is compiled or has failed, and say whether it can be used."""
-        return self._compiling.wait()
-
     def __call__(self, rows: CsrRows, out: torch.Tensor) -> bool:
         """Fill ``out``, (rows, columns), unless the kernel is not compiled yet; says whether it is done."""
-        if self._compiling.kernel is None:
+        if self._kernel is None:
             return False
         if len(rows):
-            self._launch(self._compiling.kernel, rows, out)
+            self._launch(self._kernel, rows, out)
         return True
 
     def _launch(self, kernel: Any, rows: CsrRows, out: torch.Tensor) -> None:

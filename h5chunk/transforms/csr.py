@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,20 +36,10 @@ class Numbers(NamedTuple):
 
 
 class CsrRows:
-    """Rows of a matrix on one device: a range of the stored rows, or some of them by number.
+    """Rows of a matrix on one device: the stored rows from ``first`` on, or some of all by their ``numbers``.
 
-    Attributes
-    ----------
-    starts : (m + 1,) int64
-        Where each stored row begins in the entries.
-    host_starts : (m + 1,) int64 array
-        The same on the host.
-    indices, values : (entries,)
-        ``values`` is None for a pattern.
-    first : int
-        The first row of the range.
-    numbers : Numbers, optional
-        Which rows; None: all rows of the range.
+    ``starts``, (m + 1,) int64, says where each stored row begins in ``indices`` and ``values``, (entries,), and
+    ``host_starts`` the same on the host; ``values`` is None for a pattern.
     """
 
     def __init__(
@@ -88,54 +78,19 @@ class CsrRows:
         return CsrRows(self.starts.to(device), self.host_starts, self.indices.to(device), values)
 
 
-class RowArithmetic(Protocol):
-    """What a transform of values needs to know of the rows that the values belong to."""
-
-    def log1p(self, values: Any) -> Any:
-        """The logarithm of 1 + value."""
-
-    def sums(self, values: Any) -> Any:
-        """The sum of each row."""
-
-    def lengths(self, values: Any) -> Any:
-        """The Euclidean length of each row."""
-
-    def scaled(self, values: Any, factors: Any) -> Any:
-        """The values of each row times the factor of the row."""
-
-    def reciprocal(self, sums: Any, otherwise: float) -> Any:
-        """1 / sum of each row, and ``otherwise`` where the sum is 0."""
-
-
-class ValueStep(Protocol):
-    """A transform that changes values and leaves zeros alone."""
-
-    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
-        """The changed values, of the same shape and dtype."""
-
-
 @dataclass(frozen=True)
 class ValueRule:
     """What stored numbers become.
 
-    Attributes
-    ----------
-    table : (256,) array, or None
-        The value of each stored byte; None: the stored numbers are the values.
-    least : float or None
-        Values of at least this become 1, others 0. None where the table does that already.
-    constant : float
-        The value of every entry of a pattern.
-    steps : tuple of ValueStep
-        What is done with the values after that.
-    dtype : torch.dtype
-        Of the result.
+    Stored bytes become what ``table``, (256,), says; without it stored numbers are the values or, where ``least`` is
+    given, 1 from there on and 0 below. The entries of a pattern are ``constant``. Then come ``steps``, transforms of
+    values, and the result is of ``dtype``.
     """
 
     table: np.ndarray | None
     least: float | None
     constant: float
-    steps: tuple[ValueStep, ...]
+    steps: tuple[Any, ...]
     dtype: torch.dtype
 
     @cached_property
@@ -156,21 +111,12 @@ class ValueRule:
 
 
 class Entries(NamedTuple):
-    """The entries of some rows, as tensors on one device.
+    """The entries of some rows, as tensors on one device."""
 
-    Attributes
-    ----------
-    starts : (rows + 1,) int32 or int64
-        Where each row begins.
-    counts : (rows,) int64
-    columns : (entries,) of the dtype of ``starts``
-    values : (entries,)
-    """
-
-    starts: torch.Tensor
-    counts: torch.Tensor
-    columns: torch.Tensor
-    values: torch.Tensor
+    starts: torch.Tensor  # (rows + 1,) int32 or int64
+    counts: torch.Tensor  # (rows,) int64
+    columns: torch.Tensor  # (entries,), of the dtype of starts
+    values: torch.Tensor  # (entries,)
 
 
 def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
@@ -187,7 +133,7 @@ def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
     return apply_steps(rule.steps, values, DenseArithmetic()).to(rule.dtype)
 
 
-def apply_steps(steps: Iterable[ValueStep], values: Any, rows: RowArithmetic) -> Any:
+def apply_steps(steps: Iterable[Any], values: Any, rows: RowArithmetic) -> Any:
     """The values after all steps."""
     for step in steps:
         values = step.on_values(values, rows)
@@ -275,25 +221,30 @@ def _take(array: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 class HostArithmetic:
-    """Rows of entries on the host, by NumPy."""
+    """What transforms of values compute of rows: of rows of entries on the host, by NumPy."""
 
     def __init__(self, counts: np.ndarray) -> None:
         self._counts = counts
 
     def log1p(self, values: np.ndarray) -> np.ndarray:
+        """The logarithm of 1 + value."""
         return np.log1p(values)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
+        """The sum of each row."""
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
         return np.bincount(rows, values.astype(np.float64), len(self._counts))
 
     def lengths(self, values: np.ndarray) -> np.ndarray:
+        """The Euclidean length of each row."""
         return np.sqrt(self.sums(values.astype(np.float64) ** 2))
 
     def scaled(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        """The values of each row times the factor of the row."""
         return values * np.repeat(factors.astype(values.dtype), self._counts)
 
     def reciprocal(self, sums: np.ndarray, otherwise: float) -> np.ndarray:
+        """1 / sum of each row, and ``otherwise`` where the sum is 0."""
         return np.divide(1, sums, out=np.full(len(sums), otherwise), where=sums != 0)
 
 
@@ -332,6 +283,9 @@ class CsrArithmetic(DenseArithmetic):
         return values * torch.repeat_interleave(factors.to(values.dtype), self._counts, output_size=len(values))
 
 
+RowArithmetic = Any  # HostArithmetic of NumPy arrays, or DenseArithmetic of tensors
+
+
 def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> None:
     """Make rows dense: ``out``, (rows, columns), is zero but for the entries.
 
@@ -354,20 +308,23 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
         flat[:] = 0
         flat[np.repeat(np.arange(len(counts[part])) * num_columns, counts[part]) + columns[some]] = values[some]
 
-    step = max(1, DENSE_BYTES // max(1, num_columns * out.itemsize))
+    step = _rows_of_part(out)
     for _ in map_parts(fill, range(0, num_rows, step)):
         pass
 
 
-def can_scatter_natively(rows: CsrRows, rule: ValueRule) -> bool:
-    """Whether `scatter_natively` does it: values follow from the stored numbers one by one, in one step."""
-    if rule.steps or rule.least is not None or not native.available():
+def _rows_of_part(out: torch.Tensor) -> int:
+    return max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
+
+
+def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
+    """Make rows dense as `scatter` does, from the stored numbers, without Python's lock; says whether it is done.
+
+    It is where values follow from the stored numbers one by one, in one step.
+    """
+    one_by_one = rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
+    if rule.steps or rule.least is not None or not one_by_one or not native.available():
         return False
-    return rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
-
-
-def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> None:
-    """Make rows dense as `scatter` does, from the stored numbers; without Python's lock."""
     same = _SAME_SIZE[out.itemsize]
     table = rule.table if rows.values is not None else np.array([rule.constant])
     values = None if table is None else torch.from_numpy(table).to(rule.dtype).view(same).numpy()
@@ -380,9 +337,10 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
         part = slice(start, start + step)
         native.dense_rows(rows.host_starts, columns, codes, values, numbers[part], dense[part])
 
-    step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
+    step = _rows_of_part(out)
     for _ in map_parts(fill, range(0, len(numbers), step)):
         pass
+    return True
 
 
 def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -81,23 +81,10 @@ def leading_image_transforms(transforms: Sequence[Any]) -> int:
 
 
 class ImageConverter:
-    """Converts stored samples to what transforms say, in one kernel.
+    """Converts stored samples to what transforms say, at most one `Normalize` and one `ToDtype`, in one kernel.
 
-    Parameters
-    ----------
-    transforms : sequence
-        At most one `Normalize` and one `ToDtype`.
-    stored : torch.dtype
-    sample_shape : tuple of int
-    channel_axis : int
-        Axis of the channels in a sample: 0 for (C, H, W), 2 for (H, W, C).
-    allocate : callable
-        Gives host memory for batches.
-
-    Raises
-    ------
-    OptionError
-        The transforms do not fit each other, or the samples.
+    ``channel_axis`` is 0 for samples of (C, H, W) and 2 for (H, W, C); ``allocate`` gives host memory for batches.
+    Raise `OptionError` if the transforms do not fit each other, or the samples.
     """
 
     makes_csr = False
@@ -184,12 +171,13 @@ def _convert(transform: Normalize | ToDtype, batch: torch.Tensor) -> torch.Tenso
 def _converter(
     transform: Normalize | ToDtype, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
 ) -> ImageConverter:
-    converter = ImageConverter((transform,), stored, sample_shape, channel_axis(sample_shape), _empty)
+    converter = ImageConverter((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
     converter.prepare(device)
     return converter
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of its own."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -199,13 +187,7 @@ def _result_dtype(
     to_dtype: ToDtype | None,
     stored: torch.dtype,
 ) -> torch.dtype:
-    """The dtype of batches.
-
-    Raises
-    ------
-    OptionError
-        `Normalize` would be of whole numbers that are no uint8, or give fractions to a dtype of whole numbers.
-    """
+    """The dtype of batches."""
     if normalize is None:
         return stored if to_dtype is None else to_dtype.dtype
     given = to_dtype.dtype if to_dtype is not None and transforms[0] is to_dtype else stored

@@ -30,8 +30,6 @@ from h5chunk.transforms.csr import (
     MapParts,
     RowArithmetic,
     ValueRule,
-    ValueStep,
-    can_scatter_natively,
     dense_values,
     entries_of,
     make_csr,
@@ -47,7 +45,16 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Dense:
+class _Layout:
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOATS + INTEGERS:
+            name = type(self).__name__
+            raise OptionError(f"{name}: dtype is {self.dtype!r}: give a torch.dtype of numbers, such as torch.float32")
+
+
+class Dense(_Layout):
     """Make rows dense: (batch_size, columns). Without `Dense` and `Csr`, rows become dense float32.
 
     Parameters
@@ -57,18 +64,12 @@ class Dense:
         hold the values.
     """
 
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        _check_dtype("Dense", self.dtype)
-
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
         dense = batch.to_dense() if batch.layout == torch.sparse_csr else batch
         return dense.to(self.dtype)
 
 
-@dataclass(frozen=True)
-class Csr:
+class Csr(_Layout):
     """Give batches as ``torch.sparse_csr`` tensors of (batch_size, columns).
 
     Parameters
@@ -76,11 +77,6 @@ class Csr:
     dtype : torch.dtype
         Of the values; as for `Dense`.
     """
-
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        _check_dtype("Csr", self.dtype)
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
         csr = batch if batch.layout == torch.sparse_csr else batch.to_sparse_csr()
@@ -170,30 +166,11 @@ def leading_row_transforms(transforms: Sequence[Any]) -> int:
 
 
 class RowConverter:
-    """Converts stored rows of a matrix to batches.
+    """Converts stored rows of a matrix, sparse or dense ones with a scale, to batches.
 
     What is stored is a code, and a value is the code over the file's scale. Arithmetic is in float32, or in float64
-    where that is the result.
-
-    Parameters
-    ----------
-    transforms : sequence
-        Of this module; at most one `Dense` or `Csr`.
-    field : MatrixField or Field
-        Sparse rows; or dense ones, with a scale.
-    allocate : callable
-        Gives host memory for dense batches.
-
-    Raises
-    ------
-    OptionError
-        A transform does not fit the field.
-
-    Attributes
-    ----------
-    rule : ValueRule
-    num_columns : int
-    makes_csr : bool
+    where that is the result. The transforms are of this module, at most one of them `Dense` or `Csr`; raise
+    `OptionError` if one does not fit the field. ``allocate`` gives host memory for dense batches.
     """
 
     changes_nothing = False
@@ -228,9 +205,10 @@ class RowConverter:
             return dense_values(rows, self.rule)
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
-            if out.device.type == "cpu" and can_scatter_natively(rows, self.rule):
-                scatter_natively(out, rows, self.rule, self._map_parts())
-            elif self._kernel is None or not self._kernel(rows, out):
+            on_cpu = out.device.type == "cpu"
+            if on_cpu and scatter_natively(out, rows, self.rule, self._map_parts()):
+                return out
+            if self._kernel is None or not self._kernel(rows, out):
                 scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
             return out
         starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)
@@ -274,7 +252,7 @@ def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return 0 <= tensor.data_ptr() - other.data_ptr() < max(1, other.nbytes)
 
 
-def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[ValueStep, ...]) -> ValueRule:
+def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:
     """Bytes have a table of what they stand for, rounded once; leading steps that need no rows are done in it."""
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
@@ -290,7 +268,7 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[ValueStep
     return ValueRule(table, None, float(table[1]), steps, dtype)
 
 
-def _check_fit(layout: Dense | Csr, steps: tuple[ValueStep, ...], field: MatrixField | Field) -> None:
+def _check_fit(layout: Dense | Csr, steps: tuple[_Values, ...], field: MatrixField | Field) -> None:
     dtype = layout.dtype
     if isinstance(layout, Csr) and not isinstance(field, MatrixField):
         raise OptionError(f"Csr is for sparse rows but field {field.name!r} holds dense ones: use Dense")
@@ -305,11 +283,6 @@ def _check_fit(layout: Dense | Csr, steps: tuple[ValueStep, ...], field: MatrixF
             f"{layout} may not hold the values of field {field.name!r} ({field.dtype}"
             f"{'' if scale == 1 else f' over {scale:g}'}): give a floating dtype, or Binarize"
         )
-
-
-def _check_dtype(name: str, dtype: object) -> None:
-    if dtype not in FLOATS + INTEGERS:
-        raise OptionError(f"{name}: dtype is {dtype!r}: give a torch.dtype of numbers, such as torch.float32")
 
 
 def _is_positive(value: object) -> bool:

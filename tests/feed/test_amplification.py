@@ -22,7 +22,7 @@ from h5chunk.feed.batches import Passthrough
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.feed.stream import EpochReport, open_stream
+from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.direct import DecodedChunks
@@ -75,12 +75,12 @@ WANTED = {
 def read_alone(loader: ChunkLoader) -> None:
     """An epoch without what is read ahead of the next one."""
     plan = loader._plan
-    stream, close = open_stream(loader._source, plan, Passthrough(), lends_slot=True, once=True)
+    stream = WindowStream(loader._source, plan, lends_slot=True, once=True)
     try:
-        for _ in stream.batches(plan.order, EpochReport()):
+        for _ in stream.batches(plan.order, Passthrough(), EpochReport()):
             pass
     finally:
-        close()
+        stream.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

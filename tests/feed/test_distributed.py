@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.epoch import find_ranks
-from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.feed.sampler import ChunkSampler, find_ranks
 
 __all__ = ["nothing_is_left", "path"]
 

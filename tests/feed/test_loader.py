@@ -36,6 +36,7 @@ from h5chunk.plan.slots import num_open_windows
 from h5chunk.store.hdf5.codecs import ChunkDecoder
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.transforms import Normalize, ToDtype
 
 __all__ = ["large", "no_imagecodecs", "nothing_is_left", "path"]
 
@@ -570,7 +571,7 @@ def test_reuse_converts_into_the_same_memory(large, options):
 
 def test_windows_are_used_again_once_they_were_converted(large):
     """As many as the bound counts, whatever the loop holds."""
-    with make_loader(large, 70, dtype=torch.float16) as loader:
+    with ChunkLoader(large, 70, transforms=[ToDtype(torch.float16)]) as loader:
         begin, places = h5chunk.feed.slots.CpuSlot.begin, set()
 
         def note(slot, samples):
@@ -586,7 +587,7 @@ def test_windows_are_used_again_once_they_were_converted(large):
 
 
 def test_closing_frees_what_is_kept_for_batches(large):
-    loader = make_loader(large, 40, reuse=True, dtype=torch.float16)
+    loader = ChunkLoader(large, 40, reuse=True, transforms=[ToDtype(torch.float16)])
     gc.collect()
     storage = weakref.ref(next(iter(loader))[0].untyped_storage())
     list(loader)
@@ -658,7 +659,9 @@ def test_normalize(path, dtype, channels_last, reuse):
 
 
 def test_only_the_first_field_is_converted(path):
-    with make_loader(path, 16, fields=["labels", "images"], dtype=torch.int32, shuffle=False) as loader:
+    with ChunkLoader(
+        ChunkDataset(path, fields=["labels", "images"]), 16, shuffle=False, transforms=[ToDtype(torch.int32)]
+    ) as loader:
         labels, images = next(iter(loader))
     assert (labels.dtype, images.dtype) == (torch.int32, torch.uint8)
     assert labels.tolist() == list(range(16))
@@ -669,7 +672,7 @@ def test_axes_of_the_file(tmp_path):
     path = make_file(tmp_path / "a.h5", images=(images, {}))
     with h5py.File(path, "a") as file:
         file["images"].attrs["axes"] = np.bytes_("NHWC")
-    with make_loader(path, 16, normalize=(MEAN, STD), shuffle=False) as loader:
+    with ChunkLoader(path, 16, shuffle=False, transforms=[Normalize(MEAN, STD)]) as loader:
         found = torch.cat([batch for (batch,) in loader])
     expected = (torch.from_numpy(images).double() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
     assert torch.allclose(found.double(), expected, atol=1e-5)
@@ -680,7 +683,7 @@ def test_axes_of_files_that_do_not_say(tmp_path, shape, axis):
     images = values((20, *shape), np.uint8)
     path = make_file(tmp_path / "a.h5", images=(images, {}))
     mean = np.linspace(0.1, 0.5, shape[axis])
-    with make_loader(path, 20, shuffle=False, normalize=(mean.tolist(), 0.5)) as loader:
+    with ChunkLoader(path, 20, shuffle=False, transforms=[Normalize(mean.tolist(), 0.5)]) as loader:
         [(found,)] = loader
     sizes = [1, 1, 1]
     sizes[axis] = -1
@@ -751,9 +754,9 @@ def test_files_that_cannot_be(tmp_path):
         ChunkLoader(tmp_path / "none.h5", 16)
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {}), names=(values((N,), "S3"), {}))
     with pytest.raises(FieldError, match="strings"):
-        make_loader(path, 16, fields=["images", "names"])
+        ChunkLoader(ChunkDataset(path, fields=["images", "names"]), 16)
     with pytest.raises(FieldError, match="no dataset 'labels'"):
-        make_loader(path, 16, fields=["labels"])
+        ChunkLoader(ChunkDataset(path, fields=["labels"]), 16)
 
 
 def change(path, how: str) -> None:

@@ -21,6 +21,7 @@ from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.sample_reader import recommended_window
+from h5chunk.feed.slots import CsrWindow
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import L2, Binarize, Csr, Dense, Log1p, Normalize, ToDtype
 
@@ -88,7 +89,9 @@ def test_files_of_others(tmp_path, options, kind, sparse):
     path = write_anndata(tmp_path / "a.h5ad", matrix, **options)
     expected = matrix.toarray().astype(np.float64)
     for reader in ("direct", "h5py"):
-        with make_loader(path, 30, sparse=sparse, dtype=torch.float64, reader=reader) as loader:
+        with ChunkLoader(
+            path, 30, reader=reader, transforms=transforms_of(sparse=sparse, dtype=torch.float64)
+        ) as loader:
             check_epoch(loader, expected, sparse=sparse, tolerance=0)
     dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse, dtype=torch.float64))
     rows = [5, 199, 5, 0, 7]
@@ -100,7 +103,9 @@ def test_files_of_others(tmp_path, options, kind, sparse):
 @pytest.mark.parametrize("device", DEVICES)
 def test_echoes_are_rows_of_the_window(tmp_path, echo, sparse, device):
     matrix = random_matrix(200, 50, 6)
-    with make_loader(write(tmp_path / "a.h5", matrix), 20, echo=echo, sparse=sparse, device=device) as loader:
+    with ChunkLoader(
+        write(tmp_path / "a.h5", matrix), 20, echo=echo, device=device, transforms=transforms_of(sparse=sparse)
+    ) as loader:
         found = torch.cat([dense(batch).cpu() for (batch,) in loader]).numpy()
     known = {tuple(row) for row in matrix.toarray().tolist()}
     assert len(found) == 200 * echo and {tuple(row) for row in found.tolist()} == known
@@ -112,7 +117,9 @@ def test_batches_that_are_kept_stay_what_they_are(tmp_path, sparse):
     matrix = random_matrix(400, 40, 8)
     matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
     for reuse in (False, True):
-        loader = make_loader(write_anndata(tmp_path / "a.h5", matrix), 25, sparse=sparse, reuse=reuse)
+        loader = ChunkLoader(
+            write_anndata(tmp_path / "a.h5", matrix), 25, reuse=reuse, transforms=transforms_of(sparse=sparse)
+        )
         numbers = list(loader.order.batches())
         kept = [batch.clone() if reuse else batch for (batch,) in loader]
         list(loader)
@@ -164,7 +171,7 @@ def test_dense_rows_of_ours(tmp_path):
         dataset = ChunkDataset(tmp_path / "a.h5", transform=transforms)
         np.testing.assert_allclose(dataset[[8, 2]][0].numpy(), expected[[8, 2]], rtol=1e-6)
     with pytest.raises(OptionError, match="Csr is for sparse rows but field 'X' holds dense ones"):
-        make_loader(tmp_path / "a.h5", 20, sparse="csr")
+        ChunkLoader(tmp_path / "a.h5", 20, transforms=[Csr()])
 
 
 def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
@@ -180,7 +187,7 @@ def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
         space = loader._source.layouts["X"]
         bound = slot_bytes({"X": space}, loader._plan.window_samples)
         taken = [
-            sum(np.prod(shape) * dtype.itemsize for shape, dtype in space.window(window.samples).shapes)
+            sum(np.prod(shape) * dtype.itemsize for shape, dtype in CsrWindow(space, window.samples).shapes)
             for window in loader.order.windows()
         ]
         assert max(taken) <= bound <= 3 << 20 and max(taken) > bound / 4
@@ -277,7 +284,7 @@ def test_other_layouts_are_refused(tmp_path):
         file["X"].attrs["encoding-type"] = "csr_matrix"
         file["raw"].attrs["encoding-type"] = "csr_matrix"
     with pytest.raises(FieldError, match="fields name 2 sparse matrices"):
-        make_loader(path, 10, fields=("X", "raw"))
+        ChunkLoader(ChunkDataset(path, fields=("X", "raw")), 10)
     with pytest.raises(FieldError, match="sparse matrix, which bench does not measure"):
         h5chunk.bench(path)
 
@@ -367,7 +374,7 @@ def test_entries_behind_a_link_are_not_taken_from_this_file(tmp_path):
 def test_changing_a_csr_batch_changes_no_echo(tmp_path):
     matrix = random_matrix(400, 40, 8)
     matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
-    for (batch,) in make_loader(write_anndata(tmp_path / "a.h5", matrix), 50, sparse="csr", echo=2):
+    for (batch,) in ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 50, echo=2, transforms=[Csr()]):
         assert (batch.values() > 0).all()
         batch.values().fill_(-1)
         batch.col_indices().fill_(0)

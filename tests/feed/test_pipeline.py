@@ -14,7 +14,7 @@ from support.leftovers import WAIT_S, in_fork, nothing_is_left
 
 import h5chunk.feed.read_pool
 from h5chunk.errors import FileError, WorkerError
-from h5chunk.feed.read_pool import Progress, ReadPool, WindowRead
+from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.plan.order import Window
 from h5chunk.store.hdf5 import ranges
 from h5chunk.store.hdf5.ranges import VectorPart
@@ -253,7 +253,8 @@ def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
 
 
 def test_slow_reading_is_no_error(path):
-    load = WindowRead(MemorySlot(), window([0]), 4, path, Progress())
+    readers = make_readers(path)
+    load = WindowRead(readers, MemorySlot(), window([0]), 4)
     waits = iter([False, False, False, True])
 
     class Slowly:
@@ -261,21 +262,22 @@ def test_slow_reading_is_no_error(path):
             return False
 
         def wait(self, _):
-            load._progress.tasks += 1
+            readers.tasks_done += 1
             return next(waits)
 
     load._ready = Slowly()
     load.wait(0.01)
-    load = WindowRead(MemorySlot(), window([0]), 4, path, Progress())
+    load = WindowRead(readers, MemorySlot(), window([0]), 4)
     load._ready = type("Never", (), {"is_set": lambda _: False, "wait": lambda *_: False})()
     with pytest.raises(WorkerError, match="hangs"):
         load.wait(0.01)
+    readers.close()
 
 
 def test_a_window_of_nothing_to_read_is_ready(path):
     readers = make_readers(path)
-    load = WindowRead(MemorySlot(), window([]), 0, path, Progress())
-    load.finish(readers)
+    load = WindowRead(readers, MemorySlot(), window([]), 0)
+    load.finish()
     load.wait(0)
     readers.close()
 

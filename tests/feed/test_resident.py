@@ -23,9 +23,9 @@ from support.loader_options import make_loader
 import h5chunk.feed.budget
 import h5chunk.feed.resident
 from h5chunk.errors import FileError, OptionError
+from h5chunk.feed.budget import LOADING_SLOTS
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.feed.resident import LOADING_SLOTS
 from h5chunk.store.hdf5.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]

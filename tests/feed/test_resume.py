@@ -250,17 +250,17 @@ def test_workers_of_a_dataloader(path, before, after):
         sampler = ChunkSampler(dataset, 16, **ORDER)
         return sampler, DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
 
-    _, whole = make_loader(0)
+    _, whole = ChunkLoader(0)
     epochs = [labels_of(iter(whole)) for _ in range(3)]
     for epoch, cut in ((0, 0), (0, 6), (1, 3), (1, NUM_BATCHES)):
-        sampler, loader = make_loader(before)
+        sampler, loader = ChunkLoader(before)
         for _ in range(epoch):
             list(loader)
         batches = iter(loader)
         seen = labels_of(islice(batches, cut))
         state = through_json(sampler.state_dict(cut))
         del batches
-        sampler, loader = make_loader(after)
+        sampler, loader = ChunkLoader(after)
         sampler.load_state_dict(state)
         assert seen + labels_of(iter(loader)) == epochs[epoch]
         assert labels_of(iter(loader)) == epochs[epoch + 1]
@@ -413,7 +413,7 @@ def test_the_interleave_of_a_sampler_is_named(path):
 def test_another_file_is_named(path, tmp_path, class_folder):
     state = ChunkLoader(path, 16).state_dict()
     other = make_file(tmp_path / "b.h5", images=(IMAGES[:-1], {"chunks": (4, 3, 5, 6)}), labels=(LABELS[:-1], {}))
-    for feed in (ChunkLoader(other, 16), make_loader(path, 16, fields=["labels"])):
+    for feed in (ChunkLoader(other, 16), ChunkLoader(ChunkDataset(path, fields=["labels"]), 16)):
         with pytest.raises(StateError, match="state is of another file"):
             feed.load_state_dict(state)
     for seed, name in ((1, "c.h5"), (2, "d.h5")):  # of the same shape: checksums tell

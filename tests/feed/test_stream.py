@@ -176,11 +176,11 @@ def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
     with ChunkLoader(path, 16, echo=echo, shuffle=False, num_threads=1) as loader:
         finish, calls = WindowRead.finish, []
 
-        def fail(load, readers):
+        def fail(load):
             calls.append(1)
             if len(calls) == {"first": 1, "last": 13}[when]:
                 load.error = MemoryError("no room")
-            finish(load, readers)
+            finish(load)
 
         monkeypatch.setattr(WindowRead, "finish", fail)
         found: list[list[int]] = []
@@ -306,7 +306,7 @@ class TestCuda:
             assert found[0] == found[1]
 
     def test_another_stream_of_the_consumer(self, images, poisoned):
-        with make_loader(images, 64, dtype=torch.float32, resident=False) as loader:
+        with ChunkLoader(images, 64, resident=False, transforms=[ToDtype(torch.float32)]) as loader:
             expected = self.sums(loader, 2)
         stream = torch.cuda.Stream()
         options = {"dtype": torch.float32, "resident": False, "device": "cuda"}

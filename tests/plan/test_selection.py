@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, OptionError, StateError
 from h5chunk.plan.selection import WeightedSelection, balanced_weights, check_weights, select_samples, split_samples
+from h5chunk.transforms import Csr
 
 many = settings(max_examples=100, deadline=None)
 SUBSET = np.random.default_rng(0).permutation(N)[:71]
@@ -90,7 +91,7 @@ def test_a_subset_of_a_subset_and_workers(path):  # noqa: F811
     assert sorted(torch.cat([labels for _, labels in loader]).tolist()) == part.samples.tolist()
     assert part[-1][1] == part.samples[-1]
     assert [labels.tolist() for _, labels in ChunkLoader(part, 8)] == epoch_of(
-        make_loader(path, 8, subset=part.samples)
+        ChunkLoader(ChunkDataset(path).subset(part.samples), 8)
     )
 
 
@@ -100,7 +101,7 @@ def test_chunks_without_a_wanted_sample_are_not_read(path, monkeypatch):  # noqa
     wanted = np.arange(2 * size, 3 * size)
     sampler = ChunkSampler(dataset.subset(wanted), 5)
     assert sampler.order.selection.num_chunks == 1
-    assert sorted(chain(*epoch_of(make_loader(path, 5, subset=wanted)))) == wanted.tolist()
+    assert sorted(chain(*epoch_of(ChunkLoader(ChunkDataset(path).subset(wanted), 5)))) == wanted.tolist()
 
 
 def test_split(path):  # noqa: F811
@@ -119,7 +120,7 @@ def test_split_of_a_shuffled_file_is_by_chunks(tmp_path):
     assert len(train) == 720 and len(test) == 280
     shared = set((train.samples // 50).tolist()) & set((test.samples // 50).tolist())
     assert len(shared) == 1
-    found = torch.cat([dense(rows) for (rows,) in make_loader(test, 32, sparse="csr")]).sum(0)
+    found = torch.cat([dense(rows) for (rows,) in ChunkLoader(test, 32, transforms=[Csr()])]).sum(0)
     np.testing.assert_array_equal(found.numpy(), matrix[test.samples].sum(0).A1.astype(np.float32))
 
 
@@ -159,8 +160,8 @@ def test_weights_of_a_subset(path):  # noqa: F811
 
 
 def test_states_of_other_samples_are_refused(path):  # noqa: F811
-    state = make_loader(path, 10, subset=SUBSET).state_dict()
-    make_loader(path, 10, subset=np.sort(SUBSET)).load_state_dict(state)
+    state = ChunkLoader(ChunkDataset(path).subset(SUBSET), 10).state_dict()
+    ChunkLoader(ChunkDataset(path).subset(np.sort(SUBSET)), 10).load_state_dict(state)
     ChunkSampler(ChunkDataset(path).subset(SUBSET), 10).load_state_dict(state)
     other = np.append(np.sort(SUBSET)[:-1], N - 1 if N - 1 not in SUBSET else N - 2)
     for options in ({"subset": other}, {"subset": SUBSET, "weights": np.ones(71)}, {}):
