@@ -279,6 +279,11 @@ def wait_until_ended(pids: list[int]) -> None:
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+def slowly(image: Any) -> Any:
+    time.sleep(0.01)
+    return image
+
+
 def worker_of(batches: Any) -> int:
     return int(batches._workers[0].pid)
 
@@ -292,8 +297,10 @@ def worker_of(batches: Any) -> int:
     ],
 )
 def test_a_worker_of_a_dataloader_that_dies_or_stops(path: Path, sent: signal.Signals, match: str) -> None:
-    """torch says so: of one that was stopped, with its ``timeout``."""
-    batches = iter(dataset_loader(path, num_workers=1, prefetch_factor=1, timeout=1 if sent == signal.SIGSTOP else 0))
+    """torch says so: of one that was stopped, with its ``timeout``, but not while the worker hands a batch over."""
+    options = {"num_workers": 1, "prefetch_factor": 1, "timeout": 1 if sent == signal.SIGSTOP else 0}
+    dataset = ChunkDataset(path, transform=slowly)  # the worker is in the middle of its second batch
+    batches = iter(DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 16, window_chunks=4), **options))
     next(batches)
     worker = worker_of(batches)
     os.kill(worker, sent)
