@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OutputError, SampleError, printable
+from h5chunk.errors import SampleError
 from h5chunk.source import SampleReader
 from h5chunk.store.hdf5.crc import crc32
-from h5chunk.store.write.part_file import write_at
+from h5chunk.store.write.part_file import write_at, writing
 
 TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms
 
@@ -145,11 +145,9 @@ class TaskRunner:
             if stamp is None:
                 return done
             done = done._replace(stamp=done.stamp ^ stamp)
-            try:
+            with writing(self._job.part):
                 for buffer in self._buffers.values():
                     write_at(self._descriptor, buffer.data.data, buffer.offset(chunk))
-            except OSError as error:
-                raise OutputError(f"{printable(self._job.part)}: cannot be written: {error.strerror}") from None
         return done
 
     def _read_chunk(self, chunk: int, done: Done) -> int | None:

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from h5chunk.errors import OutputError, printable
-from h5chunk.store.write.part_file import open_own
+from h5chunk.errors import printable
+from h5chunk.store.write.part_file import open_own, writing
 
 
 class Journal:
@@ -41,7 +41,7 @@ class Journal:
         """
         if key is None:
             return
-        try:
+        with writing(self.path):
             self._file = os.fdopen(open_own(self.path, printable(self.path)), "r+b", buffering=0)
             records, end = _read(self._file)
             if records[:1] == [key]:
@@ -52,10 +52,6 @@ class Journal:
             self.was_of_another = bool(records)
             self._file.truncate(0)
             self._file.seek(0)
-        except OutputError:
-            raise
-        except OSError as error:
-            raise OutputError(f"{printable(self.path)}: cannot be written: {error.strerror}") from None
         self._write(key)
 
     def add(self, record: Any) -> None:

@@ -212,15 +212,15 @@ def write_samples(
 
 def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail: Mapping[str, np.ndarray]) -> FillJob:
     size = job.layout.chunk_samples
-    fields = []
-    for name, each in job.fields.items():
-        start = regions[name].offset + job.first_chunk * size * each.sample_bytes
-        fields.append(FillField(name, start, each.shape, each.dtype))
+    fields = tuple(
+        FillField(name, regions[name].offset + job.first_chunk * size * each.sample_bytes, each.shape, each.dtype)
+        for name, each in job.fields.items()
+    )
     if not tail:
-        return FillJob(new.part, tuple(fields), size, job.source, job.order)
+        return FillJob(new.part, fields, size, job.source, job.order)
     num_tail = len(next(iter(tail.values())))
     order = np.concatenate([-1 - np.arange(num_tail), job.order])
-    return FillJob(new.part, tuple(fields), size, _TailedReader(job.source, tail), order)
+    return FillJob(new.part, fields, size, _TailedReader(job.source, tail), order)
 
 
 @dataclass
