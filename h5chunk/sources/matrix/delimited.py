@@ -29,7 +29,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
 from h5chunk.sources.kinds import DelimitedOptions
 from h5chunk.sources.matrix.block import Block
-from h5chunk.sources.matrix.dialect import are_unix_times, guess_dialect, is_number, is_whole, time_type
+from h5chunk.sources.matrix.dialect import guess_dialect, is_number, is_whole, time_type
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, read_columns, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 
@@ -46,6 +46,7 @@ VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
 
 MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole numbers are taken for broken lines
+UNIX_TIMES = range(10**8, 10**14)  # from 1973 in seconds to 5138 in milliseconds
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
 PARTS = ("row", "column", "value", "time")
@@ -181,7 +182,8 @@ class DelimitedSource(TextSource):
             candidates = [i for i, name in enumerate(self.header) if i not in taken and TIMES.fullmatch(_plain(name))]
         else:
             has_fourth = len(self._columns) == 3 == self._width - 1
-            candidates = [3] if has_fourth and are_unix_times([row[3] for row in table]) else []
+            are_times = has_fourth and all(is_whole(row[3]) and int(row[3]) in UNIX_TIMES for row in table)
+            candidates = [3] if are_times else []
         for number in candidates:
             kind = time_type([row[number] for row in table])
             if kind is not None:

@@ -13,7 +13,6 @@ from h5chunk.sources.arrow import pyarrow
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
-UNIX_TIMES = 10**8, 10**14  # from 1973 in seconds to 5138 in milliseconds
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 
 
@@ -80,11 +79,6 @@ def is_number(cell: bytes) -> bool:
     except ValueError:
         return False
     return b"_" not in cell
-
-
-def are_unix_times(cells: list[bytes]) -> bool:
-    """Whether all cells look like numbers of seconds or milliseconds since 1970."""
-    return all(is_whole(cell) and UNIX_TIMES[0] <= int(cell) < UNIX_TIMES[1] for cell in cells)
 
 
 def time_type(cells: list[bytes]) -> Any:
