@@ -278,8 +278,7 @@ def choose_interleave(window_bytes: int) -> int:
     >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
     (24, 8, 1)
     """
-    fitting = (n for n in range(INTERLEAVE, 1, -1) if INTERLEAVE % n == 0 and n * window_bytes <= MAX_OPEN_BYTES)
-    return next(fitting, 1)
+    return next((n for n in _divisors(INTERLEAVE) if n * window_bytes <= MAX_OPEN_BYTES), 1)
 
 
 def _divisors(number: int) -> list[int]:

@@ -141,25 +141,25 @@ class ShuffledSequence:
         self._size, self._rest = chunk_samples, num_samples % chunk_samples
         num_chunks = -(-num_samples // chunk_samples)
         self._chunks = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
-        self._short, self._end = num_chunks - 1, num_chunks - 1
+        self._last = num_chunks - 1  # the short chunk, and the last turn
         if self._rest:
             self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples
             self._instead = int(self._chunks.at(np.array([self._short_turn]))[0])
-            if self._short_turn != self._end:
+            if self._short_turn != self._last:
                 self._fill = permutation(chunk_samples, seed, stream=(FILL, epoch, 0))
 
     def at(self, positions: Indices) -> Indices:
         """The samples at these positions: (n,) int64."""
         turn, offset = np.divmod(positions, self._size)
-        if self._rest and self._short_turn != self._end:
+        if self._rest and self._short_turn != self._last:
             fills = (turn == self._short_turn) & (offset >= self._rest)
-            ends = turn == self._end
+            ends = turn == self._last
             offset[ends | fills] = self._fill[offset[ends | fills]]
-            turn[fills] = self._end
+            turn[fills] = self._last
         chunks = self._chunks.at(turn)
         if self._rest:  # the short chunk changes places with the one that had its turn
-            chunks[chunks == self._short] = self._instead
-            chunks[turn == self._short_turn] = self._short
+            chunks[chunks == self._last] = self._instead
+            chunks[turn == self._short_turn] = self._last
         samples: Indices = chunks * self._size + offset
         return samples
 

@@ -58,6 +58,7 @@ class Stage:
     first_rate: float = 0.0  # of the first look, in bytes/s
 
     def figure(self) -> Figure:
+        """Its figure, without a limit."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         rates = self.rates[1:] or self.rates
@@ -164,14 +165,11 @@ def device_stage(subject: Subject) -> Stage:
 
 def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
     """All stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
-    loaders = [
-        _open(subject, DATALOADER, f"{n} worker{'' if n == 1 else 's'}", subject.limits, num_workers=n) for n in workers
-    ]
+    cached, loader = subject.limits, partial(_open, subject)
+    loaders = [loader(DATALOADER, f"{n} worker{'' if n == 1 else 's'}", cached, num_workers=n) for n in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
-    cached = subject.limits
     bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
-    loader = partial(_open, subject)
     direct = loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
     h5py = loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
     plain = loader(LOADER, "reuse=False", bound, why)

@@ -101,7 +101,7 @@ def most_samples(batch_size: int, sample_bytes: int) -> int:
 def check_converted(path: str | os.PathLike[str]) -> None:
     """Raise FileError for what convert takes, such as a folder of images, with the command to run first."""
     path = Path(path)
-    if not path.exists() or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
+    if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
         return  # if it cannot be read all the same, the reader says why
     if path.is_dir() and (found := sorted(each for each in path.glob("*.h5") if h5py.is_hdf5(each))):
         raise FileError(
