@@ -22,10 +22,9 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
-from h5chunk.store.read.amplification import NOTABLE, read_amplification
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.reader import H5Reader, model_cache
-from h5chunk.store.read.several import DirectField, direct_fields
+from h5chunk.store.read.several import NOTABLE, DirectField, direct_fields, read_amplification
 from h5chunk.transforms import Converter
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read

@@ -31,11 +31,11 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ChunkSequence, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.store.format.header import Header
-from h5chunk.store.read.amplification import NOTABLE
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import Paths, open_other, open_reader
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.several import NOTABLE
 
 SAMPLE_NUMBER = "sample_number"
 

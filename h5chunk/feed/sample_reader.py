@@ -33,10 +33,9 @@ from h5chunk.plan.layout import choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.recommendation import read_recommendation
-from h5chunk.store.read.amplification import read_amplification
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader, model_cache
-from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
+from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors, read_amplification
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
 from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
 from h5chunk.transforms.images import fresh

@@ -24,7 +24,7 @@ PART_BYTES = 8 << 20  # what a thread does at a time: large enough not to fight 
 Part = Callable[[int], None]  # reads what it stands for through a descriptor of the file
 Where = Callable[[int], str]  # names what lies at an offset of the file, for messages
 
-_preadv = ctypes.CDLL(None, use_errno=True).preadv
+_preadv = ctypes.CDLL(None).preadv
 _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _preadv.restype = ctypes.c_ssize_t
 
@@ -51,13 +51,8 @@ class VectorPart:
         table, stride = self._vectors.ctypes.data, self._vectors.strides[0]
         for first, count, offset, num_bytes in self._runs:
             got = _preadv(descriptor, table + first * stride, count, offset)
-            if got == num_bytes:
-                continue
-            if got < 0:
-                error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-                if not isinstance(error, (InterruptedError, BlockingIOError)):
-                    raise FileError(f"{self._where(offset)}: cannot be read: {error.strerror}") from error
-            self._read_rest(descriptor, first, count, offset, max(0, got))
+            if got != num_bytes:  # an error of the system comes again, from read_bytes
+                self._read_rest(descriptor, first, count, offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
         """Return the task as jobs of a `h5chunk.native.NativePool`: (num_runs,) JOB."""

@@ -77,9 +77,9 @@ def list_files(path: Paths) -> list[Path]:
         raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
     try:
         return _list_files(Path(path))
+    except FileError:
+        raise
     except OSError as error:
-        if isinstance(error, FileError):
-            raise
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -184,20 +185,16 @@ class CheckedDataset:
 
 
 def check_parts(parts: Iterator[Part], descriptor: int, num_threads: int) -> Iterator[Parted]:
-    """Run tasks in threads; yield their results, in any order."""
+    """Run tasks in threads; yield their results in order."""
     if num_threads <= 1:
         yield from (part(descriptor) for part in parts)
         return
     pool = ThreadPoolExecutor(num_threads, "h5chunk-check")
-    waiting: set[Future[Parted]] = set()
     try:
-        while True:
-            waiting |= {pool.submit(part, descriptor) for part in islice(parts, 4 * num_threads - len(waiting))}
-            if not waiting:
-                return
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+        waiting = deque(pool.submit(part, descriptor) for part in islice(parts, 4 * num_threads))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(pool.submit(part, descriptor) for part in islice(parts, 1))
     finally:
         with suppress(RuntimeError):
             pool.shutdown(wait=True, cancel_futures=True)

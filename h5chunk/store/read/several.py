@@ -1,16 +1,21 @@
-"""Read rows of one or several files by their byte ranges: the rows of a request are grouped by file."""
+"""Read rows of one or several files by their byte ranges: the rows of a request are grouped by file.
+
+The bytes that are read for some samples are counted of decoded samples, each chunk read once: what a cache that holds
+open chunks gives.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FileError, printable
+from h5chunk.plan.cache import read_with
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, VectorPart, open_descriptor
@@ -20,6 +25,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.reader import H5Reader
 
+NOTABLE = 1.01  # bytes read over bytes wanted: less is not worth saying
 FileField = PlainField | ChunkedField | CsrField  # what reads a field of one file by byte ranges
 
 
@@ -194,3 +200,49 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, DirectField], dict[str, s
             kind = FilesMatrix if isinstance(reader.fields[name], MatrixField) else FilesField
             joined[name] = fields[0] if len(fields) == 1 else kind(reader, name, fields)
     return joined, why
+
+
+def read_amplification(
+    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, DirectField], kept: Collection[str] = ()
+) -> float:
+    """Return the bytes read over the bytes of some samples; 1.0 if there are none, or all are read (``rows`` None).
+
+    ``direct`` is read by byte ranges, other fields through HDF5; those ``kept`` in memory whole are not counted.
+    """
+    names = [name for name in reader.fields if name not in kept]
+    wanted = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
+    if rows is None or not wanted:
+        return 1.0
+    read = 0
+    for name in names:
+        if name in direct:
+            read += direct[name].bytes_read(rows)
+            continue
+        for number, some in reader.by_file(rows):
+            read += _bytes_by_hdf5(reader.readers[number], name, rows[some] - reader.starts[number])
+    return read / wanted
+
+
+def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
+    """Return the bytes of some samples of a field, each as often as it is named."""
+    field = reader.fields[name]
+    if isinstance(field, MatrixField):
+        return int((reader.indptr[rows + 1] - reader.indptr[rows]).sum()) * field.entry_bytes
+    return len(rows) * field.grid.sample_bytes
+
+
+def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
+    """Return the bytes that are read through HDF5's chunk cache: whole chunks, but for large plain samples.
+
+    Of a compressed matrix, whose chunks are not those of its rows, about.
+    """
+    field, grid = reader.fields[name], reader.fields[name].grid
+    if isinstance(field, Field):
+        if not grid.needs_cache or not grid.band_samples:
+            return len(rows) * grid.sample_bytes
+        return read_with(rows, grid.band_samples, grid.shape[0]) * grid.sample_bytes
+    if not field.filtered:
+        return _bytes_of(reader, name, rows)
+    chunks = np.unique(rows // field.chunk_samples)
+    ends = np.minimum((chunks + 1) * field.chunk_samples, field.num_rows)
+    return int((reader.indptr[ends] - reader.indptr[chunks * field.chunk_samples]).sum()) * field.entry_bytes
