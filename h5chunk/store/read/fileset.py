@@ -64,11 +64,10 @@ class FileSet(H5Reader):
         self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
         _check_names(self.readers)
         self.fields = {each: _joined_field(self.readers, each) for each in self.readers[0].fields}
-        self.matrix = next((field for field in self.fields.values() if isinstance(field, MatrixField)), None)
         lengths = [reader.num_samples for reader in self.readers]
         self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self.num_samples = int(self.starts[-1])
-        main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
+        main = self.fields[self.readers[0].main.name]
         chunk_samples = [reader.chunk_samples for reader in self.readers]
         if not any(reader.main.grid.chunks for reader in self.readers):  # samples are read together as if in one file
             plan = plan_layout(max(1, self.num_samples), max(1, self.readers[0].main.grid.sample_bytes))
@@ -81,8 +80,7 @@ class FileSet(H5Reader):
         if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
             self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
         self.main = self.fields[main.name] = _with_chunks(main, self.chunk_samples)  # as orders think, and caches
-        if isinstance(self.main, MatrixField):
-            self.matrix = self.main
+        self.matrix = self.main if isinstance(self.main, MatrixField) else None
         self.header = _joined_header(self)
         self._cache: CacheSettings | None = None
 
@@ -185,37 +183,30 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
 
 def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:
     """Describe a field of all files, one behind the other, with the largest of their chunks."""
-    if any(isinstance(reader.fields[name], MatrixField) for reader in readers):
-        return _joined_matrix(readers, name)
-    fields = [field for reader in readers if isinstance(field := reader.fields[name], Field)]
-    first = fields[0]
+    fields = [reader.fields[name] for reader in readers]
+    dense = [field for field in fields if isinstance(field, Field)]
+    matrices = [field for field in fields if isinstance(field, MatrixField)]
+    if dense and matrices:
+        here, there = (readers[fields.index(some[0])].path for some in (dense, matrices))
+        raise FieldError(
+            f"{printable(here)}: field {name!r} holds dense rows, but in {printable(there)} it is a sparse matrix: "
+            f"{REMEDY}"
+        )
+    if matrices:
+        _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
+        _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
+        return replace(
+            matrices[0],
+            num_rows=sum(field.num_rows for field in matrices),
+            num_entries=sum(field.num_entries for field in matrices),
+            chunk_samples=max(field.chunk_samples for field in matrices),
+            filtered=any(field.filtered for field in matrices),
+        )
     _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
-    largest = max(fields, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))
-    length = sum(field.grid.shape[0] for field in fields)
-    shape = (length, *first.sample_shape)
-    return replace(first, grid=ChunkGrid(shape, largest.grid.chunks, first.dtype.itemsize, largest.grid.filtered))
-
-
-def _joined_matrix(readers: Sequence[H5Reader], name: str) -> MatrixField:
-    fields: list[MatrixField] = []
-    for reader in readers:
-        field = reader.fields[name]
-        if not isinstance(field, MatrixField):
-            other = next(each.path for each in readers if isinstance(each.fields[name], MatrixField))
-            raise FieldError(
-                f"{printable(reader.path)}: field {name!r} holds dense rows, but in {printable(other)} it is a sparse "
-                f"matrix: {REMEDY}"
-            )
-        fields.append(field)
-    _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
-    _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
-    return replace(
-        fields[0],
-        num_rows=sum(field.num_rows for field in fields),
-        num_entries=sum(field.num_entries for field in fields),
-        chunk_samples=max(field.chunk_samples for field in fields),
-        filtered=any(field.filtered for field in fields),
-    )
+    largest = max(dense, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))
+    shape = (sum(field.grid.shape[0] for field in dense), *dense[0].sample_shape)
+    grid = ChunkGrid(shape, largest.grid.chunks, dense[0].dtype.itemsize, largest.grid.filtered)
+    return replace(dense[0], grid=grid)
 
 
 def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:

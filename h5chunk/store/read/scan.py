@@ -87,7 +87,7 @@ class CheckedDataset:
     ) -> None:
         self.name = dataset.name.lstrip("/")
         self._where = f"{printable(path)}: {self.name!r}"
-        self._dataset, self._expected, self._look = dataset, expected, look
+        self._expected, self._look = expected, look
         self._local = threading.local()
         self._item_bytes = stored_item_bytes(dataset)
         properties = dataset.id.get_create_plist()
