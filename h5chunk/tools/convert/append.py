@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.layout import Layout, plan_layout
@@ -104,7 +104,7 @@ def append(
         if already_complete := is_complete(job, 1):
             last, index = old.options["appended"][-1], job.old.source_index
             failures = left_out(job, index[len(index) - last["samples"] :] - last["first_index"])
-            facts = {"num_added": last["samples"], "num_samples": len(index), "counts": {}}
+            facts = {"num_added": last["samples"], "num_samples": len(index)}
             notes = [AGAIN, *notes]
         else:
             duplicates = _duplicate_names(job)
@@ -158,19 +158,11 @@ def plan_append(
         )
 
 
-class _Addition(NamedTuple):
-    """A file, the job of the longer file, and the names of classes that the old one does not have."""
-
-    old: OldFile
-    job: SampleJob
-    new_classes: list[str]
-
-
 @contextmanager
 def _settled(
     path: str | os.PathLike[str], source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
-) -> Iterator[_Addition]:
-    """Open the file and the source, and compare them."""
+) -> Iterator[tuple[OldFile, SampleJob, list[str]]]:
+    """Open the file and the source, and compare them; yield the job of the longer file and the new classes, too."""
     given = {name: value for name, value in given.items() if value is not None}
     with _open_checked(Path(path), source, given.get("manifest")) as old:
         if hasattr(source, "read_into"):
@@ -180,7 +172,7 @@ def _settled(
             opened, options = _open_source(old, source, format, progress, given)
         how = {name: getattr(options, name) for name in ("seed", "shuffle", "workers", "on_error")}
         job = prepare(opened, old.path, SampleOptions(**how))
-        yield _Addition(old, *plan_addition(old, job, new_classes=options.new_classes, source=shown))
+        yield old, *plan_addition(old, job, new_classes=options.new_classes, source=shown)
 
 
 @contextmanager

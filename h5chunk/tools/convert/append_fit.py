@@ -38,31 +38,10 @@ def recorded_image_options(old: OldFile) -> dict[str, Any]:
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
-    """Fit the job of the new samples to the file.
+    """Make the job of the new samples alone one of the longer file; return it and the names of new classes.
 
-    Parameters
-    ----------
-    old : OldFile
-    job : SampleJob
-        Of the new samples alone.
-    new_classes : bool
-        Whether classes that the file does not have go behind its own.
-    source : str
-        Names the source, for messages.
-
-    Returns
-    -------
-    SampleJob
-        Of the longer file.
-    list of str
-        Names of classes that the file does not have.
-
-    Raises
-    ------
-    FileError
-        The file is not as convert writes it, or is damaged.
-    SourceError
-        The source and the file do not agree.
+    Raises FileError if the file is not as convert writes it, or is damaged, and SourceError if the source, which is
+    called ``source`` in messages, does not agree with it.
     """
     _check_file(old)
     _check_fields(old, job.source, source)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OutputError, human_bytes
+from h5chunk.errors import OutputError
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
@@ -39,7 +38,7 @@ from h5chunk.tools.convert.samples import (
     skipped_path,
     write_file,
 )
-from h5chunk.tools.convert.shards import split_job, write_shards
+from h5chunk.tools.convert.shards import folder_layout, split_job, write_shards
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import COMPLETE
 
@@ -234,19 +233,14 @@ def plan_convert(
         (check_folder if shards else check_output)(job.path, overwrite)
         check_room(job.path, num_bytes)
     fields = {spec.name: spec for spec in specs[0].fields}
-    source, layout = job.source, job.layout
-    if shards:
-        num_samples, size = len(shards[0].order), human_bytes(specs[0].num_bytes)
-        reason = f"{len(shards)} shards of up to {num_samples:,} samples, {size}, such as {shards[0].path.name}"
-        layout = shards[0].layout
-        layout = replace(layout, num_samples=len(job.order), reasons=(*layout.reasons, reason))
+    source = job.source
     names = [*source.fields, *source.columns]
     return ConvertPlan(
         num_samples=len(source),
         source_kind=source.kind,
         sample_shape=_main_shape(job),
         shapes={name: tuple(fields[name].sample_shape) for name in names},
-        layout=layout,
+        layout=folder_layout(shards) if shards else job.layout,
         fields={name: str(fields[name].dtype) for name in names},
         num_bytes=num_bytes,
         free_bytes=shutil.disk_usage(job.path.parent).free,

@@ -46,6 +46,8 @@ from h5chunk.tools.progress import Progress, count_up
 
 PROBE_S = 1.0  # time to read the start of a source for a plan
 
+Columns = Mapping[str, np.ndarray]
+
 
 def convert_matrix(
     source: SparseSource,
@@ -64,7 +66,7 @@ def convert_matrix(
     source, options = _prepare(source, options)
     command_id = _command_id(source, options, how)
     if not overwrite and command_id is not None and is_made_by(path, command_id):
-        return replace(_report_complete(path, source), seconds=time.perf_counter() - started)
+        return _report(path, source, started)
     check_output(path, overwrite)
 
     def report_read(done: int) -> None:
@@ -81,30 +83,15 @@ def convert_matrix(
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
-        chunk_samples = write(new, kept, options, fields, tables, count_up("write", kept.num_entries, progress))
+        chunk_samples = write(new, kept, fields, tables, count_up("write", kept.num_entries, progress))
         write_columns(new, fields, chunk_samples)
         for name, values in tables.items():
             new.write(f"{GROUP}/{name}", values)
         new.command_id = command_id
         new.commit()
         num_ranges = matrix.entries.num_ranges
-    return MatrixReport(
-        path=str(path),
-        source_kind=source.kind,
-        kind="dense" if options.dense else "csr",
-        num_rows=kept.num_rows,
-        num_columns=kept.num_columns,
-        num_entries=kept.num_entries,
-        num_bytes=path.stat().st_size,
-        scale=kept.scale,
-        pattern=kept.pattern,
-        chunk_samples=chunk_samples,
-        seconds=time.perf_counter() - started,
-        counts=kept.counts,
-        num_ranges=num_ranges,
-        fields=list(fields),
-        axes=source.axes,
-    )
+    known = {"num_entries": kept.num_entries, "counts": kept.counts, "num_ranges": num_ranges, "fields": list(fields)}
+    return _report(path, source, started, **known)
 
 
 def _prepare(source: SparseSource, options: MatrixOptions) -> tuple[SparseSource, MatrixOptions]:
@@ -130,26 +117,26 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
         ) from None
 
 
-def _report_complete(path: Path, source: SparseSource) -> MatrixReport:
-    """Report a conversion that was complete before, as far as the file tells."""
+def _report(path: Path, source: SparseSource, started: float, **known: Any) -> MatrixReport:
+    """Report what a complete file holds, as far as it tells; more is known of what was converted just now."""
     with opened(path) as file:
         matrix, checksums = read_matrix(file), file[f"{GROUP}/checksums"]
         assert matrix is not None
+        facts = {"num_entries": matrix.num_entries, "fields": [name for name in checksums if name != MATRIX]}
         return MatrixReport(
             path=str(path),
             source_kind=source.kind,
             kind=matrix.kind,
             num_rows=matrix.num_rows,
             num_columns=matrix.num_columns,
-            num_entries=matrix.num_entries,
             num_bytes=path.stat().st_size,
             scale=matrix.scale,
             pattern=matrix.pattern,
             chunk_samples=int(file[GROUP].attrs["chunk_samples"]),
-            seconds=0.0,
-            fields=[name for name in checksums if name != MATRIX],
+            seconds=time.perf_counter() - started,
             axes=source.axes,
-            already_complete=True,
+            already_complete=not known,
+            **{**facts, **known},
         )
 
 
@@ -211,14 +198,10 @@ def tables_of(kept: Selection) -> dict[str, np.ndarray]:
 
 
 def _write_csr(
-    new: NewFile,
-    kept: Selection,
-    options: MatrixOptions,
-    fields: Mapping[str, np.ndarray],
-    tables: Mapping[str, np.ndarray],
-    report_written: Callable[[int], None],
+    new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
 ) -> int:
     """Write compressed rows; return the rows of a nominal chunk."""
+    options = kept.matrix.options
     layout = plan_csr(
         kept.num_rows, kept.num_columns, kept.num_entries, pattern=kept.pattern, chunk_samples=options.chunk_samples
     )
@@ -233,14 +216,10 @@ def _write_csr(
 
 
 def _write_dense(
-    new: NewFile,
-    kept: Selection,
-    options: MatrixOptions,
-    fields: Mapping[str, np.ndarray],
-    tables: Mapping[str, np.ndarray],
-    report_written: Callable[[int], None],
+    new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
 ) -> int:
     """Write rows of uint8, in compressed chunks of whole rows; return the rows of a chunk."""
+    options = kept.matrix.options
     layout = plan_layout(kept.num_rows, kept.num_columns, options.chunk_samples)
     threads, memory_bytes = available_cores(), options.memory_bytes
     need = layout.chunk_bytes * 3 * (threads + 1)

@@ -11,10 +11,7 @@ NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several 
 class Ids:
     """Ids that are numbered as they appear.
 
-    Parameters
-    ----------
-    table_ids : int
-        Integers from 0 to this, excluded, are looked up in a table, which is many times faster than a search.
+    Integers below ``table_ids`` are looked up in a table, which is many times faster than a search.
     """
 
     def __init__(self, table_ids: int) -> None:

@@ -50,47 +50,26 @@ def check_shape(
 class SortedMatrix:
     """The entries of a source, sorted into the order of the file.
 
-    Parameters
-    ----------
-    source : SparseSource
-    options : MatrixOptions
-    folder : Path
-        For temporary data.
-    stack : ExitStack
-        Closes what `read` opens.
-
-    Attributes
-    ----------
-    entries : Entries
-        Their rows are those of the file, before any is left out.
-    order : (rows,) int64
-        Row i is row ``order[i]`` of the source.
-    num_columns : int
-    row_ids, column_ids : array or None
-        In ascending order: of all rows and columns of the source. None where it has no ids.
-    num_read : int
-        Entries of the source.
+    Temporary data go to ``folder``; ``stack`` closes what `read` opens.
     """
 
-    entries: Entries
-    order: np.ndarray
+    entries: Entries  # their rows are those of the file, before any is left out
+    order: np.ndarray  # (rows,) int64: row i is row order[i] of the source
     num_columns: int
 
     def __init__(self, source: SparseSource, options: MatrixOptions, folder: Path, stack: ExitStack) -> None:
         self.source, self.options, self.coding = source, options, options.coding()
         self._folder, self._stack = folder, stack
         self._uses_times = source.time_name is not None and options.duplicates in IN_ORDER
-        self.row_ids: np.ndarray | None = None
+        self.row_ids: np.ndarray | None = None  # of all rows of the source, ascending; None where it has no ids
         self.column_ids: np.ndarray | None = None
-        self.num_read = 0
+        self.num_read = 0  # entries
 
     def read(self, report_read: Callable[[int], None]) -> None:
         """Read all entries and sort them.
 
-        Raises
-        ------
-        SourceError
-            A value that has no code, more rows and columns than fit in memory, or what the source raises.
+        Raises SourceError for a value that has no code, for more rows and columns than fit in memory, and as the
+        source does.
         """
         rows, columns = self.source.shape
         if self.source.has_ids or rows is None or columns is None:

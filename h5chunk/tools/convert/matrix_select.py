@@ -25,29 +25,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows, columns and entries of a matrix that are kept.
-
-    Attributes
-    ----------
-    matrix : SortedMatrix
-    rows : (rows,) bool
-        Of the rows in the order of the file.
-    columns : (columns,) bool, or None
-        None where all are kept.
-    row_entries : (kept rows,) int64
-    scale : float
-    pattern : bool
-    counts : dict of str to int
-        Of what was left out.
-    """
+    """The rows, columns and entries of a matrix that are kept."""
 
     matrix: SortedMatrix
-    rows: np.ndarray
-    columns: np.ndarray | None
-    row_entries: np.ndarray
+    rows: np.ndarray  # (rows,) bool: of the rows in the order of the file
+    columns: np.ndarray | None  # (columns,) bool; None where all are kept
+    row_entries: np.ndarray  # (kept rows,) int64
     scale: float
     pattern: bool
-    counts: dict[str, int]
+    counts: dict[str, int]  # of what was left out, for the report
 
     @property
     def num_rows(self) -> int:
@@ -77,12 +63,8 @@ class Selection:
 def select(matrix: SortedMatrix) -> Selection:
     """Count entries, settle on the scale, and leave out columns, then rows, with too few entries.
 
-    The scale is chosen before that. Where a source has ids, rows and columns without entries do not exist.
-
-    Raises
-    ------
-    SourceError
-        A value has no code, or nothing is left.
+    The scale is chosen before that. Where a source has ids, rows and columns without entries do not exist. Raises
+    SourceError if a value has no code, or nothing is left.
     """
     coding, options, source = matrix.coding, matrix.options, matrix.source
     least = int(source.has_ids)

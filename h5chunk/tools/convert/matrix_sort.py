@@ -31,15 +31,9 @@ class _Run(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Sorted places of a matrix.
+    """Sorted places of a matrix, (n,) each: rows and columns as int64, and the combined values of their entries.
 
-    Attributes
-    ----------
-    rows, columns : (n,) int64
-    values : (n,) uint64, int64 or float64
-        The entries of each place, combined.
-    counts : (n,) int64, or None
-        Entries of each place; None if there is one in each.
+    ``counts`` are the entries of each place; None if there is one in each.
     """
 
     rows: np.ndarray
@@ -49,28 +43,11 @@ class Places(NamedTuple):
 
 
 class Entries:
-    """Context manager around (row, column, number) records.
+    """Context manager around (row, column, number) records, of which ``memory_bytes`` are kept in memory.
 
-    Parameters
-    ----------
-    folder : Path
-        Where temporary data go.
-    num_rows, num_columns : int
-    dtype : np.dtype
-        Of the numbers.
-    num_bits : int, optional
-        Of each number, where there is a bound: small ones are sorted together with their place.
-    memory_bytes : int
-        For the records in memory.
-    duplicates : str
-        How the numbers of one place are combined: see `combine`.
-    has_times : bool
-        Whether the entries of one place are ordered by their times; else they are in the order in which they come.
-
-    Raises
-    ------
-    OptionError
-        The matrix has more than 2**64 places.
+    Numbers with a bound of ``num_bits`` are sorted together with their place, if both fit in 64 bits. Numbers of one
+    place are combined as ``duplicates`` says (see `combine`), in the order of their times, or else in that in which
+    they come. Raises OptionError for a matrix of more than 2**64 places.
     """
 
     def __init__(

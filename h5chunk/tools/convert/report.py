@@ -75,8 +75,40 @@ class ConvertPlan(Report):
         ]
 
 
-@dataclass(frozen=True)
-class ConvertReport(Report):
+@dataclass(frozen=True, kw_only=True)
+class _SampleReport(Report):
+    """What reports of converting and of appending samples have in common."""
+
+    path: str
+    num_samples: int
+    num_bytes: int
+    seconds: float
+    class_names: list[str]
+    skipped: list[tuple[str, str]]
+    skipped_list: str | None
+    ignored: list[str]
+    notes: list[str]
+    already_complete: bool
+
+    def rate(self, count: int, noun: str) -> str:
+        """The size of the output, and how fast it was made."""
+        return f"{human_bytes(self.num_bytes)}, {_rate(count, self.seconds, noun, self.already_complete)}"
+
+    def classes(self) -> list[str]:
+        """The line of the classes, if there are any."""
+        return [f"classes {list_some(self.class_names)}"] if self.class_names else []
+
+    def remarks(self) -> list[str]:
+        """What was ignored and skipped, and the notes."""
+        lines = [f"ignored {what}" for what in self.ignored]
+        if self.skipped:
+            name, reason = self.skipped[0]
+            lines.append(f"skipped {len(self.skipped):,} (all in {self.skipped_list}), such as {name}: {reason}")
+        return [*lines, *(f"note: {note}" for note in self.notes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertReport(_SampleReport):
     """Report of a conversion of samples.
 
     Attributes
@@ -99,34 +131,23 @@ class ConvertReport(Report):
         The same command had made the file before, and nothing was done; ``modes`` and ``applied`` are not known then.
     """
 
-    path: str
     source_kind: str
-    num_samples: int
-    num_bytes: int
     sample_shape: tuple[int, ...]
     fields: list[str]
     chunk_samples: int
-    seconds: float
     modes: dict[str, int]
     applied: dict[str, int]
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    skipped_list: str | None = None
-    ignored: list[str] = field(default_factory=list)
-    class_names: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    already_complete: bool = False
 
     def lines(self) -> list[str]:
         noun = "image" if self.source_kind == "images" else "sample"
         shape = f" of {shape_text(self.sample_shape)}" if self.sample_shape else ""
-        rate = _rate(self.num_samples, self.seconds, f"{noun}s", self.already_complete)
-        counts = _counts_text({**self.modes, **self.applied}) if self.modes else ""
+        samples = count_text(self.num_samples, noun)
         return [
-            f"{self.path}: {count_text(self.num_samples, noun)}{shape}, {human_bytes(self.num_bytes)}, {rate}",
-            *([f"came as {counts}"] if counts else []),
+            f"{self.path}: {samples}{shape}, {self.rate(self.num_samples, f'{noun}s')}",
+            *([f"came as {_counts_text({**self.modes, **self.applied})}"] if self.modes else []),
             f"fields {', '.join(self.fields)}",
-            *([f"classes {list_some(self.class_names)}"] if self.class_names else []),
-            *_remarks(self),
+            *self.classes(),
+            *self.remarks(),
         ]
 
 
@@ -165,8 +186,8 @@ class AppendPlan(Report):
         ]
 
 
-@dataclass(frozen=True)
-class AppendReport(Report):
+@dataclass(frozen=True, kw_only=True)
+class AppendReport(_SampleReport):
     """Result of `append`.
 
     Attributes
@@ -187,29 +208,18 @@ class AppendReport(Report):
         The same command had appended the samples before, and nothing was done; ``counts`` are not known then.
     """
 
-    path: str
     num_added: int
-    num_samples: int
-    num_bytes: int
-    seconds: float
-    counts: dict[str, int]
+    counts: dict[str, int] = field(default_factory=dict)
     new_classes: list[str] = field(default_factory=list)
-    class_names: list[str] = field(default_factory=list)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    skipped_list: str | None = None
-    ignored: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    already_complete: bool = False
 
     def lines(self) -> list[str]:
-        rate = _rate(self.num_added, self.seconds, "samples", self.already_complete)
+        added = count_text(self.num_added, "sample")
         return [
-            f"{self.path}: {count_text(self.num_added, 'sample')} added, {self.num_samples:,} now, "
-            f"{human_bytes(self.num_bytes)}, {rate}",
+            f"{self.path}: {added} added, {self.num_samples:,} now, {self.rate(self.num_added, 'samples')}",
             *([_counts_text(self.counts)] if self.counts else []),
-            *([f"classes {list_some(self.class_names)}"] if self.class_names else []),
+            *self.classes(),
             *(f"new class {name}" for name in self.new_classes),
-            *_remarks(self),
+            *self.remarks(),
         ]
 
 
@@ -341,15 +351,6 @@ def _rate(count: int, seconds: float, noun: str, already_complete: bool) -> str:
 
 def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {what}" for what, count in counts.items())
-
-
-def _remarks(report: ConvertReport | AppendReport) -> list[str]:
-    """What was ignored and skipped, and the notes."""
-    lines = [f"ignored {what}" for what in report.ignored]
-    if report.skipped:
-        name, reason = report.skipped[0]
-        lines.append(f"skipped {len(report.skipped):,} (all in {report.skipped_list}), such as {name}: {reason}")
-    return [*lines, *(f"note: {note}" for note in report.notes)]
 
 
 def _axes_line(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:

@@ -117,16 +117,8 @@ def write_file(
 ) -> tuple[SampleJob, Filled]:
     """Write one file and put it in its place, continuing what was done of it before.
 
-    Parameters
-    ----------
-    old : OldFile, optional
-        The file that ``job`` appends to, and whose place the new one takes.
-
-    Returns
-    -------
-    SampleJob
-        Without the samples that were skipped.
-    Filled
+    ``old`` is the file that ``job`` appends to, whose place the new one takes. Returns the job without the samples that
+    were skipped.
     """
     new = NewFile(job.path, overwrite)
     with keeping(new, job, notify), new:
@@ -159,21 +151,9 @@ def count_written(job: SampleJob, progress: Progress | None) -> Callable[[int], 
 
 
 class TaskLog:
-    """The tasks of several files that a journal claims to be done, and where more are added.
+    """The tasks of several files, one per job, that a journal claims to be done, and where more are added.
 
-    Parameters
-    ----------
-    journal : Journal
-        Opened; or not, where nothing can be continued.
-    jobs : sequence of SampleJob
-        One per file.
-    notify : callable
-        Told how many samples are there.
-
-    Attributes
-    ----------
-    claims : list of dict of int to Done
-        The claimed tasks of each file, by their first chunks.
+    ``claims`` are the claimed tasks of each file, by their first chunks.
     """
 
     def __init__(self, journal: Journal, jobs: Sequence[SampleJob], notify: Notify) -> None:

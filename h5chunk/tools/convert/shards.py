@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, human_bytes
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.store.format.shard_names import shard_name
 from h5chunk.store.format.spec import HEADER_BYTES
@@ -20,17 +20,8 @@ from h5chunk.tools.progress import Progress
 def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, chosen: bool) -> list[SampleJob]:
     """Divide a job into those of its shards: equal numbers of whole chunks, as far as possible.
 
-    Parameters
-    ----------
-    shards, shard_bytes : int, optional
-        How many; or the most bytes of each, about.
-    chosen : bool
-        Whether we chose the chunk size; then it may become smaller.
-
-    Raises
-    ------
-    OptionError
-        There is not a chunk for each of them, or a chunk is larger than a shard may be.
+    A chunk size that was chosen, not asked for, may become smaller. Raises OptionError if there is not a chunk for each
+    shard, or a chunk is larger than a shard may be.
     """
     layout = job.layout
     if shards is not None and chosen and layout.num_chunks < shards <= layout.num_samples:
@@ -56,6 +47,14 @@ def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, ch
     return jobs
 
 
+def folder_layout(jobs: list[SampleJob]) -> Layout:
+    """Return the layout of all shards together, with the plan as its last reason."""
+    first, num_samples = jobs[0], sum(len(job.order) for job in jobs)
+    size = human_bytes(first.spec().num_bytes)
+    reason = f"{len(jobs)} shards of up to {len(first.order):,} samples, {size}, such as {first.path.name}"
+    return replace(first.layout, num_samples=num_samples, reasons=(*first.layout.reasons, reason))
+
+
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
     """Return the number of shards of which none is larger than ``shard_bytes``."""
     sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # with all fields and tables
@@ -77,12 +76,8 @@ def write_shards(
 ) -> tuple[list[SampleJob], Filled]:
     """Write all shards and put their folder in its place.
 
-    Returns
-    -------
-    list of SampleJob
-        Without the samples that were skipped.
-    Filled
-        What came of all of them; rows are those of all shards, one behind the other.
+    Returns their jobs without the samples that were skipped, and what came of all of them: rows are those of all
+    shards, one behind the other.
     """
     written = count_written(job, progress)
     filled, kept, first_row = Filled(), [], 0
