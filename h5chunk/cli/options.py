@@ -109,29 +109,13 @@ as_json = option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print 
 quiet = option("--quiet", is_flag=True, heading=OUTPUT, help="Show neither a progress bar nor a report.")
 dry_run = option("--dry-run", is_flag=True, heading=OUTPUT, help="Print the plan and write nothing.")
 overwrite = option("--overwrite", is_flag=True, heading=OUTPUT, help="Replace OUTPUT if it exists.")
-no_shuffle = option("--no-shuffle", is_flag=True, heading=LAYOUT, help="Keep the order of SOURCE.")
-seed = option(
-    "--seed",
-    type=number(0, (1 << 64) - 1),
-    default=0,
-    heading=LAYOUT,
-    help="Seed of the permutation that samples are written in.",
-)
-chunk_samples = option(
-    "--chunk-samples",
-    type=CHUNK_SAMPLES,
-    metavar="N|auto",
-    default="auto",
-    heading=LAYOUT,
-    help="Samples in one HDF5 chunk.",
-)
 batch_size = option("--batch-size", type=number(1), default=256, heading=FIELDS, help="Samples in a batch.")
 device = option(
     "--device",
     metavar="DEVICE",
     default="cpu",
     heading=RUNNING,
-    help="Device to bring batches to: cpu, cuda or cuda:N.",
+    help="Where batches go: cpu, cuda or cuda:N.",
 )
 fields = option(
     "--fields",
@@ -156,23 +140,11 @@ def memory_bytes(default: str, help: str) -> Decorator:
 
 def budget(default: str) -> Decorator:
     """The option of the time that measuring may take."""
-    return option(
-        "--budget",
-        "budget_s",
-        type=SECONDS,
-        default=default,
-        heading=RUNNING,
-        help="Time that measuring may take, such as 10s or 2m.",
-    )
+    help = "Time that measuring may take, such as 10s or 2m."
+    return option("--budget", "budget_s", type=SECONDS, default=default, heading=RUNNING, help=help)
 
 
 def loader_workers(default: str) -> Decorator:
     """The option of the DataLoader workers to measure."""
-    return option(
-        "--workers",
-        type=number(),
-        multiple=True,
-        show_default=default,
-        heading=RUNNING,
-        help="Number of DataLoader workers to try (repeatable).",
-    )
+    help = "Number of DataLoader workers to try (repeatable)."
+    return option("--workers", type=number(), multiple=True, show_default=default, heading=RUNNING, help=help)

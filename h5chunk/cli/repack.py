@@ -8,8 +8,10 @@ import click
 
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
+from h5chunk.cli.kinds import options_of
 from h5chunk.cli.options import FIELDS, LAYOUT, number, option
 from h5chunk.cli.output import progress_bar, show
+from h5chunk.tools.convert.options import WriteOptions
 
 EXAMPLES = {
     "Give any HDF5 file chunks of whole samples": "h5chunk repack theirs.h5 ours.h5",
@@ -36,7 +38,7 @@ EXAMPLES = {
     heading=FIELDS,
     help="Copy this dataset unchanged although its length matches (repeatable).",
 )
-@shared.chunk_samples
+@options_of([WriteOptions], left_out=["shuffle"])
 @option("--window-chunks", type=number(1), heading=LAYOUT, help="Recommended shuffle window to store, in chunks.")
 @option(
     "--compression",
@@ -46,7 +48,6 @@ EXAMPLES = {
     help="Compression of the fields: gzip, lzf, zstd, lz4, blosc or none.",
 )
 @option("--shuffle", is_flag=True, heading=LAYOUT, help="Permute the samples of all fields alike.")
-@shared.seed
 @option(
     "--tuned",
     type=click.Path(),

@@ -74,7 +74,8 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
     why = f"no chunk cache: samples of {size} are read straight, a cache would only copy them twice"
     if layout.cache.nbytes:
         why = f"the {INTERLEAVE} open ones take {cache} of cache over all processes"
-    return replace(layout, reasons=(*reasons, f"windows of {window_chunks} chunks are shuffled together; {why}"))
+    chunks = "chunk" if window_chunks == 1 else "chunks"
+    return replace(layout, reasons=(*reasons, f"windows of {window_chunks} {chunks} are shuffled together; {why}"))
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
