@@ -34,6 +34,11 @@ def test_every_option_is_explained(name: str) -> None:
         assert not re.search(r"RANGE|INTEGER|FLOAT|TEXT|<|==", shown), shown
 
 
+def test_summaries_are_whole() -> None:
+    shown = run("--help").output
+    assert "..." not in shown.partition("Commands:")[2] and all(f"  {name} " in shown for name in COMMANDS)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_headings_and_examples(name: str) -> None:
     shown = run(name, "--help").output

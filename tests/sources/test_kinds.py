@@ -12,11 +12,16 @@ from PIL import Image
 from support.check_source import check_kind, check_source
 from support.matrix_files import write_10x, write_h5ad
 
+from h5chunk.sources.kinds import KIND_OPTIONS
 from h5chunk.sources.open import all_kinds
 
 sp = pytest.importorskip("scipy.sparse")
 KINDS = all_kinds()
 MATRIX = sp.random(30, 8, 0.4, "csr", random_state=0, data_rvs=lambda n: np.arange(n) % 5 + 1)
+
+
+def test_options_that_help_lists_are_those_of_the_readers() -> None:
+    assert {kind.kind: kind.Options for kind in KINDS} == KIND_OPTIONS
 
 
 def example(kind: str, folder: Path) -> Any:
