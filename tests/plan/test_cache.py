@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.foreign import CountingFile, chunk_table, make_file, values
+from support.foreign import chunk_table, counting_file, make_file, values
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
@@ -160,7 +160,7 @@ def test_grid_against_hdf5(tmp_path, shape, chunks, gzip, cached):
     path = make_file(tmp_path / "a.h5", images=(values(shape, np.uint16), options))
     grid = ChunkGrid(shape, chunks, 2, filtered=gzip)
     table = chunk_table(path)
-    counting = CountingFile(path)
+    counting = counting_file(path)
     with h5py.File(
         counting, "r", rdcc_nbytes=grid.chunk_bytes * grid.num_chunks if cached else 1, rdcc_nslots=521, rdcc_w0=0.5
     ) as file:

@@ -13,6 +13,7 @@ import pytest
 import h5chunk.store.read.reader
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.tools.measure.counted import CountingFile
 
 
 def values(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
@@ -48,28 +49,9 @@ def make_images(
     return make_file(path, images=(images, {"chunks": (chunk_samples, *shape), **options}))
 
 
-class CountingFile:
-    """A Python file for HDF5 to read from, which notes every read as (offset, size)."""
-
-    def __init__(self, path: Any) -> None:
-        self._file = io.BytesIO(Path(path).read_bytes())
-        self.reads: list[tuple[int, int]] = []
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        self.reads.append((self._file.tell(), len(buffer)))
-        return self._file.readinto(buffer)
-
-    def read(self, size: int = -1) -> bytes:
-        self.reads.append((self._file.tell(), size))
-        return self._file.read(size)
-
-    def flush(self) -> None: ...
+def counting_file(path: Any) -> CountingFile:
+    """The content of a file, for HDF5 to read from, which notes every read."""
+    return CountingFile(io.BytesIO(Path(path).read_bytes()))
 
 
 def chunk_table(path: Path, dataset: str = "images") -> dict[int, int]:
@@ -86,7 +68,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingFile]:
     opened: list[CountingFile] = []
 
     def open_counting(path: Any) -> h5py.File:
-        opened.append(CountingFile(path))
+        opened.append(counting_file(path))
         return h5py.File(opened[-1], "r")
 
     monkeypatch.setattr(h5chunk.store.read.reader, "open_file", open_counting)
