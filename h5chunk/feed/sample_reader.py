@@ -143,9 +143,8 @@ class SampleReader:
     def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Loaded | list[str]:
         """The samples of a field; strings as they are."""
         if numbers is not None:
-            return Loaded(
-                [(numbers.shape, torch.int64)], lambda tensors: copy_all((torch.from_numpy(numbers),), tensors)
-            )
+            values = (torch.from_numpy(numbers),)
+            return Loaded([(numbers.shape, torch.int64)], lambda tensors: copy_all(values, tensors))
         field = self._reader.fields[name]
         if self._convert is not None and name == self._first:
             return self._load_matrix(rows, self._convert)

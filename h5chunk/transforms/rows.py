@@ -205,8 +205,7 @@ class RowConverter:
             return dense_values(rows, self.rule)
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
-            on_cpu = out.device.type == "cpu"
-            if on_cpu and scatter_natively(out, rows, self.rule, self._map_parts()):
+            if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, self._map_parts()):
                 return out
             if self._kernel is None or not self._kernel(rows, out):
                 scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())

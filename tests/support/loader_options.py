@@ -1,4 +1,4 @@
-"""Loaders and data sets from flat options, for tests that vary many of them at a time."""
+"""Loaders from flat options, for tests that vary those of the order, or several kinds of them, at a time."""
 
 from __future__ import annotations
 
