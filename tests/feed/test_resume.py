@@ -250,17 +250,17 @@ def test_workers_of_a_dataloader(path, before, after):
         sampler = ChunkSampler(dataset, 16, **ORDER)
         return sampler, DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
 
-    _, whole = ChunkLoader(0)
+    _, whole = make_loader(0)
     epochs = [labels_of(iter(whole)) for _ in range(3)]
     for epoch, cut in ((0, 0), (0, 6), (1, 3), (1, NUM_BATCHES)):
-        sampler, loader = ChunkLoader(before)
+        sampler, loader = make_loader(before)
         for _ in range(epoch):
             list(loader)
         batches = iter(loader)
         seen = labels_of(islice(batches, cut))
         state = through_json(sampler.state_dict(cut))
         del batches
-        sampler, loader = ChunkLoader(after)
+        sampler, loader = make_loader(after)
         sampler.load_state_dict(state)
         assert seen + labels_of(iter(loader)) == epochs[epoch]
         assert labels_of(iter(loader)) == epochs[epoch + 1]
