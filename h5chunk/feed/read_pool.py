@@ -26,7 +26,7 @@ from h5chunk.native import DONE, GATHER, JOB, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import Part as ReadTask
-from h5chunk.store.hdf5.ranges import VectorPart, open_descriptor
+from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.csr import CsrBuffers, CsrField
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
@@ -88,9 +88,11 @@ class WindowRead:
             task = self._native[bisect_right(self._ends, result.job)][0]
             self.error = task.error_of(result)  # not raised here: its traceback would keep the slot
         try:
-            for _, _, check in self._native:
+            for task, _, check in self._native:
                 if check is not None:
                     check()
+                if result.status == DONE:
+                    task.end()
         except BaseException as error:
             self.error = self.error or error
         self._native = ()  # which hold the memory of the slot
@@ -146,6 +148,9 @@ class RowGather:
     def __call__(self, _descriptor: object) -> None:
         there = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
         np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode makes NumPy copy once more
+
+    def end(self) -> None:
+        """As `VectorPart.end`."""
 
     def jobs(self, _descriptor: int) -> np.ndarray:
         """The same as a job of a `h5chunk.native.NativePool`: (1,) JOB."""
@@ -281,7 +286,7 @@ class ReadPool:
         native: list[Any] = []
         others: list[ReadTask] = []
         for task in tasks:
-            if isinstance(task, VectorPart | RowGather):
+            if hasattr(task, "jobs"):
                 native.append((task, self.descriptor, None))
             elif isinstance(task, FileParts) and task.is_plain:
                 native += task.each(self.descriptor)

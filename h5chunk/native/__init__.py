@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
     ticket: int
     status: int  # DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED
-    error: int  # the errno, where the status is SYSTEM
+    error: int  # the errno, where the status is SYSTEM; the bits of the checksum, where it is CHECKSUM
     job: int  # the number of the one that failed
     offset: int  # where it failed in its file
 

@@ -42,7 +42,7 @@ typedef struct {
 
 typedef struct {
     uint64_t ticket;
-    int32_t status, error; /* `error` is an errno where `status` is SYSTEM */
+    int32_t status, error; /* `error` is an errno where `status` is SYSTEM, and the bits of the checksum at CHECKSUM */
     int64_t job;    /* the number of the job that failed first */
     int64_t offset; /* where in its file */
 } Result;
@@ -195,6 +195,7 @@ static int read_vectors(int descriptor, const struct iovec *vectors, int count, 
 static int check(uint32_t crc, const Job *job, Result *result) {
     if (crc == job->expected) return 0;
     result->status = CHECKSUM;
+    result->error = (int32_t)crc;
     result->offset = job->offset;
     return -1;
 }

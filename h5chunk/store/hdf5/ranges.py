@@ -50,7 +50,7 @@ class VectorPart:
     def __call__(self, descriptor: int) -> None:
         table, stride = self._vectors.ctypes.data, self._vectors.strides[0]
         for first, count, offset, num_bytes in self._runs:
-            got = _preadv(descriptor, table + first * stride, count, offset)
+            got = _preadv(descriptor, table + first * stride, min(count, MAX_VECTORS), offset)
             if got != num_bytes:  # an error of the system comes again, from read_bytes
                 self._read_rest(descriptor, first, count, offset, max(0, got))
 
@@ -63,14 +63,20 @@ class VectorPart:
         jobs["source"] = self._vectors.ctypes.data + first * self._vectors.strides[0]
         return jobs
 
+    def end(self) -> None:
+        """All jobs of the task have ended well."""
+
     def error_of(self, result: Result) -> FileError:
         """Return the error that a job of this task ended with."""
-        where = self._where(result.offset)
-        if result.status == SYSTEM:
-            return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
-        if result.status == CUT_SHORT:
-            return FileError(f"{where}: {CUT}")
-        return FileError(f"{where}: closed while it was read")
+        return read_error(self._where(result.offset), result)
+
+    def places(self) -> Iterator[Iterator[np.ndarray]]:
+        """Yield the places that each run was read to: (length,) uint8."""
+        for first, count, _, _ in self._runs:
+            yield (
+                np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+                for address, length in self._vectors[first : first + count].tolist()
+            )
 
     def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
         """Read the rest: preadv may read less than was asked for, in large requests or after a signal."""
@@ -82,6 +88,22 @@ class VectorPart:
             got = max(0, got - length)
 
 
+def read_error(where: str, result: Result) -> FileError:
+    """Return the error of a job that could not read."""
+    if result.status == SYSTEM:
+        return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
+    if result.status == CUT_SHORT:
+        return FileError(f"{where}: {CUT}")
+    return FileError(f"{where}: closed while it was read")
+
+
+def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Return the table of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
+    vectors = np.empty((len(sizes), 2), np.uintp)
+    vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
+    return vectors
+
+
 def vector_parts(
     offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, where: Where
 ) -> Iterator[VectorPart]:
@@ -89,8 +111,7 @@ def vector_parts(
 
     Neighbours in the file share a system call.
     """
-    vectors = np.empty((len(sizes), 2), np.uintp)
-    vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
+    vectors = vectors_of(sizes, places, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
     apart = (offsets[1:] != offsets[:-1] + sizes[:-1]) | (groups[1:] != groups[:-1])
     apart[MAX_VECTORS - 1 :: MAX_VECTORS] = True

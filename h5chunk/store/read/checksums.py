@@ -1,9 +1,10 @@
 """Check chunks against the checksums of an h5chunk file as they are read for training.
 
 A checksum is of a chunk's stored bytes, padding included (`h5chunk.store.format.spec`): so chunks are checked whole,
-however few of their rows are wanted. Compressed chunks that threads decode are checked as they lie in memory. Of what
-goes straight to its place in a batch, or through HDF5, the bytes of the chunk are read once more from the file, which
-the page cache holds: what is wrong on the disk, or in the page cache, is found; what happens behind it is not.
+however few of their rows are wanted. Compressed chunks that threads decode are checked as they lie in memory, and so
+are plain chunks of which all rows are wanted. Of others, and of what goes through HDF5, the bytes of the chunk are read
+once more from the file, which the page cache holds: what is wrong on the disk, or in the page cache, is found; what
+happens behind it is not.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.native import CHECKSUM, JOB, VERIFY, Result
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.crc import crc32
-from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes
+from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_error
 from h5chunk.store.read.fields import Field, MatrixField
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
@@ -60,6 +62,7 @@ class ChunkChecks:
         self, path: Path, name: str, table: ChunkTable, sums: Checksums, indptr: np.ndarray | None = None
     ) -> None:
         self._path, self._name, self._table, self._sums, self._indptr = path, name, table, sums, indptr
+        self.expected = sums.expected
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
@@ -74,17 +77,74 @@ class ChunkChecks:
             bands = np.flatnonzero(np.cumsum(steps[:-1]))
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
-    def parts(self, chunks: np.ndarray) -> Iterator[Part]:
+    def parts(self, chunks: np.ndarray) -> Iterator[CheckTask]:
         """Divide `check` into tasks for several threads."""
-        due = chunks[~self._sums.right[chunks]]
+        for some in self._divided(chunks[~self._sums.right[chunks]]):
+            yield CheckTask(self, some)
+
+    def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
+        """Return which rows belong to chunks that are to be checked, and of which all rows are there: (n,) bool.
+
+        ``rows`` of a chunk lie side by side, ascending.
+        """
+        chunks = rows // self._chunk_rows
+        firsts = np.append(0, np.flatnonzero(chunks[1:] != chunks[:-1]) + 1)
+        counts = np.diff(np.append(firsts, len(rows)))
+        follows = np.append(True, rows[1:] == rows[:-1] + 1)
+        follows[firsts] = True
+        whole = (counts == self._chunk_rows) & np.logical_and.reduceat(follows, firsts)
+        return np.repeat(whole & ~self._sums.right[chunks[firsts]], counts)
+
+    def whole_parts(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
+        """Yield the tasks that read chunks of which all rows are wanted, each to its vector, and check them.
+
+        ``rows`` are those of whole chunks, ``vectors`` are (n, 2) uintp, as `VectorPart` takes them.
+        """
+        count = self._chunk_rows
+        chunks = rows[::count] // count
+        firsts, offsets, sizes = np.arange(len(chunks)) * count, self._table.offsets[chunks], self._table.sizes[chunks]
+        for some in self._divided(np.arange(len(chunks))):
+            columns = (firsts[some], np.full(len(some), count), offsets[some], sizes[some])
+            runs = list(zip(*(column.tolist() for column in columns), strict=True))
+            where = partial(self._where_at, chunks[some])
+            yield WholeChunks(self, chunks[some], VectorPart(runs, vectors, out, where))
+
+    def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
+        """Divide an array with a number for each chunk into those of tasks."""
         per_part = max(1, PART_BYTES // max(1, int(self._table.sizes.max(initial=0))))
-        for first in range(0, len(due), per_part):
-            yield partial(self.check, chunks=due[first : first + per_part])
+        return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
+
+    def jobs(self, descriptor: int, chunks: np.ndarray) -> np.ndarray:
+        """Return the look at some chunks as jobs of a `h5chunk.native.NativePool`: (n,) JOB."""
+        jobs = np.zeros(len(chunks), JOB)
+        jobs["kind"], jobs["descriptor"], jobs["expected"] = VERIFY, descriptor, self._sums.expected[chunks]
+        jobs["offset"], jobs["num_bytes"] = self._table.offsets[chunks], self._table.sizes[chunks]
+        return jobs
+
+    def error_of(self, chunks: np.ndarray, result: Result) -> FileError:
+        """Return the error that a job with one of these chunks ended with."""
+        chunk = self._chunk_at(chunks, result.offset)
+        if result.status == CHECKSUM:
+            return self._mismatch(chunk, result.error & 0xFFFFFFFF)
+        return read_error(self._where(chunk), result)
+
+    def _chunk_at(self, chunks: np.ndarray, offset: int) -> int:
+        """Return which of some chunks has a byte of the file."""
+        offsets = self._table.offsets[chunks]
+        return int(chunks[np.where(offsets <= offset, offsets, -1).argmax()])
+
+    def _where_at(self, chunks: np.ndarray, offset: int) -> str:
+        return self._where(self._chunk_at(chunks, offset))
+
+    def found_right(self, chunks: np.ndarray) -> None:
+        """Note that some chunks are right, so that they need no other look unless all are checked always."""
+        if not self._sums.always:
+            self._sums.right[chunks] = True
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
         """Read the stored bytes of chunks that are to be checked; FileError: one is not what it was when written."""
         for chunk in chunks[~self._sums.right[chunks]].tolist():
-            self._compare(chunk, self._read(descriptor, chunk))
+            self.compare(chunk, self._read(descriptor, chunk))
 
     def _read(self, descriptor: int, chunk: int) -> int:
         """Return the checksum of a chunk in the file."""
@@ -101,17 +161,21 @@ class ChunkChecks:
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
         """Compare a chunk whose stored bytes are in memory."""
         if not self._sums.right[chunk]:
-            self._compare(chunk, crc32(stored))
+            self.compare(chunk, crc32(stored))
 
-    def _compare(self, chunk: int, found: int) -> None:
-        expected = int(self._sums.expected[chunk])
-        if found != expected:
-            raise FileError(
-                f"{self._where(chunk)} does not match its checksum ({found:08x}, not {expected:08x}): its bytes are "
-                f"not those that were written: {self._remedy}"
-            )
+    def compare(self, chunk: int, found: int) -> None:
+        """Raise FileError if what was found is not the checksum of a chunk; else note that it is right."""
+        if found != self._sums.expected[chunk]:
+            raise self._mismatch(chunk, found)
         if not self._sums.always:
             self._sums.right[chunk] = True
+
+    def _mismatch(self, chunk: int, found: int) -> FileError:
+        expected = int(self.expected[chunk])
+        return FileError(
+            f"{self._where(chunk)} does not match its checksum ({found:08x}, not {expected:08x}): its bytes are not "
+            f"those that were written: {self._remedy}"
+        )
 
     @property
     def _remedy(self) -> str:
@@ -123,6 +187,50 @@ class ChunkChecks:
         if self._indptr is not None:
             first, last = (np.searchsorted(self._indptr, (first, last), "right") - 1).tolist()
         return f"{printable(self._path)}: field {self._name!r}, chunk {chunk} (samples {first} to {last})"
+
+
+class CheckTask:
+    """A task that reads chunks from the file and checks them."""
+
+    def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
+        self._checks, self._chunks = checks, chunks
+
+    def __call__(self, descriptor: int) -> None:
+        self._checks.check(descriptor, self._chunks)
+
+    def jobs(self, descriptor: int) -> np.ndarray:
+        """As `VectorPart.jobs`."""
+        return self._checks.jobs(descriptor, self._chunks)
+
+    def end(self) -> None:
+        """As `VectorPart.end`."""
+        self._checks.found_right(self._chunks)
+
+    def error_of(self, result: Result) -> FileError:
+        """As `VectorPart.error_of`."""
+        return self._checks.error_of(self._chunks, result)
+
+
+class WholeChunks(CheckTask):
+    """A task that reads whole chunks, one a run of ``read``, and checks each while a processor's cache holds it."""
+
+    def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorPart) -> None:
+        super().__init__(checks, chunks)
+        self._read = read
+
+    def __call__(self, descriptor: int) -> None:
+        self._read(descriptor)
+        for chunk, places in zip(self._chunks.tolist(), self._read.places(), strict=True):
+            found = 0
+            for place in places:
+                found = crc32(place, found)
+            self._checks.compare(chunk, found)
+
+    def jobs(self, descriptor: int) -> np.ndarray:
+        """As `VectorPart.jobs`, with checksums."""
+        jobs = self._read.jobs(descriptor)
+        jobs["is_checked"], jobs["expected"] = 1, self._checks.expected[self._chunks]
+        return jobs
 
 
 def read_sums(

@@ -27,7 +27,7 @@ from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.library import is_stored_as
-from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, vector_parts
+from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, vector_parts, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
@@ -196,8 +196,17 @@ class PlainField(ByteReader):
         chunks = rows // self._chunk_rows
         offsets = self._offsets[chunks] + (rows - chunks * self._chunk_rows) * self.row_bytes
         sizes = np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
-        parts = vector_parts(offsets, sizes, places * self.row_bytes, out, self._where)
-        return parts if self._checks is None else chain(self._checks.parts(self._checks.of_rows(rows, counts)), parts)
+        places = places * self.row_bytes
+        if self._checks is None:
+            return vector_parts(offsets, sizes, places, out, self._where)
+        whole = self._checks.are_read_whole(rows) if counts is None else np.zeros(len(rows), bool)
+        parts: Iterator[Part] = self._checks.whole_parts(rows[whole], vectors_of(sizes[whole], places[whole], out), out)
+        if not whole.all():
+            others = ~whole
+            due = self._checks.of_rows(rows[others], None if counts is None else counts[others])
+            read = vector_parts(offsets[others], sizes[others], places[others], out, self._where)
+            parts = chain(parts, self._checks.parts(due), read)
+        return parts
 
     def read_all(self, descriptor: int) -> np.ndarray:
         """Read the whole field, for small ones."""

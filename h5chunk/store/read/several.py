@@ -18,7 +18,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import read_with
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.ranges import PART_BYTES, Part, VectorPart, open_descriptor
+from h5chunk.store.hdf5.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.read.csr import CsrField
 from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, ChunkedField, PlainField, direct_field
 from h5chunk.store.read.fields import Field, MatrixField
@@ -157,8 +157,8 @@ class FileParts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of it is byte ranges."""
-        return all(isinstance(part, VectorPart) for part, _ in self._parts)
+        """Whether native threads can do all of it."""
+        return all(hasattr(part, "jobs") for part, _ in self._parts)
 
     def each(self, opened: OpenFiles) -> Iterator[tuple[Part, int, Callable[[], None]]]:
         """Yield each part with the descriptor of its file, and what looks whether that was changed meanwhile."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 import os
 import statistics
 import time
@@ -93,8 +92,8 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
     """
     region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
     piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
-    source, target = (_unshared(region // piece * piece).reshape(-1, piece) for _ in range(2))
-    numbers = itertools.count()
+    source = np.ones((region // piece, piece), np.uint8)
+    target, numbers = np.ones_like(source), itertools.count()
 
     def copy(_thread: int) -> int:
         place = next(numbers) % len(source)
@@ -102,16 +101,6 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
         return piece
 
     return partial(threads_rate, copy)
-
-
-def _unshared(num_bytes: int) -> np.ndarray:
-    """Memory that forked workers do not inherit: else the first write to each page after a fork is slow."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        memory.madvise(mmap.MADV_DONTFORK)
-    array = np.frombuffer(memory, np.uint8)
-    array.fill(1)
-    return array
 
 
 @contextmanager
