@@ -108,12 +108,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 class NativePool:
     """Threads that do jobs; raises OSError if none can be started. Not for a fork of the process that made it."""
 
-    def __init__(self, num_threads: int, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, num_threads: int) -> None:
         self._library = _library()
-        self._pool = self._library.h5chunk_open(num_threads, part_bytes)
+        self._pool = self._library.h5chunk_open(num_threads, PART_BYTES)
         if not self._pool:
             raise OSError("no reading thread could be started")
-        self._kept: dict[int, Any] = {}
+        self._kept: dict[int, np.ndarray] = {}  # jobs, by ticket
         self._lock = threading.Lock()  # none of the functions is called once the pool was given back
 
     @property
@@ -128,14 +128,13 @@ class NativePool:
         with self._lock:
             return int(self._library.h5chunk_progress(self._pool)) if self._pool else 0
 
-    def submit(self, ticket: int, jobs: np.ndarray, keep: Any = None) -> None:
+    def submit(self, ticket: int, jobs: np.ndarray) -> None:
         """Queue jobs, (n,) JOB, C-contiguous, behind those before; `wait` gives ``ticket`` back when all are over.
 
-        ``keep`` holds the memory that they point into until then. Raise OSError if the pool is closed, or there is no
-        memory.
+        Their memory must stay until then. Raise OSError if the pool is closed, or there is no memory.
         """
         with self._lock:
-            self._kept[ticket] = jobs, keep
+            self._kept[ticket] = jobs
             if not self._pool or self._library.h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs)):
                 del self._kept[ticket]
                 raise OSError("the pool of reading threads is closed")
