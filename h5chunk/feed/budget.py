@@ -29,6 +29,7 @@ from h5chunk.transforms import Converter
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
 LOADING_SLOTS = 4  # pieces that are read at a time
+KEPT_BYTES = 16 << 20  # data of fewer bytes is not worth keeping: threads read it from the system's memory as fast
 RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
 MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
 DECODING_BYTES = 1 << 30  # that threads decode in, unless their number is given
@@ -128,6 +129,17 @@ class MemoryBudget:
         self._on_cpu = source.device.type == "cpu"
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
+    def plan(self, resident: bool | str, order: Order, *, least_chunks: int | None) -> SlotPlan | None:
+        """The windows under way; None where all data shall stay on the device.
+
+        Raise `OptionError` if it shall, but does not fit.
+        """
+        if self._fits_device(resident, order):
+            return None
+        plan = self.plan_windows(order, least_chunks=least_chunks)
+        is_kept = resident == "auto" and self._on_cpu and order.selection is None and available()
+        return None if is_kept and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes else plan
+
     def plan_windows(self, order: Order, *, least_chunks: int | None) -> SlotPlan:
         """The number of windows under way, and the order, whose windows may be made smaller to fit."""
         return plan_slots(
@@ -163,7 +175,7 @@ class MemoryBudget:
             total += source.num_threads * PIECE_BYTES
         return total
 
-    def fits_device(self, wanted: bool | str, order: Order) -> bool:
+    def _fits_device(self, wanted: bool | str, order: Order) -> bool:
         """Whether all data shall stay on the device; raise `OptionError` if it shall, but does not fit."""
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False

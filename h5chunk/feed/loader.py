@@ -79,7 +79,8 @@ class ChunkLoader(Resumable):
         together: each holds three chunks.
     resident : bool or "auto"
         Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
-        if the device is a GPU, and the data fits in ``memory_bytes`` or, without that, in a quarter of its free memory.
+        on a GPU, if the data fits in ``memory_bytes`` or, without that, in a quarter of its free memory; on the CPU,
+        if it takes no more memory than the windows under way would, and there are native threads to gather from it.
     reader : {"auto", "direct", "h5py"}
         Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows it.
     reuse : bool
@@ -151,8 +152,8 @@ class ChunkLoader(Resumable):
         self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
         converters = [pipeline.converter for pipeline in self._pipelines]
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
-        self.is_resident = self._budget.fits_device(resident, order)
-        self._plan = None if self.is_resident else self._budget.plan_windows(order, least_chunks=least_chunks)
+        self._plan = self._budget.plan(resident, order, least_chunks=least_chunks)
+        self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
         for pipeline, layout in zip(self._pipelines, self._source.layouts.values(), strict=True):
             pipeline.converter.prepare(target, layout.example)

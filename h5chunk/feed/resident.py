@@ -12,12 +12,15 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 
 from h5chunk.feed.batches import BatchMaker, Passthrough, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
+from h5chunk.feed.gather_ahead import GatherAhead
 from h5chunk.feed.layout import slot_bytes
-from h5chunk.feed.slots import BatchMemory, gather, to_device
+from h5chunk.feed.slots import BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.native import available
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import Numbers
@@ -34,6 +37,9 @@ class Resident:
         self._fields: list[Any] = []
         self._read(source, piece_samples)
         self._memory = BatchMemory() if source.device.type == "cpu" else None
+        self._ahead: GatherAhead | None = None
+        if self._memory is not None and available() and all(isinstance(field, torch.Tensor) for field in self._fields):
+            self._ahead = GatherAhead(self._fields, source.num_threads)
         self._planner = _planner()
         self._process = os.getpid()
         self._planned: dict[int, Future[np.ndarray]] = {}
@@ -54,8 +60,11 @@ class Resident:
             stream.close()
 
     def close(self) -> None:
-        """Free the data and end the thread."""
+        """Free the data and end the threads."""
         self._planner.shutdown(cancel_futures=True)
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self._fields.clear()
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
@@ -74,12 +83,10 @@ class Resident:
         without = fresh - math.ceil(len(samples) / order.batch_size)  # a last batch that other ranks have
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         for number in count():
-            numbers = Numbers(samples, to_device(samples, self._device))
-            for first in range(0, len(samples), together * order.batch_size):
+            for gathered in self._gathered(samples, together * order.batch_size):
                 if not left:
                     return
-                some = numbers.part(first, first + together * order.batch_size)
-                made = maker.make(gather(tuple(self._fields), some, self._memory), order.batch_size)
+                made = maker.make(gathered, order.batch_size)
                 yield from made[:left]
                 left -= len(made[:left])
             if left and (without if not number else not len(samples)):
@@ -89,6 +96,15 @@ class Resident:
             if not left:
                 return
             samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
+
+    def _gathered(self, samples: np.ndarray, size: int) -> Iterator[Fields]:
+        """These samples, so many at a time."""
+        if self._ahead is not None and self._ahead.is_worthwhile(size):
+            yield from self._ahead.batches(samples, size)
+            return
+        numbers = Numbers(samples, to_device(samples, self._device))
+        for first in range(0, len(samples), size):
+            yield gather(tuple(self._fields), numbers.part(first, first + size), self._memory)
 
     def _plan(self, order: Order) -> Future[np.ndarray]:
         if self._process != os.getpid():  # a fork leaves the thread behind

@@ -24,8 +24,10 @@ import h5chunk.feed.budget
 import h5chunk.feed.resident
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.budget import LOADING_SLOTS
+from h5chunk.feed.gather_ahead import AHEAD
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.machine import available_cores
 from h5chunk.store.hdf5.ranges import VectorPart
 
 __all__ = ["large", "nothing_is_left", "path"]
@@ -315,7 +317,7 @@ def test_memory_of_batches_is_used_again(large, monkeypatch, options):
     monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
     with load_whole(large, 60, drop_last=True, **options) as loader:
         places = {images.data_ptr() for _ in range(6) for images, _ in loader}
-    assert len(places) <= 3
+    assert len(places) <= 3 + AHEAD * available_cores()  # the batches that threads gather ahead are some of them
 
 
 def test_batches_that_are_held_are_never_overwritten(large, monkeypatch):

@@ -1,0 +1,82 @@
+"""Gather the next batches of data in memory by threads in C, while the caller uses the ones before."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+
+from h5chunk.errors import WorkerError
+from h5chunk.feed.slots import KEPT, BatchMemory
+from h5chunk.native import GATHER, JOB, NativePool
+
+AHEAD = 3  # batches per thread that are gathered ahead: so few that a processor's cache holds them
+AHEAD_BYTES = 16 << 20  # but no more than this
+QUICK_BYTES = 64 << 10  # batches of fewer bytes are gathered sooner than handed to a thread
+FOREVER_S = 1e9
+
+
+class GatherAhead:
+    """Threads that gather samples of some fields, (num_samples, ...) each, contiguous and on the CPU.
+
+    Not for a fork of the process that made it.
+    """
+
+    def __init__(self, fields: Sequence[torch.Tensor], num_threads: int) -> None:
+        self._fields = [(field, field[:1].nbytes) for field in fields]
+        self._sample_bytes = sum(row_bytes for _, row_bytes in self._fields)
+        self._num_threads, self._tickets, self._process = num_threads, 0, os.getpid()
+        self._pool = NativePool(num_threads)
+        self._memory = BatchMemory(KEPT + AHEAD * num_threads)
+
+    def is_worthwhile(self, batch_size: int) -> bool:
+        """Whether batches are large enough, and this is the process that has the threads."""
+        return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
+
+    def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield the samples of each batch, by field, in memory of its own; ``samples``, (n,) int64, are not checked."""
+        samples = np.ascontiguousarray(samples)
+        most = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
+        firsts = iter(range(0, len(samples), batch_size))
+        queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()
+        done: set[int] = set()
+        try:
+            while True:
+                for first in islice(firsts, most - len(queue)):
+                    queue.append(self._submit(samples[first : first + batch_size]))
+                if not queue:
+                    return
+                if os.getpid() != self._process:
+                    raise WorkerError("batches were gathered by threads that a fork leaves behind: start again")
+                self._wait(queue[0][0], done)
+                yield queue.popleft()[1]
+        finally:  # threads may still write to what was not taken
+            while queue and os.getpid() == self._process:
+                self._wait(queue.popleft()[0], done)
+
+    def _submit(self, samples: np.ndarray) -> tuple[int, tuple[torch.Tensor, ...], np.ndarray]:
+        count, indices = len(samples), samples.ctypes.data
+        jobs = np.empty(len(self._fields), JOB)
+        gathered = tuple(self._memory.empty((count, *field.shape[1:]), field.dtype) for field, _ in self._fields)
+        for number, ((field, row_bytes), out) in enumerate(zip(self._fields, gathered, strict=True)):
+            num_bytes = count * row_bytes
+            jobs[number] = (GATHER, 0, 0, count, num_bytes, field.data_ptr(), indices, out.data_ptr(), 0, 0)
+        self._tickets += 1
+        self._pool.submit(self._tickets, jobs)
+        return self._tickets, gathered, samples
+
+    def _wait(self, ticket: int, done: set[int]) -> None:
+        while ticket not in done:
+            if (result := self._pool.wait(FOREVER_S)) is not None:
+                done.add(result.ticket)
+        done.remove(ticket)
+
+    def close(self) -> None:
+        """End the threads."""
+        if os.getpid() == self._process:
+            self._pool.close(FOREVER_S)
+            self._pool.free()

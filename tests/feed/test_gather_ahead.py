@@ -1,0 +1,87 @@
+"""Resident data on the CPU, whose next batches native threads gather ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.foreign import make_file
+from support.leftovers import in_fork, nothing_is_left
+
+import h5chunk.feed.budget
+from h5chunk.errors import WorkerError
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.native import available
+
+__all__ = ["nothing_is_left"]
+
+pytestmark = pytest.mark.skipif(not available(), reason="the native threads were not built")
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (1500, 3, 24, 24), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def small_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "a.h5"
+    return make_file(
+        path, images=(IMAGES, {"chunks": (30, 3, 24, 24)}), labels=(np.arange(len(IMAGES)), {"chunks": (30,)})
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"num_threads": 1}, {"drop_last": True}, {"reuse": True}])
+def test_gathered_ahead_is_what_is_streamed(small_images: Path, options: dict[str, Any]) -> None:
+    streamed = ChunkLoader(small_images, 64, resident=False, **options)
+    with ChunkLoader(small_images, 64, resident=True, **options) as kept, streamed:
+        for _ in range(3):
+            for batch, expected in zip(kept, streamed, strict=True):
+                assert all(map(torch.equal, batch, expected))
+
+
+def test_echoes_are_gathered_too(small_images: Path) -> None:
+    with ChunkLoader(small_images, 64, resident=True, echo=2) as loader:
+        found = [labels for images, labels in loader if np.array_equal(images, IMAGES[labels])]
+        assert np.bincount(np.concatenate(found)).tolist() == [2] * len(IMAGES)
+
+
+def test_an_iteration_that_is_left_lets_go_of_its_batches(small_images: Path) -> None:
+    """Threads that gather ahead write to nothing that was given away, whenever the loop is left."""
+    with ChunkLoader(small_images, 64, resident=True) as loader:
+        for stop in range(1, 12):
+            for number, (images, labels) in enumerate(loader):
+                np.testing.assert_array_equal(images, IMAGES[labels])
+                if number == stop:
+                    break
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_batches_are_gathered_ahead(small_images: Path) -> None:
+    loader = ChunkLoader(small_images, 64, resident=True)
+    batches = iter(loader)
+    next(batches)
+
+    def in_child() -> None:
+        with pytest.raises(WorkerError, match="fork"):
+            list(batches)
+        for images, labels in loader:
+            np.testing.assert_array_equal(images, IMAGES[labels])
+        loader.close()
+
+    assert in_fork(in_child) == 0
+    assert len(list(batches)) == len(loader) - 1
+    loader.close()
+
+
+def test_data_that_takes_no_more_than_its_windows_is_kept(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, on the CPU; where it is small, or part of a file, windows are streamed."""
+    assert not ChunkLoader(small_images, 64).is_resident
+    monkeypatch.setattr(h5chunk.feed.budget, "KEPT_BYTES", 1 << 20)
+    assert ChunkLoader(small_images, 64).is_resident
+    assert not ChunkLoader(small_images, 64, resident=False).is_resident
+    assert not ChunkLoader(small_images, 64, memory_bytes=3 << 20).is_resident
+    assert not ChunkLoader(ChunkDataset(small_images).subset(range(100)), 64).is_resident
+    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
+    assert not ChunkLoader(small_images, 64).is_resident
