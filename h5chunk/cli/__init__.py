@@ -5,7 +5,7 @@ Exit codes: 0 done, 1 a named error (one line on standard error), 2 arguments th
 
 from __future__ import annotations
 
-from h5chunk.cli import append, bench, convert, info, repack, tune, verify
+from h5chunk.cli import commands
 from h5chunk.cli.group import main
 
-__all__ = ["append", "bench", "convert", "info", "main", "repack", "tune", "verify"]
+__all__ = ["commands", "main"]

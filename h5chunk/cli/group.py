@@ -1,8 +1,10 @@
-"""The command `h5chunk` itself: the help of its subcommands, and how their errors end."""
+"""The command `h5chunk` itself: help, progress bars and reports of its subcommands, and how their errors end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -11,15 +13,14 @@ from tqdm import tqdm
 import h5chunk
 from h5chunk.errors import H5ChunkError, printable
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+WORDS = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
+WORDS |= {"repack": "repacking", "tune": "tuning", "verify": "verifying", "copy": "copying"}
+UNITS = {"read": "B", "write": " entries", "repack": "B", "verify": "B", "copy": "B"}
+
 
 class Command(click.Command):
-    """A command whose help lists options under headings and ends with examples.
-
-    Parameters
-    ----------
-    examples : dict of str to str
-        Command lines, each with what it does.
-    """
+    """A command whose help lists options under headings and ends with examples: command lines by what they do."""
 
     def __init__(self, *args: Any, examples: Mapping[str, str] | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -64,11 +65,56 @@ class _Group(click.Group):
             ctx.exit(130)
 
 
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-@click.group(cls=_Group, context_settings=_SETTINGS)
+@click.group(cls=_Group, context_settings=SETTINGS)
 @click.version_option(h5chunk.__version__, package_name="h5chunk")
 def main() -> None:
     """Keep training data in plain HDF5, and feed the GPU from it as fast as the machine can move bytes."""
     tqdm.monitor_interval = 0  # its thread would make forking workers unsafe
+
+
+def run(
+    call: Callable[..., Any], *arguments: Any, quiet: bool, as_json: bool, unit: str = " images", **options: Any
+) -> Any:
+    """Call a function with a progress bar; print its report, for people or as JSON, which --quiet does not silence."""
+    with progress_bar(quiet, unit) as progress:
+        result = call(*arguments, progress=progress, **options)
+    if as_json or not quiet:
+        click.echo(result.to_json() if as_json else str(result))
+    return result
+
+
+def note(line: str) -> None:
+    tqdm.write(f"note: {printable(line)}", file=sys.stderr)  # above the bar
+
+
+@contextmanager
+def progress_bar(quiet: bool, unit: str) -> Iterator[Callable[[str, int, int | None], None] | None]:
+    """Draw a progress bar per stage, unless --quiet is given or standard error is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    bar: tqdm[Any] | None = None
+    current = ""
+
+    def show(stage: str, done: int, total: int | None) -> None:
+        nonlocal bar, current
+        if stage != current or bar is None:
+            if bar is not None:
+                bar.close()
+            bar = tqdm(
+                desc=WORDS[stage],
+                unit=UNITS.get(stage, unit),
+                unit_scale=stage in UNITS,
+                total=total,
+                leave=False,
+                mininterval=0.1,
+                dynamic_ncols=True,
+            )
+            current = stage
+        bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

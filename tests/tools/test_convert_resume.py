@@ -281,7 +281,7 @@ def test_ctrl_c_says_what_can_be_done(class_folder: Make, tmp_path: Path, monkey
         if stage == "convert" and done > 25:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("h5chunk.cli.convert.progress_bar", lambda quiet: nullcontext(interrupt))
+    monkeypatch.setattr("h5chunk.cli.group.progress_bar", lambda *_: nullcontext(interrupt))
     arguments = ["convert", str(class_folder(COUNT)), str(tmp_path / "x.h5"), "--workers", "0"]
     result = CliRunner().invoke(main, arguments)
     first, second = result.stderr.splitlines()

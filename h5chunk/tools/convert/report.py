@@ -14,42 +14,27 @@ from h5chunk.tools.report import COMPLETE, Report, codes_text, count_text, list_
 
 @dataclass(frozen=True)
 class ConvertPlan(Report):
-    """Plan of a conversion of samples.
-
-    Attributes
-    ----------
-    sample_shape : tuple of int
-        Of the largest field.
-    fields, shapes : dict
-        dtype of each field, in the order of batches, and shape of one sample.
-    num_bytes, free_bytes : int
-        Of the output, and on its disk.
-    estimated_s : float
-        From reading a few samples now.
-    already_complete : bool
-        The same command has made the output already, and would do nothing.
-    """
+    """Plan of a conversion of samples."""
 
     source_kind: str
     num_samples: int
-    sample_shape: tuple[int, ...]
+    sample_shape: tuple[int, ...]  # of the largest field
     layout: Layout
-    fields: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
-    num_bytes: int
-    free_bytes: int
-    estimated_s: float
+    fields: dict[str, str]  # dtypes, in the order of batches
+    shapes: dict[str, tuple[int, ...]]  # of one sample, by field
+    num_bytes: int  # of the output
+    free_bytes: int  # on its disk
+    estimated_s: float  # from reading a few samples now
     num_workers: int
     class_names: list[str]
     ignored: list[str]
     notes: list[str] = field(default_factory=list)
-    already_complete: bool = False
+    already_complete: bool = False  # the same command has made the output: it would do nothing
 
     def facts(self) -> dict[str, Any]:
         """The plan for programs, with what follows from the layout."""
         plan = super().facts()
         plan["layout"] |= {
-            "reasons": list(self.layout.reasons),
             "num_chunks": self.layout.num_chunks,
             "chunk_bytes": self.layout.chunk_bytes,
             "cache": asdict(self.layout.cache),
@@ -80,15 +65,15 @@ class _SampleReport(Report):
     """What reports of converting and of appending samples have in common."""
 
     path: str
-    num_samples: int
-    num_bytes: int
-    seconds: float
+    num_samples: int  # in the file, or in all shards
+    num_bytes: int  # of the whole file, or of all shards
+    seconds: float  # from the first look at the source until the file was on disk under its name
     class_names: list[str]
-    skipped: list[tuple[str, str]]
+    skipped: list[tuple[str, str]]  # names and reasons, which the file `skipped_list` holds too
     skipped_list: str | None
-    ignored: list[str]
+    ignored: list[str]  # what lies in the source and is not used
     notes: list[str]
-    already_complete: bool
+    already_complete: bool  # the same command had done it before: nothing was done, and counts are not known
 
     def rate(self, count: int, noun: str) -> str:
         """The size of the output, and how fast it was made."""
@@ -109,34 +94,14 @@ class _SampleReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport(_SampleReport):
-    """Report of a conversion of samples.
-
-    Attributes
-    ----------
-    num_samples, num_bytes : int
-        In the file; bytes of the whole file, or of all shards.
-    sample_shape : tuple of int
-        Of the largest field.
-    fields : list of str
-        In the order of batches.
-    seconds : float
-        From the first look at the source until the file was on disk under its name.
-    modes : dict of str to int
-        Images by the mode they came in, such as RGB, L, P, CMYK.
-    applied : dict of str to int
-        Images that were ``rotated``, ``resized``, or cut to their ``first frame``.
-    skipped : list of (name, reason)
-        Which the file ``skipped_list`` holds too.
-    already_complete : bool
-        The same command had made the file before, and nothing was done; ``modes`` and ``applied`` are not known then.
-    """
+    """Report of a conversion of samples."""
 
     source_kind: str
-    sample_shape: tuple[int, ...]
-    fields: list[str]
+    sample_shape: tuple[int, ...]  # of the largest field
+    fields: list[str]  # in the order of batches
     chunk_samples: int
-    modes: dict[str, int]
-    applied: dict[str, int]
+    modes: dict[str, int]  # images by the mode they came in, such as RGB, L, P, CMYK
+    applied: dict[str, int]  # images that were rotated, resized, or cut to their first frame
 
     def lines(self) -> list[str]:
         noun = "image" if self.source_kind == "images" else "sample"
@@ -153,27 +118,15 @@ class ConvertReport(_SampleReport):
 
 @dataclass(frozen=True)
 class AppendPlan(Report):
-    """Plan of `append`.
-
-    Attributes
-    ----------
-    num_old, num_new : int
-        Samples in the file, and in the source.
-    num_bytes, free_bytes : int
-        Of the new file, which takes the place of the old one when it is complete, and on its disk.
-    estimated_s : float
-        Of reading the source.
-    new_classes : list of str
-        Those that the file does not have yet.
-    """
+    """Plan of `append`."""
 
     path: str
-    num_old: int
-    num_new: int
-    num_bytes: int
-    free_bytes: int
-    estimated_s: float
-    new_classes: list[str] = field(default_factory=list)
+    num_old: int  # samples in the file
+    num_new: int  # samples in the source
+    num_bytes: int  # of the new file, which takes the place of the old one when it is complete
+    free_bytes: int  # on its disk
+    estimated_s: float  # of reading the source
+    new_classes: list[str] = field(default_factory=list)  # those that the file does not have yet
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -188,28 +141,12 @@ class AppendPlan(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class AppendReport(_SampleReport):
-    """Result of `append`.
-
-    Attributes
-    ----------
-    num_added, num_samples : int
-        New ones, and all that are in the file now.
-    num_bytes : int
-        Of the whole file.
-    seconds : float
-        From the first look at the file until the new one was on disk under its name.
-    counts : dict of str to int
-        What the source noted of the new samples: for images, the mode they came in and what was applied.
-    skipped : list of (name, reason)
-        Which the file ``skipped_list`` holds too, behind those of before.
-    ignored : list of str
-        What lies in the source and is not used.
-    already_complete : bool
-        The same command had appended the samples before, and nothing was done; ``counts`` are not known then.
-    """
+    """Report of `append`."""
 
     num_added: int
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # what the source noted: of images, their modes and what was applied
     new_classes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -225,44 +162,22 @@ class AppendReport(_SampleReport):
 
 @dataclass(frozen=True)
 class MatrixPlan(Report):
-    """Plan of a conversion of a sparse matrix, from reading the start of the source.
-
-    Attributes
-    ----------
-    num_rows, num_columns : int or None
-        None where only reading all of the source tells.
-    num_entries : int
-        About, from the size of the source, unless ``whole`` says that all of it was read for this.
-    fields : dict of str to str
-        dtype of each field.
-    num_bytes, temporary_bytes : int
-        About: of the output, and beside it while it is made; 0 where all fits in memory.
-    free_bytes : int
-        On the disk of the output.
-    memory_bytes : int
-        What was allowed.
-    axes : (str, str)
-        What the rows, which are the samples, and the columns are in the source.
-    duplicates : str
-        What is done about entries that share a place.
-    already_complete : bool
-        The same command has made the output already, and would do nothing.
-    """
+    """Plan of a conversion of a sparse matrix, from reading the start of the source."""
 
     source_kind: str
-    num_rows: int | None
+    num_rows: int | None  # None where only reading all of the source tells
     num_columns: int | None
-    num_entries: int
-    whole: bool
-    fields: dict[str, str]
-    num_bytes: int
-    temporary_bytes: int
-    free_bytes: int
-    memory_bytes: int
+    num_entries: int  # about, from the size of the source
+    whole: bool  # all of the source was read for this: `num_entries` is exact
+    fields: dict[str, str]  # dtypes
+    num_bytes: int  # about
+    temporary_bytes: int  # about; beside the output while it is made; 0 where all fits in memory
+    free_bytes: int  # on the disk of the output
+    memory_bytes: int  # what was allowed
     estimated_s: float
-    axes: tuple[str, str]
-    duplicates: str
-    already_complete: bool = False
+    axes: tuple[str, str]  # what rows, which are the samples, and columns are in the source
+    duplicates: str  # what is done about entries that share a place
+    already_complete: bool = False  # the same command has made the output: it would do nothing
 
     def lines(self) -> list[str]:
         rows = "rows" if self.num_rows is None else f"{self.num_rows:,} rows"
@@ -283,48 +198,27 @@ class MatrixPlan(Report):
 
 @dataclass(frozen=True)
 class MatrixReport(Report):
-    """Report of a conversion of a sparse matrix.
-
-    Attributes
-    ----------
-    kind : {"csr", "dense"}
-    num_entries : int or None
-        None where the file does not say: of dense rows that were complete before.
-    num_bytes : int
-        Of the whole file.
-    scale : float
-        A value is its code over this.
-    pattern : bool
-        All values are one.
-    seconds : float
-        From the first look at the source until the file was on disk under its name.
-    counts : dict of str to int
-        What was done to entries, rows and columns: ``entries read``, ``explicit zeros dropped``, and so on; none that
-        is 0.
-    num_ranges : int
-        Parts that were sorted one after the other, as memory did not suffice for all; 1 where it did.
-    axes : (str, str)
-        What the rows, which are the samples, and the columns are in the source.
-    already_complete : bool
-        The same command had made the file before, and nothing was done; ``counts`` are not known then.
-    """
+    """Report of a conversion of a sparse matrix."""
 
     path: str
     source_kind: str
-    kind: str
+    kind: str  # csr or dense
     num_rows: int
     num_columns: int
-    num_entries: int | None
-    num_bytes: int
-    scale: float
-    pattern: bool
+    num_entries: int | None  # None where the file does not say: of dense rows that were complete before
+    num_bytes: int  # of the whole file
+    scale: float  # a value is its code over this
+    pattern: bool  # all values are one
     chunk_samples: int
-    seconds: float
-    counts: dict[str, int] = field(default_factory=dict)
-    num_ranges: int = 1
+    seconds: float  # from the first look at the source until the file was on disk under its name
+    counts: dict[str, int] = field(default_factory=dict)  # what was done to entries, rows and columns; none that is 0
+    num_ranges: int = 1  # parts that were sorted one after the other; 1 where memory sufficed for all
     fields: list[str] = field(default_factory=list)
-    axes: tuple[str, str] = ("rows", "columns")
-    already_complete: bool = False
+    axes: tuple[str, str] = (
+        "rows",
+        "columns",
+    )  # what rows, which are the samples, and columns are in the source
+    already_complete: bool = False  # the same command had made the file before: nothing was done
 
     def lines(self) -> list[str]:
         values = "a pattern of ones" if self.pattern else f"values {codes_text(self.scale)}"

@@ -17,45 +17,27 @@ SHOWN = 20  # files in what people read; JSON has all
 
 @dataclass(frozen=True)
 class DatasetInfo(Report):
-    """One dataset.
-
-    Attributes
-    ----------
-    layout : {"contiguous", "chunked", "compact", "virtual"}
-    edges_unfiltered : bool
-        Whether partial chunks at the edges are stored without the filters.
-    num_chunks, chunk_bytes : int
-        Decoded; 0 chunks for a contiguous one.
-    sample_bytes : int
-        One index of the first axis.
-    chunks_per_sample, reads_per_sample : int
-        Chunks that a sample touches; byte ranges read for a single random one, with this HDF5's default cache.
-    amplification : float
-        Bytes read for a single random sample, with that cache, over the bytes of the sample.
-    num_unwritten : int
-        Chunks that were never written, which is legal in HDF5, and read as ``reads_as``. A contiguous dataset is one.
-    """
+    """One dataset."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    layout: str
+    layout: str  # contiguous, chunked, compact or virtual
     chunks: tuple[int, ...] | None
     filters: list[str]
-    edges_unfiltered: bool
+    edges_unfiltered: bool  # partial chunks at the edges are stored without the filters
     stored_bytes: int
-    num_chunks: int
-    chunk_bytes: int
-    sample_bytes: int
-    chunks_per_sample: int
-    reads_per_sample: int
-    amplification: float
+    num_chunks: int  # 0 for a contiguous one
+    chunk_bytes: int  # decoded
+    sample_bytes: int  # of one index of the first axis
+    chunks_per_sample: int  # that a sample touches
+    reads_per_sample: int  # byte ranges that one random sample takes, with this HDF5's default cache
+    amplification: float  # bytes read for one random sample, with that cache, over its bytes
     verdict: str
-    num_unwritten: int = 0
-    reads_as: str = ""
+    num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one
+    reads_as: str = ""  # what those read as
 
     def lines(self) -> list[str]:
-        """The report for people, line by line."""
         layout = self.layout
         if self.chunks is not None:
             chunks = count_text(self.num_chunks, "chunk")
@@ -72,45 +54,24 @@ class DatasetInfo(Report):
 
 @dataclass(frozen=True)
 class MatrixInfo(Report):
-    """A sparse matrix, or the dense rows of one in an h5chunk file.
-
-    Attributes
-    ----------
-    kind : {"csr", "dense", ""}
-        Empty if the file does not say that rows are compressed: then ``num_rows`` and ``num_columns`` are None.
-    num_entries : int or None
-        None for dense rows.
-    stored_bytes : int
-        Of rows, columns and values.
-    verdict : str
-        How to train on it; empty in an h5chunk file.
-    density, median_row_entries, max_row_entries : float or None
-        In an h5chunk file; None for dense rows.
-    scale : float
-        A value is what is stored over this.
-    pattern : bool
-        All values are one, and none is stored.
-    value_range : (float, float) or None
-        None where not all values were read, or there are none.
-    """
+    """A sparse matrix, or the dense rows of one in an h5chunk file."""
 
     name: str
-    kind: str
-    num_rows: int | None
+    kind: str  # csr or dense; empty if the file does not say that rows are compressed
+    num_rows: int | None  # None where `kind` is empty
     num_columns: int | None
-    num_entries: int | None
+    num_entries: int | None  # None for dense rows
     dtype: str
-    stored_bytes: int
-    verdict: str = ""
-    density: float | None = None
+    stored_bytes: int  # of rows, columns and values
+    verdict: str = ""  # how to train on it; empty in an h5chunk file
+    density: float | None = None  # this and the next two: of sparse rows in an h5chunk file
     median_row_entries: float | None = None
     max_row_entries: int | None = None
-    scale: float = 1.0
-    pattern: bool = False
-    value_range: tuple[float, float] | None = None
+    scale: float = 1.0  # a value is what is stored over this
+    pattern: bool = False  # all values are one, and none is stored
+    value_range: tuple[float, float] | None = None  # None where not all values were read, or there are none
 
     def lines(self) -> list[str]:
-        """The report for people, line by line."""
         shape = f"{self.num_rows:,} x {self.num_columns:,}, " if self.num_rows is not None else ""
         size = human_bytes(self.stored_bytes)
         if self.verdict:
@@ -132,29 +93,15 @@ class MatrixInfo(Report):
 
 @dataclass(frozen=True)
 class FileInfo(Report):
-    """The contents of a file.
-
-    Attributes
-    ----------
-    header : Header or None
-        Of an h5chunk file.
-    default_cache : CacheSettings
-        The chunk cache that this HDF5 library gives a dataset by default.
-    datasets : list of DatasetInfo
-        All but what h5chunk keeps beside the data.
-    refused : list of str
-        What was not read, and why: links, views of other files, and sizes out of proportion.
-    matrices : list of MatrixInfo
-        Sparse matrices; in an h5chunk file also dense rows.
-    """
+    """The contents of a file."""
 
     path: str
     num_bytes: int
-    header: Header | None
-    default_cache: CacheSettings
-    datasets: list[DatasetInfo]
-    refused: list[str] = field(default_factory=list)
-    matrices: list[MatrixInfo] = field(default_factory=list)
+    header: Header | None  # of an h5chunk file
+    default_cache: CacheSettings  # that this HDF5 library gives a dataset
+    datasets: list[DatasetInfo]  # all but what h5chunk keeps beside the data
+    refused: list[str] = field(default_factory=list)  # links, views, sizes out of proportion: what was not read, why
+    matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
 
     def lines(self) -> list[str]:
         if self.header is None:
@@ -195,34 +142,18 @@ class FileInfo(Report):
 
 @dataclass(frozen=True)
 class FolderInfo(Report):
-    """The contents of the files in a folder, or of those that match a pattern.
-
-    Attributes
-    ----------
-    files : tuple of FileInfo
-        By name, with numbers in it by their value; without those that cannot be opened.
-    broken : dict of str to str
-        Those, and why.
-    num_samples, chunk_samples : tuple of int
-        Samples, and those that are read together, of each of the files in the set; empty if they are none.
-    fields, class_names : tuple of str
-        Of the set.
-    is_shuffled : bool
-        Whether the samples of all files were shuffled together when they were written.
-    why_not : str
-        Why the files are no data set; empty if they are one.
-    """
+    """The contents of the files in a folder, or of those that match a pattern."""
 
     path: str
     num_bytes: int
-    files: tuple[FileInfo, ...]
-    broken: dict[str, str]
-    num_samples: tuple[int, ...] = ()
-    fields: tuple[str, ...] = ()
+    files: tuple[FileInfo, ...]  # by name, with numbers in it by their value; without the broken ones
+    broken: dict[str, str]  # files that cannot be opened, and why
+    num_samples: tuple[int, ...] = ()  # of each file; empty if they are no data set together
+    fields: tuple[str, ...] = ()  # of the set, as its class names
     class_names: tuple[str, ...] = ()
-    chunk_samples: tuple[int, ...] = ()
-    is_shuffled: bool = False
-    why_not: str = ""
+    chunk_samples: tuple[int, ...] = ()  # samples that are read together, of each file
+    is_shuffled: bool = False  # the samples of all files were shuffled together when they were written
+    why_not: str = ""  # why the files are no data set; empty if they are one
 
     def facts(self) -> dict[str, Any]:
         """The report for programs, with the samples of all files."""
@@ -252,22 +183,12 @@ class FolderInfo(Report):
 
 @dataclass(frozen=True)
 class MachineInfo(Report):
-    """What this process may use of its machine.
-
-    Attributes
-    ----------
-    available_bytes : int
-        Of memory, reclaimable page cache included.
-    native_threads : bool
-        Whether the native reading threads were built, and are not switched off.
-    device : str or None
-        The CUDA device that torch uses by default.
-    """
+    """What this process may use of its machine."""
 
     num_cores: int
-    available_bytes: int
-    native_threads: bool
-    device: str | None
+    available_bytes: int  # of memory, reclaimable page cache included
+    native_threads: bool  # the native reading threads were built, and are not switched off
+    device: str | None  # the CUDA device that torch uses by default
     versions: dict[str, str]
 
     def lines(self) -> list[str]:
