@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.native import CUT_SHORT, JOB, READ, SYSTEM, Result
+from h5chunk.native import CUT_SHORT, DONE, JOB, READ, SYSTEM, Result, available, run
 
 RUN_BYTES = 2 << 20  # of one call, about; long ranges are cut into such runs, so that threads can share them
+NATIVE_RUNS = 8  # so many are read sooner in C, once their table is made
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
 CUT = "the file ends in the middle of its data: it was cut short"
 PART_BYTES = 8 << 20  # what a thread does at a time: large enough not to fight for the GIL; scripts/LOG.md
@@ -48,6 +49,11 @@ class VectorPart:
         self._runs, self._vectors, self._out, self._where = runs, vectors, out, where
 
     def __call__(self, descriptor: int) -> None:
+        if len(self._runs) >= NATIVE_RUNS and available():
+            result = run(self.jobs(descriptor))
+            if result.status != DONE:
+                raise self.error_of(result)
+            return
         table, stride = self._vectors.ctypes.data, self._vectors.strides[0]
         for first, count, offset, num_bytes in self._runs:
             got = _preadv(descriptor, table + first * stride, min(count, MAX_VECTORS), offset)
