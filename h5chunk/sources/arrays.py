@@ -67,23 +67,19 @@ class ArraySource(Samples):
             name: np.char.encode(np.asarray(array), "utf-8") if array.dtype.kind == "U" else array
             for name, array in arrays.items()
         }
-        fields = largest_first(
-            {
-                name: SampleField(tuple(array.shape[1:]), field_dtype(name, array.dtype))
-                for name, array in self._arrays.items()
-            }
-        )
-        columns = [
-            name for name, field in fields.items() if not field.shape and self._arrays[name].nbytes <= MAX_COLUMN_BYTES
-        ]
-        if len(columns) == len(fields):
-            del columns[0]
-        self.fields = {name: field for name, field in fields.items() if name not in columns}
-        self.columns = {
-            name: np.asarray(array).astype(fields[name].dtype)
+        fields = {
+            name: SampleField(tuple(array.shape[1:]), field_dtype(name, array.dtype))
             for name, array in self._arrays.items()
-            if name in columns
         }
+        columns = [
+            name for name, array in self._arrays.items() if len(array.shape) == 1 and array.nbytes <= MAX_COLUMN_BYTES
+        ]
+        self.fields = largest_first({name: field for name, field in fields.items() if name not in columns})
+        if not self.fields:
+            main = next(iter(largest_first(fields)))
+            columns.remove(main)
+            self.fields = {main: fields[main]}
+        self.columns = {name: np.asarray(self._arrays[name]).astype(fields[name].dtype) for name in columns}
         self.options = {"fields": list(self._arrays)}
         if path is None:
             self.notes = ["whether arrays in Python have changed is unknown: a conversion that is stopped starts anew"]

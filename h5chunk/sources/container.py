@@ -149,12 +149,8 @@ class StoredFile:
 class Archive(StoredFile):
     """A zip, of which each member is a local header and a run of bytes; or an uncompressed tar, where it is such a run.
 
-    Parameters
-    ----------
-    path : Path
-    index : (num_members, 6) int64
-        Of each member: where it starts, the bytes that it takes and those of its file, the method of packing (of a
-        tar `IN_TAR`), its CRC-32, and its type of file.
+    ``index``, (num_members, 6) int64, has of each where it starts, the bytes that it takes and those of its file, the
+    method of packing (of a tar `IN_TAR`), its CRC-32, and its type of file.
     """
 
     def __init__(self, path: Path, index: np.ndarray) -> None:
@@ -278,12 +274,12 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
             raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, behind {len(names)} members")
-    rows = np.frombuffer(index, np.int64).reshape(-1, 6)
-    return Archive(path, _follow_links(links, names, rows)), names
+    followed = _follow_links(links, names)
+    return Archive(path, np.frombuffer(index, np.int64).reshape(-1, 6)[followed]), names
 
 
-def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]], index: np.ndarray) -> np.ndarray:
-    """Give members that are links the bytes of what they lead to; those that lead to none stay links."""
+def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]]) -> np.ndarray:
+    """Return the member whose bytes each has; links that lead to none stay links."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
     followed = np.arange(len(names))
@@ -293,4 +289,4 @@ def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]], index
                 break
             number = following[number]
         followed[link] = number
-    return index[followed]
+    return followed

@@ -17,15 +17,7 @@ from h5chunk.sources.samples import IMAGES, LABELS, Samples
 
 
 class ImageSource(Samples):
-    """Images of one shape, which is known once `settle` was called.
-
-    Parameters
-    ----------
-    listing : Listing
-    decoding : ImageOptions
-    split_folders : {"auto", "yes", "no"}
-        Whether the top folders of the source are splits, as the file's header records it.
-    """
+    """Images of one shape, which is known once `settle` was called; ``split_folders`` is for the file's header."""
 
     kind = IMAGES
     noun = "images"

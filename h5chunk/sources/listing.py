@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,25 +32,17 @@ Found = Callable[[int], None]  # told how many images were found so far
 
 @dataclass
 class Listing:
-    """The samples of a source, without their pixels.
+    """The samples of a source, without their pixels; ``names`` are paths below it, with slashes.
 
-    Attributes
-    ----------
-    names : Names
-        Paths below the source, with slashes, as bytes.
-    columns : dict of str to (num_samples,) array
-        ``labels`` int64 if there are classes; ``split`` if there are splits; further columns of a manifest.
-    class_names : list of str
-        ``class_names[label]``; empty if there are no classes.
-    ignored, notes : list of str
-        What lies in the source and is not packed, and what else people should know.
+    Columns are (num_samples,): ``labels`` int64 if there are classes, ``split`` if there are splits, and those of a
+    manifest.
     """
 
     container: Container
     names: Names
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     class_names: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)  # what lies in the source and is not packed
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,15 +58,7 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None, *, s
     """List the images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
 
     Where the top folders are splits, classes are the folders in those, the same for all splits, and the column
-    ``split`` has the name of the top folder.
-
-    Parameters
-    ----------
-    source : path
-    found : callable, optional
-        Called now and then with the number of images found so far.
-    split_folders : {"auto", "yes", "no"}
-        Whether the top folders are splits; ``auto``: they are if all have names of splits, and there are two or more.
+    ``split`` has the name of the top folder. ``auto``: they are if all have names of splits, and there are two or more.
     """
     path = Path(source)
     found = found or (lambda count: None)
@@ -85,7 +70,11 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None, *, s
     else:
         container, members = open_archive(path)
         directories, ignored = _group(_split(members), found)
-        directories = _unwrapped(directories)
+        tops = {name.partition(b"/")[0] for name, directory in directories.items() if directory.files}
+        if len(tops) == 1 and b"" not in tops:  # a folder that wraps all images is removed from their paths
+            top = tops.pop()
+            inside = (name for name in directories if name.partition(b"/")[0] == top)
+            directories = {name[len(top) + 1 :]: directories[name] for name in inside}
     listing = _arrange(printable(path), directories, container, split_folders)
     listing.ignored[:0] = ignored
     found(len(listing.names))
@@ -129,19 +118,15 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
                 for entry in entries:
                     if _is_hidden(entry.name):
                         continue
-                    if _is_folder(entry):
+                    is_folder = False
+                    with suppress(OSError):  # a link to itself
+                        is_folder = entry.is_dir()
+                    if is_folder:
                         stack.append((folder + b"/" + entry.name if folder else entry.name, (*above, here)))
                     else:
                         yield folder, entry.name, -1
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be listed: {error.strerror}") from None
-
-
-def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
 
 
 def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes, int]]:
@@ -173,19 +158,6 @@ def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dic
     if not num_others:
         return directories, []
     return directories, [f"files whose names do not end like an image's: {num_others}, such as {as_text(other)}"]
-
-
-def _unwrapped(directories: dict[bytes, _Directory]) -> dict[bytes, _Directory]:
-    """Remove a folder that wraps all images from their paths."""
-    tops = {name.partition(b"/")[0] for name, directory in directories.items() if directory.files}
-    if len(tops) != 1 or b"" in tops:
-        return directories
-    wrap = tops.pop()
-    return {
-        name[len(wrap) + 1 :]: directory
-        for name, directory in directories.items()
-        if name == wrap or name.startswith(wrap + b"/")
-    }
 
 
 def _arrange(source: str, directories: dict[bytes, _Directory], container: Container, split_folders: str) -> Listing:

@@ -132,10 +132,7 @@ def _encoded(value: str | bytes) -> bytes:
 def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
     """A number, an array, a tensor or a string as an array, of the dtype of its field once that is known.
 
-    Raises
-    ------
-    SampleError
-        It is none of these, or the field cannot hold it exactly.
+    SampleError: it is none of these, or the field cannot hold it exactly.
     """
     shown = f"field {printable(name)!r}"
     if value is None:

@@ -28,10 +28,7 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Read shape, whether columns lie together, and type of an array in .npy; leaves the file at its first value.
 
-    Raises
-    ------
-    SourceError
-        It is none, or one of Python objects.
+    SourceError: it is none, or one of Python objects.
     """
     try:
         with warnings.catch_warnings():

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from h5chunk.errors import SampleError, ShapeError, SourceError, printable
-from h5chunk.source import OpenContext, SampleField, SampleSource, shape_text
+from h5chunk.source import SampleField, SampleSource, shape_text
 from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.options import Options
@@ -25,24 +25,8 @@ class Samples(SampleSource):
     Options: ClassVar[type[Options]] = Options
     decoding: ImageOptions = ImageOptions()
 
-    @classmethod
-    def recognises(cls, source: Any, head: bytes) -> bool:
-        """Whether a source, of which these are the first bytes, is of this kind."""
-        raise NotImplementedError
-
-    @classmethod
-    def open(cls, source: Any, options: Any, context: OpenContext) -> Samples:
-        """Open a source."""
-        raise NotImplementedError
-
     def values(self, index: int) -> Mapping[str, Any]:
-        """Read all fields of a sample: arrays, opened images, or encoded ones as bytes.
-
-        Raises
-        ------
-        SampleError
-            They cannot be read.
-        """
+        """Read all fields of a sample: arrays, opened images, or encoded ones as bytes; or raise SampleError."""
         raise NotImplementedError
 
     def session(self) -> AbstractContextManager[None]:
@@ -78,12 +62,7 @@ class Samples(SampleSource):
     def settle(self, skip_bad: bool) -> list[str]:
         """Take the fields of the first sample that can be read, which all samples must share; return their names.
 
-        Raises
-        ------
-        SampleError
-            It cannot be read and ``skip_bad`` is false.
-        SourceError
-            None of the samples can be read.
+        Raises SampleError if the first one cannot be read, or with ``skip_bad`` SourceError if none can.
         """
         for index in range(len(self)):
             try:
@@ -111,9 +90,8 @@ class Samples(SampleSource):
                 remedy = "give arrays of one shape"
                 if field.axes:
                     remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
-                    if self.decoding.color == "keep" and (
-                        self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]
-                    ):
+                    same_size = self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]
+                    if self.decoding.color == "keep" and same_size:
                         remedy = "give the colours that all shall have (--color rgb|gray)"
                 return (
                     f"samples differ in {printable(name)!r}: {self.name(number)} is {shape_text(shape)}, "
@@ -135,10 +113,7 @@ def largest_first(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
 def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a file keeps values of some dtype: native byte order, and truth as uint8.
 
-    Raises
-    ------
-    SourceError
-        A file cannot hold such values; says how they could be changed.
+    SourceError: a file cannot hold such values; says how they could be changed.
     """
     if dtype.kind == "b":
         return np.dtype(np.uint8)

@@ -37,6 +37,7 @@ from h5chunk.stamp import stamp_of
 
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
+TEXTS = ("string", "large_string")
 BATCH_ROWS = 1024
 MAX_STRING_BYTES = 4096
 
@@ -59,7 +60,7 @@ class _Spool:
         while view:
             view = view[self._file.write(view) :]
 
-    def read(self, index: int) -> bytes:
+    def value(self, index: int) -> Any:
         start, stop = self._ends[index : index + 2]
         return read_at(self._file.fileno(), start, stop - start)
 
@@ -86,7 +87,7 @@ class _Vectors(_Spool):
         self.append(np.ascontiguousarray(values, dtype), len(array))
 
     def value(self, index: int) -> np.ndarray:
-        return np.frombuffer(self.read(index), self.dtype)
+        return np.frombuffer(super().value(index), self.dtype)
 
 
 class _Images(_Spool):
@@ -100,15 +101,12 @@ class _Images(_Spool):
         for value in array:
             self.append(value.as_buffer())
 
-    def value(self, index: int) -> bytes:
-        return self.read(index)
-
 
 class _Values(list[np.ndarray]):
     """Numbers, or strings, in memory."""
 
     def add(self, array: Any) -> None:
-        if not _is_text(array.type):
+        if not _is_any(array.type, *TEXTS):
             self.append(np.asarray(array.to_numpy(zero_copy_only=False)))
             return
         strings = array.cast(pyarrow.binary())
@@ -241,24 +239,20 @@ def _tables_in(source: Any) -> list[Path]:
     return files if files and all(path.suffix == SUFFIX and path.is_file() for path in files) else []
 
 
-def _is_text(kind: Any) -> bool:
-    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+def _is_any(kind: Any, *names: str) -> bool:
+    """Whether a type of Arrow is one of these."""
+    return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
 
 def _kind_of(kind: Any) -> Any:
     """The class that keeps the values of a column of some type of Arrow; None for a type that is not read."""
-    types = pyarrow.types
-
-    def is_number(kind: Any) -> bool:
-        return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
-
-    if is_number(kind) or _is_text(kind):
+    numbers = ("integer", "floating", "boolean")
+    if _is_any(kind, *numbers, *TEXTS):
         return _Values
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if is_list and is_number(kind.value_type):
+    if _is_any(kind, "list", "large_list", "fixed_size_list") and _is_any(kind.value_type, *numbers):
         return _Vectors
-    is_image = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    return _Images if is_image or types.is_binary(kind) or types.is_large_binary(kind) else None
+    is_image = _is_any(kind, "struct") and kind.get_field_index("bytes") >= 0
+    return _Images if is_image or _is_any(kind, "binary", "large_binary") else None
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from h5chunk.errors import SourceError
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
-from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
+from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, dense_block, native, read_blocks
 from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members
 
@@ -26,10 +26,7 @@ MAX_CATEGORIES = 1 << 20
 
 
 class H5adSource(SparseSource):
-    """An .h5ad: the matrix X, a layer of it, or raw (that is ``raw/X``).
-
-    Columns of ``obs`` that are left out are in ``ignored``, each with the reason.
-    """
+    """An .h5ad: X, a layer, or raw (``raw/X``); ``ignored`` has the columns of ``obs`` left out, with the reason."""
 
     kind = "h5ad"
     Options = LayerOptions
@@ -45,13 +42,10 @@ class H5adSource(SparseSource):
     def __init__(self, path: str, options: LayerOptions, context: OpenContext) -> None:
         self._file = GuardedFile(path, context.memory_bytes)
         self.path = self._file.path
-        layer = options.layer
-        if layer in (None, "X"):
-            self._where: tuple[str, ...] = ("X",)
-        elif layer in ("raw", "raw/X"):
-            self._where = ("raw", "X")
-        else:
-            self._where = ("layers", str(layer).removeprefix("layers/"))
+        layer = options.layer or "X"
+        self._where: tuple[str, ...] = {"X": ("X",), "raw": ("raw", "X"), "raw/X": ("raw", "X")}.get(
+            layer, ("layers", layer.removeprefix("layers/"))
+        )
         self.row_fields: dict[str, np.ndarray] = {}
         self.categories: dict[str, list[str]] = {}
         self.ignored: dict[str, str] = {}
@@ -114,11 +108,9 @@ class H5adSource(SparseSource):
         return stored.names(f"names of {table}", length) if stored.is_strings else None
 
     def _read_fields(self, obs: GuardedGroup) -> None:
-        index = obs.word("_index") or "_index"
+        others = (obs.word("_index") or "_index", "index", "__categories")
         names = [name for name in obs.words("column-order") if name in obs] or obs.names()
-        for name in dict.fromkeys(names):
-            if name in (index, "index", "__categories"):
-                continue
+        for name in dict.fromkeys(name for name in names if name not in others):
             try:
                 self._read_field(obs, name)
             except _Unfit as reason:
@@ -172,8 +164,12 @@ class H5adSource(SparseSource):
         with self._file.open() as root:
             layout, shape, parts = self._matrix(root)
             if layout == "dense":
-                for block in _dense_blocks(parts[0], max_bytes):
-                    yield block, parts[0].consumed_bytes
+                dense, at_once = parts[0], max(1, max_bytes // CELL_BYTES)
+                for row, column, part in dense.parts(at_once * dense.dtype.itemsize):
+                    cells, width = part.reshape(-1), part.shape[1]
+                    for start in range(0, len(cells), at_once):
+                        some = cells[start : start + at_once]
+                        yield dense_block(dense.name, some, start, width, (row, column)), dense.consumed_bytes
             else:
                 yield from read_blocks(layout, shape, parts, max_bytes)
 
@@ -193,21 +189,6 @@ def _strings(stored: Stored) -> np.ndarray:
 
 def _choices(root: GuardedGroup) -> str:
     """The matrices that are there, for messages."""
-    there = [name for name in ("X",) if name in root]
-    there += ["raw"] if "raw" in root else []
+    there = [name for name in ("X", "raw") if name in root]
     there += root.group("layers").names() if "layers" in root else []
     return f"matrices that it has (--layer): {', '.join(there) or 'none'}"
-
-
-def _dense_blocks(dense: Stored, max_bytes: int) -> Iterator[Block]:
-    """The cells that are not zero."""
-    at_once = max(1, max_bytes // CELL_BYTES)
-    for row, column, part in dense.parts(at_once * dense.dtype.itemsize):
-        cells = part.reshape(-1)
-        for start in range(0, len(cells), at_once):
-            places = np.flatnonzero(cells[start : start + at_once]) + start
-            values = native(cells[places])
-            rows, columns = np.divmod(places, part.shape[1])
-            rows, columns = rows + row, columns + column
-            check_finite(dense.name, values, rows, columns)
-            yield Block(rows, columns, values)

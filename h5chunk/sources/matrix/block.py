@@ -25,27 +25,18 @@ from h5chunk.stamp import stamp_of
 
 @dataclass(frozen=True)
 class Block:
-    """A block of entries of a sparse matrix.
+    """A block of n entries of a sparse matrix; arrays may be read-only.
 
-    Attributes
-    ----------
-    rows, columns : (n,) int64
-        Numbers from 0, as the source counts them. Where the source has ids (`SparseSource.has_ids`) the raw ids:
-        int64, or fixed-length bytes (``S``, UTF-8) whose length may differ from block to block.
-    values : (n,) array of any numeric type, or None
-        Finite; zeros that a sparse file holds are kept. None for a pure pattern, where every entry is a one; it is
-        None in all blocks of a source or in none. Arrays may be read-only.
-    times : (n,) int64, or None
-        When each entry was made, in any unit, of a source that was asked for times and has them.
-    first_line : int or None
-        Line of the first entry, from 1, where each entry is one line and the lines have no gaps.
+    Rows and columns are int64, counted from 0; where the source has ids (`SparseSource.has_ids`) the raw ids, int64 or
+    fixed-length bytes (``S``, UTF-8) whose length may differ from block to block. Values are finite, of any numeric
+    type, and zeros that a sparse file holds are kept; None in all blocks of a pure pattern, where every entry is a one.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
-    times: np.ndarray | None = None
-    first_line: int | None = None
+    times: np.ndarray | None = None  # int64: when each entry was made, in any unit, if the source was asked and knows
+    first_line: int | None = None  # of the first entry, from 1, where each is one line and the lines have no gaps
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,29 +45,11 @@ class Block:
 class SparseSource:
     """Base class of the readers of sparse matrices.
 
-    Attributes
-    ----------
-    kind, noun : str
-        Name of the kind; what the source contains, for messages.
-    shape : (rows, columns)
-        None where only reading tells (delimited files; the columns of libsvm).
-    axes : (str, str)
-        What rows and columns are, for reports.
-    has_ids : bool
-        Rows and columns of blocks are raw ids, to be numbered in ascending order: integers by value, strings by
-        their bytes. An axis is the one or the other in all blocks.
-    is_sorted_by_row : bool
-        Rows never go down, within blocks and from one to the next.
-    row_fields : mapping of str to (rows,) array
-        Columns of h5ad's ``obs``; libsvm's ``labels`` (complete only after ``blocks`` is through). Fixed-size types.
-    categories : mapping of str to list of str
-        What the codes of a categorical row field mean; code -1 is missing.
-    row_names, column_names : (rows,) and (columns,) fixed-length bytes, or None
-        UTF-8: obs_names and var_names, barcodes and ids of features.
-    time_name : str or None
-        The column that ``times`` of blocks are from, if the source was asked for times and has them.
-    num_bytes : int
-        Size of what is read, for progress.
+    Sizes in ``shape`` are None where only reading tells (delimited files; the columns of libsvm). Where blocks have
+    raw ids (``has_ids``), these are numbered in ascending order: integers by value, strings by their bytes; an axis is
+    the one or the other in all blocks. ``row_fields`` are of fixed-size types, (rows,) each, such as h5ad's ``obs``;
+    ``categories`` say what the codes of one mean, of which -1 is missing. ``row_names`` and ``column_names`` are
+    UTF-8 of a fixed length, such as barcodes. ``time_name`` is the column that ``times`` of blocks are from.
     """
 
     kind: str
@@ -84,10 +57,10 @@ class SparseSource:
     Options: ClassVar[type[Options]] = MatrixSourceOptions
     path: str
     shape: tuple[int | None, int | None]
-    num_bytes: int
-    axes: tuple[str, str] = ("rows of the source", "columns of the source")
+    num_bytes: int  # of what is read, for progress
+    axes: tuple[str, str] = ("rows of the source", "columns of the source")  # what they are, for reports
     has_ids: bool = False
-    is_sorted_by_row: bool = False
+    is_sorted_by_row: bool = False  # rows never go down, within blocks and from one to the next
     row_fields: Mapping[str, np.ndarray] = MappingProxyType({})
     categories: Mapping[str, list[str]] = MappingProxyType({})
     row_names: np.ndarray | None = None
@@ -95,11 +68,6 @@ class SparseSource:
     time_name: str | None = None
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
-        raise NotImplementedError
-
-    @classmethod
-    def recognises(cls, source: Any, head: bytes) -> bool:
-        """Whether a source, of which these are the first bytes, is of this kind."""
         raise NotImplementedError
 
     @classmethod
@@ -118,12 +86,7 @@ class SparseSource:
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         """Yield the entries block by block, with the bytes of the source consumed so far; the same at each call.
 
-        Reading takes about ``max_bytes`` of memory, the blocks included.
-
-        Raises
-        ------
-        SourceError
-            The file is damaged, holds what cannot be, or changed while it was read; names line, or row and column.
+        Reading takes about ``max_bytes`` of memory, the blocks included. A SourceError names line, or row and column.
         """
         raise NotImplementedError
 

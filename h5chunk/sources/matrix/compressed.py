@@ -34,14 +34,9 @@ class Vector(Protocol):
 
 
 def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]) -> None:
-    """Validate shape, lengths and types of a matrix before a value is read.
+    """Validate shape, lengths and types of a matrix of layout ``csr``, ``csc`` or ``coo`` before a value is read.
 
-    Parameters
-    ----------
-    layout : {"csr", "csc", "coo"}
-    shape : (rows, columns)
-    vectors : sequence of Vector
-        Data, indices and pointers; of coordinates data, rows and columns.
+    Vectors are data, indices and pointers; of coordinates data, rows and columns.
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):
@@ -78,14 +73,16 @@ def read_blocks(
     """Yield the entries in stored order, with the bytes consumed so far; parameters as of `check_vectors`."""
     check_vectors(layout, shape, vectors)
     at_once = max(MIN_ENTRIES, max_bytes // ENTRY_BYTES)
-    blocks = _coordinates(shape, vectors, at_once) if layout == "coo" else _compressed(layout, shape, vectors, at_once)
+    if layout == "coo":
+        blocks = _coordinates(shape, vectors, at_once)
+    else:
+        blocks = _compressed(layout == "csc", shape, vectors, at_once)
     for block in blocks:
         yield block, sum(vector.consumed_bytes for vector in vectors)
 
 
-def _compressed(layout: str, shape: tuple[int, int], vectors: Sequence[Vector], at_once: int) -> Iterator[Block]:
+def _compressed(by_column: bool, shape: tuple[int, int], vectors: Sequence[Vector], at_once: int) -> Iterator[Block]:
     data, indices, pointers = vectors
-    by_column = layout == "csc"
     num_major, num_minor = shape[::-1] if by_column else shape
     words = ("column", "row") if by_column else ("row", "column")
     previous = 0
@@ -161,6 +158,22 @@ def _values(vector: Vector, start: int, stop: int, rows: np.ndarray, columns: np
     values = native(vector.read(start, stop))
     check_finite(vector.name, values, rows, columns)
     return values
+
+
+def dense_block(
+    name: str, cells: np.ndarray, first: int, width: int, corner: tuple[int, int] = (0, 0), *, by_column: bool = False
+) -> Block:
+    """Return the cells that are not zero of (n,) cells from number ``first`` on, of a dense matrix in lines of a width.
+
+    Lines are rows, or columns; the matrix begins at a corner (row, column) of the one that is read.
+    """
+    places = np.flatnonzero(cells)
+    values = native(cells[places])
+    line, within = np.divmod(places + first, width)
+    rows, columns = (within, line) if by_column else (line, within)
+    block = Block(rows + corner[0], columns + corner[1], values)
+    check_finite(name, values, block.rows, block.columns)
+    return block
 
 
 def native(values: np.ndarray) -> np.ndarray:

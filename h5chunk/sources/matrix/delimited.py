@@ -68,7 +68,16 @@ class DelimitedSource(TextSource):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        return has_suffix(source, ".csv", ".tsv", ".dat") or looks_delimited(text_lines(source, head))
+        """Whether its name says so, or its first lines are pairs of whole numbers and what follows, alike in all."""
+        if has_suffix(source, ".csv", ".tsv", ".dat"):
+            return True
+        lines = text_lines(source, head)
+        lines = [line for line in lines[_num_comments(lines) :] if line.strip()][:100]
+        if not lines:
+            return False
+        dialect = guess_dialect(lines)
+        table = [dialect.cells(line) for line in lines]
+        return all(2 <= len(row) == len(table[0]) <= 4 and is_whole(row[0]) and is_whole(row[1]) for row in table)
 
     def __init__(self, path: str, options: DelimitedOptions, context: OpenContext) -> None:
         super().__init__(path, options, context)
@@ -95,7 +104,9 @@ class DelimitedSource(TextSource):
         chosen = self._choose(columns)
         self.num_skipped += self.header is not None
         table = table[self.header is not None :]
-        sample = [row for row in self._sample(table) if len(row) == self._width]
+        probes = [line for lines in self._text.probes(NUM_PROBES, PROBE_BYTES) for line in lines.split(b"\n")]
+        probed = map(self._dialect.cells, filter(bytes.strip, probes))
+        sample = [row for row in (*table, *probed) if len(row) == self._width]
         self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by their part
         self._types = {part: pyarrow.float64() for part in self._columns}
         for place, part in enumerate(PARTS[:2]):
@@ -145,11 +156,10 @@ class DelimitedSource(TextSource):
         parts = [
             next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)
         ]
-        if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or self._width <= 4):
-            left = [i for i, name in enumerate(known) if name and i not in parts and not TIMES.fullmatch(name)]
-            value = parts[2] if parts[2] >= 0 else next(iter(left), -1)
-            return [i for i in (*parts[:2], value) if i >= 0]
         left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
+        if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or self._width <= 4):
+            value = parts[2] if parts[2] >= 0 else next((i for i in left if i not in parts), -1)
+            return [i for i in (*parts[:2], value) if i >= 0]
         if not 2 <= len(left) <= 3:
             names = ", ".join(repr(name) for name in self.header)
             self._text.fail(
@@ -167,11 +177,6 @@ class DelimitedSource(TextSource):
                 raise OptionError(f"column {word} is not there: {printable(self.path)} has {self._width}, from 0")
         there = ", ".join(self.header) if self.header else f"no header, but columns 0 to {self._width - 1}"
         raise OptionError(f"column {name!r} is not in {printable(self.path)}: it has {there}")
-
-    def _sample(self, table: list[list[bytes]]) -> list[list[bytes]]:
-        """The cells of lines from the start of the file and from places all over it."""
-        probes = self._text.probes(NUM_PROBES, PROBE_BYTES)
-        return table + [self._dialect.cells(line) for lines in probes for line in lines.split(b"\n") if line.strip()]
 
     def _find_time(self, table: list[list[bytes]]) -> None:
         """Choose the column of times, if there is one, and its type, from the first lines."""
@@ -226,7 +231,10 @@ class DelimitedSource(TextSource):
         types = {number: self._types[part] for part, number in self._columns.items()}
         read = read_columns(data, self._dialect.mark.decode(), self._dialect.has_quotes, self._width, types)
         columns = dict(zip(self._columns, read, strict=True))
-        if len(columns["row"]) != _num_filled(data):
+        num_lines = data.count(b"\n")
+        if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:  # some are empty
+            num_lines = sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
+        if len(columns["row"]) != num_lines:
             raise pyarrow.ArrowInvalid("a line end where none should be")
         for column in columns.values():
             if column.type == pyarrow.binary() and len(column):
@@ -274,16 +282,6 @@ class DelimitedSource(TextSource):
         self._text.fail(f"cannot be read: {shown(text)}", line)
 
 
-def looks_delimited(lines: list[bytes]) -> bool:
-    """Whether lines without any header are pairs of whole numbers and what follows them, alike in all."""
-    lines = [line for line in lines[_num_comments(lines) :] if line.strip()][:100]
-    if not lines:
-        return False
-    dialect = guess_dialect(lines)
-    table = [dialect.cells(line) for line in lines]
-    return all(2 <= len(row) == len(table[0]) <= 4 and is_whole(row[0]) and is_whole(row[1]) for row in table)
-
-
 def _num_comments(lines: list[bytes]) -> int:
     """Comments and blank lines above the first line."""
     return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)), len(lines))
@@ -295,14 +293,6 @@ def _without_type(name: str) -> str:
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def _num_filled(data: bytes) -> int:
-    """Number of lines that are not empty."""
-    count = data.count(b"\n")
-    if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:
-        count = sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
-    return count
 
 
 def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:

@@ -37,7 +37,14 @@ class LibsvmSource(TextSource):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        return has_suffix(source, ".libsvm", ".svmlight", ".svm") or looks_libsvm(text_lines(source, head))
+        """Whether its name says so, or the first lines are labels followed by pairs."""
+        if has_suffix(source, ".libsvm", ".svmlight", ".svm"):
+            return True
+        lines = text_lines(source, head)[:100]
+        rows = [words for line in lines if (words := _without_comments(line).split())]
+        pairs = [word for words in rows for word in words[1:]]
+        has_labels = all(NUMBER.fullmatch(words[0]) for words in rows)
+        return bool(pairs) and has_labels and all(PAIR.fullmatch(word) or word.startswith(b"qid:") for word in pairs)
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         super().__init__(path, options, context)
@@ -116,17 +123,6 @@ class LibsvmSource(TextSource):
             elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
                 self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}, no finite number", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
-
-
-def looks_libsvm(lines: list[bytes]) -> bool:
-    """Whether the first lines are labels followed by pairs."""
-    rows = [words for line in lines[:100] if (words := _without_comments(line).split())]
-    pairs = [word for words in rows for word in words[1:]]
-    return (
-        bool(pairs)
-        and all(NUMBER.fullmatch(words[0]) for words in rows)
-        and all(PAIR.fullmatch(word) or word.startswith(b"qid:") for word in pairs)
-    )
 
 
 def _without_comments(data: bytes) -> bytes:

@@ -6,6 +6,7 @@ side, so that memory is bounded whatever they claim. Source: scipy.sparse.save_n
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import numpy as np
 from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import Block, RegularFile, SparseSource
-from h5chunk.sources.matrix.compressed import check_finite, check_values_type, check_vectors, native, read_blocks
+from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, dense_block, read_blocks
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
 
@@ -50,7 +51,12 @@ class NpzSource(SparseSource):
                         "out of proportion for indices: save it with compressed=False if it is meant so"
                     )
             self._layout = self._read_layout(archive)
-            self.shape = self._read_shape(archive)
+            shape = self._small(archive, "shape")
+            if shape.dtype.kind not in "iu" or shape.size != 2 or int(shape.min()) < 0:
+                raise self._file.error(
+                    f"member 'shape' is {shape.tolist()} but must be two numbers, of rows and of columns"
+                )
+            self.shape = int(shape[0]), int(shape[1])
             check_vectors(self._layout, self.shape, self._vectors(archive))
         self.is_sorted_by_row = self._layout == "csr"
 
@@ -82,14 +88,6 @@ class NpzSource(SparseSource):
         if missing:
             raise self._file.error(f"has no member {missing[0]!r}, which format {name} needs")
         return name
-
-    def _read_shape(self, archive: zipfile.ZipFile) -> tuple[int, int]:
-        shape = self._small(archive, "shape")
-        if shape.dtype.kind not in "iu" or shape.size != 2 or int(shape.min()) < 0:
-            raise self._file.error(
-                f"member 'shape' is {shape.tolist()} but must be two numbers, of rows and of columns"
-            )
-        return int(shape[0]), int(shape[1])
 
     def _vectors(self, archive: zipfile.ZipFile) -> list[_Member]:
         """Streams of data, and of indices and indptr, or of rows and columns."""
@@ -161,20 +159,12 @@ class NpySource(SparseSource):
         self.is_sorted_by_row = not self._by_column
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        num_rows, num_columns = self.shape
-        num_cells = num_rows * num_columns
+        width, num_cells = self.shape[not self._by_column], math.prod(self.shape)
         at_once = max(MIN_CELLS, max_bytes // CELL_BYTES)
         for start in range(0, num_cells, at_once):
             part = self._cells(start, min(at_once, num_cells - start))
-            places = np.flatnonzero(part)
-            values = native(part[places])
-            places += start
-            if self._by_column:
-                columns, rows = np.divmod(places, num_rows)
-            else:
-                rows, columns = np.divmod(places, num_columns)
-            check_finite(printable(self.path), values, rows, columns)
-            yield Block(rows, columns, values), self._offset + (start + len(part)) * self._dtype.itemsize
+            block = dense_block(printable(self.path), part, start, width, by_column=self._by_column)
+            yield block, self._offset + (start + len(part)) * self._dtype.itemsize
 
     def _cells(self, start: int, count: int) -> np.ndarray:
         """Some cells, as they are stored; not mapped into memory, as a file that gets shorter would end the process."""

@@ -185,12 +185,9 @@ class TextSource(SparseSource):
 
 
 def read_columns(data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any]) -> list[Any]:
-    """Read some of the columns of whole lines, by their numbers, as Arrow arrays of some types.
+    """Read some of the columns of whole lines, by their numbers, as Arrow arrays of some types, or raise ArrowInvalid.
 
-    Raises
-    ------
-    ArrowInvalid
-        A line has not ``width`` columns, or a cell is not of its type.
+    All lines must have ``width`` columns.
     """
     if not data.strip(b"\r\n"):
         return [pyarrow.array([], kind) for kind in types.values()]
