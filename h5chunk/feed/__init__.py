@@ -1,1 +1,1 @@
-"""torch: a map-style Dataset over any HDF5 file, and a batch sampler that groups reads by chunk."""
+"""PyTorch integration: map-style Dataset over any HDF5 file, batch sampler that groups reads by chunk, and loader."""

@@ -22,8 +22,8 @@ Tensors = tuple[torch.Tensor, ...]  # one per field
 class FieldPipeline:
     """Convert samples of one field, and split them into batches.
 
-    The first transforms are computed together by ``converter``, and the ``others`` are applied when a batch is handed
-    out. With ``reuse``, on the CPU, a batch is valid until the next one.
+    ``converter`` computes the leading transforms together; ``others`` are applied when a batch is handed out. With
+    ``reuse``, on the CPU, a batch is valid only until the next batch.
     """
 
     def __init__(self, transforms: Sequence[Transform], field: Field | MatrixField, *, reuse: bool) -> None:
@@ -38,7 +38,7 @@ class FieldPipeline:
         return self._memory.empty(shape, dtype)
 
     def num_together(self, batch_size: int, *, keep: bool) -> int:
-        """Batches that are converted with one call: all, where nothing is done; else as many as are small."""
+        """Return how many batches to convert with one call: all if nothing is converted, else a few small ones."""
         if self.converter.makes_csr:  # which torch does not cut
             return 1
         if keep:
@@ -47,9 +47,9 @@ class FieldPipeline:
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
     def batches(self, samples: Any, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor]:
-        """Batches of these samples; ``keep``: they may be part of what is given.
+        """Convert samples and split them into batches; with ``keep`` the batches may share memory with the samples.
 
-        They are detached, so that autograd does not take a change of one in place for a change of the others.
+        Batches are detached, so that autograd does not mistake an in-place change of one batch for a change of another.
         """
         converted = self.converter(samples, keep)
         if len(samples) <= batch_size:
@@ -57,16 +57,16 @@ class FieldPipeline:
         return [batch.data for batch in converted.split(batch_size)]
 
     def release(self) -> None:
-        """End the threads, and free the memory that is kept for further batches."""
+        """Stop the threads, and free the memory that is kept for later batches."""
         self.converter.release()
         self._memory = None
 
 
 class BatchMaker:
-    """Make the batches that the user asked for, of samples that lie in a slot, or in memory of their own.
+    """Make the batches that the user asked for, from samples in a slot or in their own memory.
 
-    ``keep``: samples that need no conversion may be handed out as they are; else they are copied, as the slot will be
-    filled again.
+    With ``keep``, samples that need no conversion may be handed out without a copy; otherwise they are copied, because
+    the slot will be filled again.
     """
 
     def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
@@ -74,16 +74,16 @@ class BatchMaker:
         self._finishes = any(pipeline.others for pipeline in pipelines)
 
     def open(self, window: Fields, batch_size: int) -> WindowBatches:
-        """The batches of a window, to be taken one by one."""
+        """Return the batches of a window, to be taken one by one."""
         return WindowBatches(window, batch_size, self._pipelines, keep=self._keep)
 
     def make(self, samples: Fields, batch_size: int) -> list[Tensors]:
-        """Batches of samples that were gathered, and belong to nobody else."""
+        """Make batches from gathered samples that nothing else refers to."""
         fields = zip(self._pipelines, samples, strict=True)
         return list(zip(*(pipeline.batches(own, batch_size, keep=True) for pipeline, own in fields), strict=True))
 
     def num_gathered(self, batch_size: int) -> int:
-        """Batches that are best gathered, and made, with one call."""
+        """Return how many batches to gather and convert with one call."""
         return self._pipelines[0].num_together(batch_size, keep=False)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ class BatchMaker:
 
 
 class WindowBatches:
-    """The batches of one window. Several are made at a time, of each field as many as are small together."""
+    """The batches of one window, of which several small ones are made at a time."""
 
     def __init__(self, window: Fields, batch_size: int, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
         self._window, self._batch_size, self._pipelines, self._keep = window, batch_size, pipelines, keep
@@ -107,7 +107,7 @@ class WindowBatches:
         self._made: list[dict[int, torch.Tensor]] = [{} for _ in pipelines]
 
     def take(self, number: int) -> Tensors:
-        """Batch ``number`` of the window, once; an empty one beyond the last, as other ranks may have one there."""
+        """Return batch ``number`` of the window, once; empty beyond the last, where other ranks may have samples."""
         return tuple(self._take(field, made, number) for field, made in enumerate(self._made))
 
     def _take(self, field: int, made: dict[int, torch.Tensor], number: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ class WindowBatches:
         return made.pop(number)
 
     def _make(self, field: int, first: int, count: int) -> None:
-        """Make batch ``first`` of a field, and those behind it."""
+        """Make up to ``count`` batches of a field, starting with batch ``first``."""
         samples = self._window[field]
         start, stop = first * self._batch_size, (first + count) * self._batch_size
         if start or stop < len(samples):
@@ -129,17 +129,17 @@ class WindowBatches:
 
 
 class Passthrough:
-    """Hand out what a slot holds, all of it."""
+    """Hand out the whole content of a slot, unchanged."""
 
     def open(self, window: Fields, batch_size: int) -> Passthrough:
-        """The batches of a window: there is one."""
+        """Return the batches of a window: the whole window is the only batch."""
         self._window = window
         return self
 
     def take(self, number: int) -> Fields:
-        """The whole window."""
+        """Return the whole window."""
         return self._window
 
     def finish(self, batch: Fields) -> Fields:
-        """The batch as it is."""
+        """Return the batch unchanged."""
         return batch

@@ -1,4 +1,4 @@
-"""What a loader streams or keeps on the device, and within which memory."""
+"""Decide whether a loader streams its data or keeps it on the device, within a memory budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DECODING_BYTES = 1 << 30  # that threads decode in, unless their number is given
 
 @dataclass(frozen=True)
 class DataSource:
-    """The fields of a data set, and how they are read on their way to a device."""
+    """The fields of a data set, and how to read them on their way to a device."""
 
     reader: H5Reader
     direct: dict[str, DirectField]  # the fields that are read by byte ranges
@@ -49,17 +49,17 @@ class DataSource:
     timeout_s: float | None
 
     def read_amplification(self, order: Order) -> float:
-        """Bytes that the order's epoch reads, on all ranks, over those of its samples; but for small fields."""
+        """Return bytes read over bytes used in an epoch of this order, on all ranks, without the small fields."""
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
         kept = [name for name, field in self.direct.items() if is_kept_whole(field)]
         return read_amplification(self.reader, rows, self.direct, kept)
 
     def hdf5_cache(self, order: Order) -> CacheSettings:
-        """The chunk cache with which HDF5 reads each chunk of an order once."""
+        """Return the chunk cache with which HDF5 reads each chunk of an order only once."""
         return model_cache(self.reader, order.open_chunks, order.cache_w0)
 
     def describe(self, order: Order) -> str:
-        """How the fields are read, in words."""
+        """Describe in words how the fields are read."""
         times = self.read_amplification(order)
         beside = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
         ways = ((name, "h5py" if name in self.why else "direct") for name in self.reader.fields)
@@ -76,7 +76,7 @@ def make_source(
     num_threads: int | None,
     timeout_s: float | None,
 ) -> DataSource:
-    """The fields of a data set, by the arguments of a loader; ``order`` is of the samples in the file.
+    """Make the data source from the arguments of a loader; ``order`` counts samples in the file.
 
     Raise `FieldError` if a field holds strings, or numbers that torch does not have, and `OptionError` if
     ``reader="direct"`` is not possible.
@@ -95,7 +95,7 @@ def make_source(
 
 
 def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:
-    """How often each sample of the file may come in an epoch: (n,) int64; None: all samples once."""
+    """Return the upper limit on uses of each sample per epoch: (n,) int64; None: all samples once."""
     if order.selection is None and not order.pad:
         return None
     most = order.selection.most if isinstance(order.selection, WeightedSelection) else 1
@@ -107,7 +107,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
 
 
 def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], dict[str, str]]:
-    """The fields that can be read by byte ranges, and why the others cannot."""
+    """Return the fields that can be read by byte ranges, and why the other fields cannot."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
     direct, why = direct_fields(reader)
@@ -120,7 +120,7 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], 
 
 
 class MemoryBudget:
-    """The memory that a loader may take, on the host and on the device together, and what fits there."""
+    """Limit the memory of a loader, on the host and the device together, and plan what fits."""
 
     def __init__(
         self, source: DataSource, converters: Sequence[Converter], memory_bytes: int | None, *, reuse: bool
@@ -130,9 +130,9 @@ class MemoryBudget:
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
     def plan(self, resident: bool | str, order: Order, *, least_chunks: int | None) -> SlotPlan | None:
-        """The windows under way; None where all data shall stay on the device.
+        """Plan the windows under way; return None if all data stays on the device.
 
-        Raise `OptionError` if it shall, but does not fit.
+        Raise `OptionError` if resident data was requested but does not fit.
         """
         if self._fits_device(resident, order):
             return None
@@ -141,17 +141,17 @@ class MemoryBudget:
         return None if is_kept and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes else plan
 
     def plan_windows(self, order: Order, *, least_chunks: int | None) -> SlotPlan:
-        """The number of windows under way, and the order, whose windows may be made smaller to fit."""
+        """Return the number of windows under way, and the order, whose windows may be made smaller to fit."""
         return plan_slots(
             order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
         )
 
     def _window_bytes(self, num_samples: int) -> int:
-        """The bytes of a window: on the host and, if that is a GPU, on the device."""
+        """Return the bytes of a window: on the host and, if the device is a GPU, on the device too."""
         return (1 if self._on_cpu else 2) * slot_bytes(self._source.layouts, num_samples)
 
     def _beside_windows(self, order: Order) -> int:
-        """Memory that streaming in this order takes beside the windows."""
+        """Return the bytes that streaming in this order takes in addition to the windows."""
         total = self._reading_bytes(order)
         if self._on_cpu and not self._reuse:  # windows that were given back and wait to be used again
             total += KEPT * self._window_bytes(largest_window(order))
@@ -160,7 +160,7 @@ class MemoryBudget:
         return total
 
     def _reading_bytes(self, order: Order) -> int:
-        """Memory for small fields, for what HDF5 caches, and for decoding compressed chunks."""
+        """Return the bytes for small fields, for HDF5's chunk caches, and for decoding compressed chunks."""
         source = self._source
         total = sum(
             field.num_bytes if is_kept_whole(field) else field.scratch_bytes(source.num_threads)
@@ -176,7 +176,7 @@ class MemoryBudget:
         return total
 
     def _fits_device(self, wanted: bool | str, order: Order) -> bool:
-        """Whether all data shall stay on the device; raise `OptionError` if it shall, but does not fit."""
+        """Return whether all data stays on the device; OptionError if that was requested but does not fit."""
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False
         held = self._resident_bytes
@@ -196,7 +196,7 @@ class MemoryBudget:
         return sum(layout.all_bytes(num_samples) for layout in layouts.values())
 
     def _limit(self, wanted: bool | str) -> float:
-        """Bytes that resident data may take."""
+        """Return the upper limit on the bytes of resident data."""
         limit = math.inf if self._memory_bytes is None else self._memory_bytes
         if self._on_cpu:
             return limit
@@ -204,12 +204,12 @@ class MemoryBudget:
         return min(limit, free // RESIDENT_SHARE if wanted == "auto" and self._memory_bytes is None else free)
 
     def loading_samples(self, order: Order) -> int:
-        """The samples of each piece in which resident data is read."""
+        """Return how many samples are read at a time when resident data is loaded."""
         sample_bytes = sum(layout.sample_bytes for layout in self._source.layouts.values())
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
     def describe(self, order: Order, plan: SlotPlan | None) -> str:
-        """The memory in words; without a plan the data stays on the device."""
+        """Describe the memory in words; without a plan the data stays on the device."""
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
         num_batches, held = -(-plan.window_samples // order.batch_size), human_bytes(plan.num_bytes)
@@ -217,7 +217,7 @@ class MemoryBudget:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device that a user names; raise `OptionError` if it is no CPU or CUDA device, or not there."""
+    """Resolve the device that a user names; OptionError if it is neither CPU nor CUDA, or does not exist."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -234,14 +234,14 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that nobody has taken."""
+    """Return the free memory of a GPU."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def check_arguments(
     reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None, timeout: float
 ) -> None:
-    """Raise OptionError for arguments of a loader that are invalid whatever the file."""
+    """Raise OptionError for loader arguments that are invalid for any file."""
     if reader not in ("auto", "direct", "h5py"):
         raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
     if not isinstance(resident, bool) and resident != "auto":

@@ -1,11 +1,11 @@
-"""Batches that torch's DataLoader takes without copying them again.
+"""Batches that torch's DataLoader takes without another copy.
 
-A whole batch is read at once, into memory that a DataLoader worker shares with the main process. `Batch` shows it to
-torch as the sequence of samples that torch expects of ``__getitems__``, and torch's default ``collate_fn`` is told
-(through its documented map of types) that such samples are together already.
+A whole batch is read at once, into memory that a DataLoader worker shares with the main process. `Batch` presents it to
+torch as the sequence of samples that torch expects of ``__getitems__``, and tells torch's default ``collate_fn``
+(through its documented map of types) that these samples are already one batch.
 
-Batches of sample numbers, on their way from a sampler to a data set, are tagged with the samples that were numbered: in
-another part of a file the same numbers mean other samples.
+Batches of sample numbers are tagged with their numbering on the way from a sampler to a data set, because the same
+numbers mean other samples in another subset of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sample(tuple[Any, ...]):
 
 
 class Batch(Sequence[Sample]):
-    """A batch as a sequence of samples, by its fields: each a (batch_size, ...) tensor, or a list of str."""
+    """A batch as a sequence of samples, stored by field: (batch_size, ...) tensors, or lists of str."""
 
     def __init__(self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None) -> None:
         self.fields = fields
@@ -54,9 +54,9 @@ class Batch(Sequence[Sample]):
 
 
 def no_samples(sample: Sample) -> Sequence[Sample]:
-    """A batch of none, as torch collates it: of the shapes and types that a batch of such samples has.
+    """Return an empty batch as torch collates it, with the shapes and types of a batch of such samples.
 
-    An empty list where torch cannot collate them: then it is for the user's ``collate_fn`` to say.
+    Return an empty list where torch cannot collate the sample: the user's ``collate_fn`` then decides.
     """
     with suppress(TypeError, RuntimeError):
         return Batch([_emptied(default_collate([value])) for value in sample], 0)
@@ -64,7 +64,7 @@ def no_samples(sample: Sample) -> Sequence[Sample]:
 
 
 def _emptied(collated: Any) -> Any:
-    """What torch collated, without the samples: tensors, strings, and whatever holds such."""
+    """Empty a collated batch: its tensors, its strings, and the containers that hold them."""
     if isinstance(collated, torch.Tensor):
         return collated[:0]
     if isinstance(collated, Mapping):
@@ -76,7 +76,7 @@ def _emptied(collated: Any) -> Any:
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """What a DataLoader's ``collate_fn`` gives: the tuple of fields of a `Batch`, uncopied; others as torch's does."""
+    """Collate for a DataLoader: the tuple of fields of a `Batch`, without a copy; other batches as torch does."""
     return batch.fields if isinstance(batch, Batch) else default_collate(list(batch))
 
 
@@ -93,7 +93,7 @@ Numbering = tuple[int, int]  # the number of samples, and a checksum of their nu
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers: a list, tagged with the numbering that it is of."""
+    """A batch of sample numbers: a list, tagged with the numbering that it belongs to."""
 
     def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None) -> None:
         super().__init__(numbers)
@@ -103,7 +103,7 @@ class TaggedBatch(list[int]):
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
     """Raise OptionError if two numberings differ.
 
-    Other files of as many samples are let pass: they may hold other fields of the same samples.
+    Other files with the same number of samples are allowed: they may hold other fields of the same samples.
     """
     if drawn == numbering:
         return
@@ -115,7 +115,7 @@ def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
 
 
 def sample_numbers(indices: Any) -> np.ndarray:
-    """Convert sample numbers to an array; raise IndexError for a mask, or what would be rounded."""
+    """Convert sample numbers to an array; raise IndexError for a mask, or for numbers that would be rounded."""
     try:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""A map-style torch Dataset over any HDF5 file, or several, in which samples lie along the first axis."""
+"""A map-style torch Dataset over one or several HDF5 files whose samples lie along the first axis."""
 
 from __future__ import annotations
 
@@ -43,41 +43,41 @@ SAMPLE_NUMBER = "sample_number"
 class ChunkDataset(Dataset[Any]):
     """Samples of one or several HDF5 files, converted by h5chunk or not, as a map-style data set of torch.
 
-    ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these
-    samples, with a first axis of 3. Numbers are tensors of the file's dtype; fixed-length strings are ``str``. Plain
-    bytes are read as `ChunkLoader` does it, and what is compressed through HDF5's chunk cache. Each process opens the
-    file when it first reads of it, with any start method of multiprocessing.
+    ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these three
+    samples, stacked along the first axis. Numbers are tensors of the file's dtype; fixed-length strings are ``str``.
+    Uncompressed data is read as by `ChunkLoader`, compressed data through HDF5's chunk cache. Each process opens the
+    file at its first read, with any start method of multiprocessing.
 
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or several as one data set, whose samples are numbered file after file: a folder or a pattern such as
-        ``shards/*.h5``, by name with numbers in it by their value, or a list, in its order. Their fields must agree,
-        and so must the classes that labels stand for; their chunks may differ. A folder that lacks a shard is an error.
+        A file; or several files as one data set, whose samples are numbered file after file: a folder or a pattern such
+        as ``shards/*.h5``, sorted by name with numbers by value, or a list, in its order. Their fields must agree, and
+        so must the classes of labels; their chunks may differ. A folder that lacks a shard is an error.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
-        Default: ``images``, or the matrix ``X``, and ``labels`` if there are any. ``sample_number`` is the number of
-        each sample in this data set, (n,) int64: with it `source_names`, `row_ids` and `values` tell what is in a
-        batch: ``dataset.source_names[numbers]``. (Name a dataset that is called so ``/sample_number``.) The field
+        Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
+        sample in this data set, (n,) int64, which indexes `source_names`, `row_ids` and `values`:
+        ``dataset.source_names[numbers]``. (Write ``/sample_number`` for a dataset with that name.) The field
         ``h5chunk/source_index`` of a converted file is the number of each sample in its source: the row of an array.
     trusted : bool
         Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
-        filters. If not, each process first opens a file in a child process, as HDF5 may crash or loop on it: usually 20
-        to 50 ms, once for each choice of fields, and more in processes of many GB.
+        filters. If False, each process first opens a file in a child process, as HDF5 may crash or loop on it: usually
+        20 to 50 ms for each choice of fields, and more in processes of many GB.
     checksums : {"off", "first", "always"}
-        Check chunks against the checksums of a converted file: each when a process first reads of it, or at every read.
-        A chunk is read whole for that, however few of its samples are needed.
+        Check chunks against the checksums of a converted file: once per process, or at every read. A chunk is read
+        whole for this, however few of its samples are needed.
     transform : callable or list of callables, optional
-        Applied to the first field of each sample, as torchvision's ``transform`` is to the image. Of a matrix, the
-        objects of `h5chunk.transforms` that come first are applied to whole batches as they are read:
-        ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32. With ``Csr()`` a batch is one
-        ``torch.sparse_csr`` tensor, which a worker can send too, and a single row a sparse one. Where the last batch of
-        a rank is empty, a sample that is not used tells the shape.
+        Applied to the first field of each sample, as torchvision's ``transform`` is to the image. For a matrix, the
+        leading objects of `h5chunk.transforms` are applied to whole batches as they are read: ``transform=[Log1p(1e4),
+        Dense(torch.float16)]``. Default: dense float32. With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also
+        from a worker, and a single row is a sparse tensor. Where the last batch of a rank is empty, an unused sample is
+        read for its shape.
 
     Raises
     ------
     FileError
-        The file is missing, not HDF5 or cut short; when it is read: it was replaced since, or a chunk is damaged.
+        The file is missing, not HDF5 or cut short; at a read: it was replaced since, or a chunk is damaged.
     FieldError
         A dataset is missing, or is not a field; fields of several files differ.
     OptionError
@@ -111,33 +111,33 @@ class ChunkDataset(Dataset[Any]):
         self._numbering: Numbering | None = None
 
     def field(self, name: str) -> Field | MatrixField:
-        """Shape, dtype and chunks of a field."""
+        """Return the shape, dtype and chunks of a field."""
         if name in self._numbered:
             return Field(name, "", ChunkGrid((self._reader.num_samples,), None, 8, False), np.dtype(np.int64))
         return self._reader.fields[name]
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """Fields that are not in the file, each with a function of sample numbers in the file that gives its values."""
+        """Fields that are not in the file: functions from sample numbers in the file to values."""
         return dict.fromkeys(self._numbered, self._positions)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers in this data set of samples by their numbers in the file."""
+        """Convert sample numbers in the file to sample numbers in this data set."""
         return rows if self._samples is None else np.searchsorted(self._samples, rows)
 
     @property
     def fingerprint(self) -> int:
-        """A number that is the same for copies of a file, and differs between the subsets of one.
+        """A number that is equal for copies of a file, and differs between its subsets.
 
-        Different data have different numbers in h5chunk files, which have checksums; of other files only names, shapes
-        and types count.
+        For h5chunk files, which have checksums, different data give different numbers; for other files only names,
+        shapes and types count.
         """
         whole = self._reader.fingerprint
         return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)
 
     @property
     def numbering(self) -> Numbering:
-        """A key that is equal for data sets in which a sample number means the same sample."""
+        """A key that is equal for data sets whose sample numbers mean the same samples."""
         if self._numbering is None:
             samples = None if len(self) == self._reader.num_samples else self._samples
             self._numbering = len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
@@ -149,7 +149,7 @@ class ChunkDataset(Dataset[Any]):
         return self._samples
 
     def new_reader(self) -> H5Reader:
-        """Another reader of the same fields."""
+        """Open another reader of the same fields."""
         return copy(self._reader)
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class ChunkDataset(Dataset[Any]):
         return np.arange(len(self)) if self._samples is None else self._samples
 
     def subset(self, samples: Any) -> ChunkDataset:
-        """Select some of the samples, in the order of the file. Chunks without any are not read.
+        """Select some of the samples, in the order of the file. Chunks without selected samples are not read.
 
         Parameters
         ----------
@@ -188,8 +188,8 @@ class ChunkDataset(Dataset[Any]):
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts, such as for training and validation.
 
-        A file that was shuffled when it was packed is split into whole chunks, which is as random and without wasted
-        reads; others, and with ``stratify``, are split sample by sample: see `read_amplification`.
+        A file that was shuffled when it was written is split into whole chunks, which is as random and wastes no reads;
+        other files, and splits with ``stratify``, are split sample by sample: see `read_amplification`.
 
         Parameters
         ----------
@@ -197,7 +197,7 @@ class ChunkDataset(Dataset[Any]):
             The size of each part; their sum is 1, or less where samples are left out.
         seed : int
         stratify : str, optional
-            A field of this data set: each part has each of its values in equal share.
+            A field of this data set, whose values all parts have in equal proportions.
 
         Raises
         ------
@@ -220,7 +220,7 @@ class ChunkDataset(Dataset[Any]):
         return [self.subset(part) for part in split_samples(shuffled, fractions, groups, seed)]
 
     def values(self, name: str) -> np.ndarray:
-        """Read a field of one value per sample, whether or not it is one of `fields`: (n,), numbers or ``str``.
+        """Read a field of one value per sample, in `fields` or not: (n,), numbers or ``str``.
 
         Raises
         ------
@@ -239,15 +239,15 @@ class ChunkDataset(Dataset[Any]):
 
     @cached_property
     def read_amplification(self) -> float:
-        """Bytes read over bytes used, when each sample is read once, chunk by chunk.
+        """Bytes read over bytes used, when every sample is read once, chunk by chunk.
 
-        More than 1 for a subset of samples whose chunks have to be read whole, as they are compressed.
+        More than 1 for a subset of samples whose chunks must be read whole because they are compressed.
         """
         return 1.0 if self._samples is None else self._sample_reader.amplification(self.samples)
 
     @property
     def path(self) -> str:
-        """The file, or what messages call several: the folder, the pattern, or the first of them."""
+        """The path of the file; for several files the name in messages: the folder, the pattern, or the first file."""
         return str(self._reader.path)
 
     @property
@@ -291,7 +291,7 @@ class ChunkDataset(Dataset[Any]):
     def categories(self, field: str) -> np.ndarray:
         """Meaning of a field's codes, such that ``categories(field)[code]`` is a category: (num_categories,) of str.
 
-        The code -1 stands for a missing value. Of the labels of images these are the `classes`.
+        The code -1 stands for a missing value. For the labels of images, these are the `classes`.
         """
         stored = self._reader.fields.get(field)
         name = field if stored is None else stored.dataset.strip("/")
@@ -307,7 +307,7 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def chunk_samples(self) -> int:
-        """Samples that are read together: the chunk of the largest field along the first axis."""
+        """Samples that are read together: the chunk length of the largest field along the first axis."""
         return self._reader.chunk_samples
 
     @property
@@ -317,15 +317,15 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def cache(self) -> CacheSettings:
-        """The chunk cache of the largest field in this process, for what is read through HDF5."""
+        """The chunk cache of the largest field in this process, for reads through HDF5."""
         return self._sample_reader.cache
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """The chunk cache of each field in this process, as HDF5 has it."""
+        """Return the chunk cache of every field in this process, as HDF5 reports it."""
         return self._sample_reader.caches_in_force()
 
     def expect_order(self, order: Order) -> None:
-        """Size the chunk cache for an order; samplers call it, and of several the one with most open chunks decides."""
+        """Size the chunk cache for an order; samplers call this, and the order with the most open chunks decides."""
         self._sample_reader.expect_order(order)
 
     def close(self) -> None:
@@ -343,7 +343,7 @@ class ChunkDataset(Dataset[Any]):
         return batch.fields if not self._transforms.each else tuple(collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
-        """A whole batch, each chunk read once; torch's DataLoader calls this."""
+        """Read a whole batch, and every chunk only once; torch's DataLoader calls this."""
         batch = self._batch(indices)
         return batch if not self._transforms.each else self._each_transformed(batch)
 
@@ -363,7 +363,7 @@ class ChunkDataset(Dataset[Any]):
         return self._sample_reader.read(self._names, rows, numbered, shared=shared)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
-        """The numbers in the file of samples by their numbers in this data set."""
+        """Convert sample numbers in this data set to sample numbers in the file."""
         if positions.ndim != 1:
             raise IndexError(f"indices have {positions.ndim} axes: give one number or a list of them")
         if positions.size and not (-len(self) <= positions.min() and positions.max() < len(self)):

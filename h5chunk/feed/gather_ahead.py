@@ -1,4 +1,4 @@
-"""Gather the next batches of data in memory by threads in C, while the caller uses the ones before."""
+"""Gather the next batches of data in memory by native threads, while the caller uses earlier batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FOREVER_S = 1e9
 
 
 class GatherAhead:
-    """Threads that gather samples of some fields, (num_samples, ...) each, contiguous and on the CPU.
+    """Threads that gather samples of fields, which are contiguous (num_samples, ...) tensors on the CPU.
 
-    Not for a fork of the process that made it.
+    A forked child process must not use it.
     """
 
     def __init__(self, fields: Sequence[torch.Tensor], num_threads: int) -> None:
@@ -34,11 +34,11 @@ class GatherAhead:
         self._memory = BatchMemory(KEPT + AHEAD * num_threads)
 
     def is_worthwhile(self, batch_size: int) -> bool:
-        """Whether batches are large enough, and this is the process that has the threads."""
+        """Return whether batches are large enough, and the threads belong to this process."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
 
     def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the samples of each batch, by field, in memory of its own; ``samples``, (n,) int64, are not checked."""
+        """Yield the samples of every batch, by field, in new memory; ``samples``, (n,) int64, are not checked."""
         samples = np.ascontiguousarray(samples)
         most = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
         firsts = iter(range(0, len(samples), batch_size))
@@ -76,7 +76,7 @@ class GatherAhead:
         done.remove(ticket)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if os.getpid() == self._process:
             self._pool.close(FOREVER_S)
             self._pool.free()

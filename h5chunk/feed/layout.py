@@ -1,7 +1,7 @@
 """The layout of a field in a slot: one array of dense samples, or the arrays of a sparse matrix.
 
-A slot has room for the largest window. The rows of a matrix take three arrays, with the types of the file: where each
-row starts, the columns, and the values; how much of the last two is used differs by window.
+A slot has room for the largest window. The rows of a matrix take three arrays, with the types of the file: the start of
+each row, the columns, and the values; how much of the columns and values is used differs by window.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class FieldLayout:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of a sample."""
+        """Bytes per sample."""
         return math.prod(self.sample_shape) * self.dtype.itemsize
 
     def capacity(self, num_samples: int) -> list[ArrayShape]:
-        """The arrays of any window of this many samples."""
+        """Return the shapes of the arrays for any window of this many samples."""
         return [((num_samples, *self.sample_shape), self.dtype)]
 
     @property
     def of_pieces(self) -> FieldLayout:
-        """The layout of pieces of the whole data set."""
+        """Return the layout for reading the whole data set in pieces."""
         return self
 
     def all_bytes(self, num_samples: int) -> int:
-        """Bytes of all samples of the data set."""
+        """Return the bytes of all samples of the data set."""
         return aligned_bytes(self.capacity(num_samples))
 
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
@@ -56,15 +56,15 @@ class FieldLayout:
         return torch.empty((num_samples, *self.sample_shape), dtype=self.dtype, device=device)
 
     def put(self, all_samples: torch.Tensor, first: int, samples: torch.Tensor) -> None:
-        """Copy some samples to their place among all."""
+        """Copy samples to their destination in the tensor of all samples."""
         all_samples[first : first + len(samples)].copy_(samples)
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Types of a matrix's entries, and where its rows begin: ``indptr`` is (num_rows + 1,) int64.
+    """Types of a matrix's entries, and the start of each row: ``indptr`` is (num_rows + 1,) int64.
 
-    ``where`` names file and field in messages. Where others wrote the file, rows may have several entries in one column
+    ``where`` names file and field in messages. In other HDF5 files a row may have several entries in one column
     (``may_repeat``), in any order. ``most_entries`` bounds the entries of a window by its number of rows.
     """
 
@@ -78,29 +78,29 @@ class MatrixLayout:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of a row, on average."""
+        """Bytes per row, on average."""
         entry_bytes = self.index_dtype.itemsize + (0 if self.value_dtype is None else self.value_dtype.itemsize)
         return 8 + math.ceil(int(self.indptr[-1]) * entry_bytes / max(1, len(self.indptr) - 1))
 
     @property
     def example(self) -> CsrRows:
-        """A row of one entry, on the host."""
+        """Return an example row of one entry, on the host."""
         starts = np.array([0, 1], np.int64)
         values = None if self.value_dtype is None else torch.zeros(1, dtype=self.value_dtype)
         return CsrRows(torch.from_numpy(starts), starts, torch.zeros(1, dtype=self.index_dtype), values)
 
     def arrays(self, num_rows: int, num_entries: int) -> list[ArrayShape]:
-        """Shapes of the arrays of this many rows and entries."""
+        """Return the shapes of the arrays for this many rows and entries."""
         values: list[ArrayShape] = [] if self.value_dtype is None else [((num_entries,), self.value_dtype)]
         return [((num_rows + 1,), torch.int64), ((num_entries,), self.index_dtype), *values]
 
     def capacity(self, num_samples: int) -> list[ArrayShape]:
-        """The arrays of any window of this many rows."""
+        """Return the shapes of the arrays for any window of this many rows."""
         return self.arrays(num_samples, self.most_entries(num_samples))
 
     @property
     def of_pieces(self) -> MatrixLayout:
-        """The same for pieces of the whole data set, one behind the other, whichever rows an epoch wants."""
+        """Return the layout for reading the whole data set in consecutive pieces, whichever rows an epoch uses."""
 
         def most_entries(num_samples: int) -> int:
             return int(np.diff(np.append(self.indptr[:-1:num_samples], self.indptr[-1])).max(initial=0))
@@ -108,7 +108,7 @@ class MatrixLayout:
         return replace(self, most_entries=most_entries)
 
     def all_bytes(self, num_samples: int) -> int:
-        """Bytes of all rows of the data set."""
+        """Return the bytes of all rows of the data set."""
         return aligned_bytes(self.arrays(num_samples, int(self.indptr[-1])))
 
     def empty(self, num_samples: int, device: torch.device) -> CsrRows:
@@ -119,7 +119,7 @@ class MatrixLayout:
         return CsrRows(starts, self.indptr, indices, values[0] if values else None)
 
     def put(self, all_rows: CsrRows, first: int, rows: CsrRows) -> None:
-        """Copy some rows to their place among all."""
+        """Copy rows to their destination among all rows."""
         start = int(self.indptr[first])
         some = slice(start, start + int(rows.host_starts[-1]))
         all_rows.indices[some].copy_(rows.indices)
@@ -131,9 +131,9 @@ Layouts = Mapping[str, FieldLayout | MatrixLayout]
 
 
 def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
-    """The layout of a field; ``counts`` and ``lanes`` are those of `matrix_layout`.
+    """Make the layout of a field; ``counts`` and ``lanes`` are arguments of `matrix_layout`.
 
-    Raise `FieldError` if it holds strings, or numbers that torch does not have.
+    Raise `FieldError` if it holds strings, or numbers that torch does not support.
     """
     stored = reader.fields[name]
     if isinstance(stored, MatrixField):
@@ -147,11 +147,11 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
 def matrix_layout(
     reader: H5Reader, matrix: MatrixField, counts: np.ndarray | None = None, lanes: int = 1
 ) -> MatrixLayout:
-    """The layout of a file's matrix.
+    """Make the layout of a file's matrix.
 
-    ``counts``, (num_rows,) int64, bounds the repetitions of each row in an epoch; None: all rows once, chunk by chunk,
-    in so many lanes of this rank. Raise `FieldError` if it holds numbers that torch does not have, and `FileError` if
-    it is damaged.
+    ``counts``, (num_rows,) int64, bounds how often an epoch uses each row; None: all rows once, chunk by chunk, in this
+    many lanes of the rank. Raise `FieldError` if the matrix holds numbers that torch does not support, and `FileError`
+    if it is damaged.
     """
     values = None if matrix.value_dtype is None else torch_dtype(matrix.value_dtype, matrix.name)
     columns = torch_dtype(matrix.index_dtype, matrix.name)
@@ -166,7 +166,7 @@ def matrix_layout(
 
 
 def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
-    """The torch dtype of a field, None for strings; raise `FieldError` if torch does not have it."""
+    """Return the torch dtype of a field, None for strings; FieldError if torch does not support it."""
     if dtype.kind == "S":
         return None
     try:
@@ -176,10 +176,10 @@ def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
 
 
 def slot_bytes(layouts: Layouts, num_samples: int) -> int:
-    """Bytes of a slot for windows of this many samples."""
+    """Return the bytes of a slot for windows of this many samples."""
     return sum(aligned_bytes(layout.capacity(num_samples)) for layout in layouts.values())
 
 
 def aligned_bytes(shapes: Sequence[ArrayShape]) -> int:
-    """Bytes of arrays one behind the other in a buffer."""
+    """Return the bytes of consecutive, aligned arrays in a buffer."""
     return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in shapes)

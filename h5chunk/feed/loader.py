@@ -35,9 +35,9 @@ class ChunkLoader(Resumable):
         for images, labels in h5chunk.ChunkLoader("photos.h5", 256, device="cuda"):
             ...
 
-    Each iteration is an epoch, and the first windows of the next one are read while this one ends. An epoch may be left
-    early: threads and memory stay until `close`, or until the loader is deleted. The order is that of a `ChunkSampler`
-    with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
+    Each iteration is an epoch, and the first windows of the next epoch are read while this one ends. You may leave an
+    epoch early: threads and memory stay until `close`, or until the loader is deleted. The order is that of a
+    `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
 
@@ -46,26 +46,26 @@ class ChunkLoader(Resumable):
             names = dataset.source_names[numbers]
 
     On a GPU, use the batches of an epoch on one stream. On the CPU, holding a batch keeps its whole window in memory:
-    ``clone()`` it to keep it alone.
+    use ``clone()`` to keep only the batch.
 
     Parameters
     ----------
     data : path, sequence of paths, or ChunkDataset
-        One or several files, as for `ChunkDataset`, or a data set, which chooses fields and a subset.
+        One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset.
     batch_size : int, optional
         Needed without ``sampler``.
     sampler : ChunkSampler, optional
-        The order of the samples of ``data``, for what the next three arguments do not say: the size of windows, ranks,
-        weights, padding. The loader takes its position from the sampler: the epoch, and after a state was loaded the
-        batch.
+        The order of the samples of ``data``, with settings that the next three arguments lack: window size, ranks,
+        weights, padding. The loader takes its position from the sampler: the epoch, and the batch if a state was
+        loaded.
     shuffle : bool
-        False: the order of the file.
+        False: keep the order of the file.
     seed : int
-        Of the order.
+        Seed of the order.
     drop_last : bool
-        Leave out a last batch that is not full.
+        Leave out the last batch if it is not full.
     transforms : list or dict of lists, optional
-        What becomes of the first field, or of each field by its name: objects of `h5chunk.transforms`, such as
+        Transforms of the first field, or of several fields by name: objects of `h5chunk.transforms`, such as
         ``Normalize(mean, std)``, or functions of a batch. Default: images as they are stored, and rows of a matrix as
         dense float32.
     device : str or torch.device
@@ -73,42 +73,42 @@ class ChunkLoader(Resumable):
     memory_bytes : int, optional
         Upper limit on host (for a GPU, pinned) plus device memory, in bytes: windows under way, or the resident data;
         chunk caches; memory to decode in. Batches that were handed out do not count. Unless ``sampler`` was given
-        ``window_chunks``, windows are made smaller than the file recommends if they have to be.
+        ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
-        Number of reader threads. Default: one per core, at most 10, and no more than decode compressed chunks in 1 GiB
-        together: each holds three chunks.
+        Number of reader threads. Default: one per core, at most 10, and few enough to decode compressed chunks within 1
+        GiB: each thread holds three chunks.
     resident : bool or "auto"
-        Read everything once and keep it on the device, a sparse matrix sparse; the order stays what it is. ``"auto"``:
-        on a GPU, if the data fits in ``memory_bytes`` or, without that, in a quarter of its free memory; on the CPU,
-        if it takes no more memory than the windows under way would, and there are native threads to gather from it.
+        Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.
+        ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
+        the CPU, if it takes no more memory than the windows under way would, and native threads can gather from it.
     reader : {"auto", "direct", "h5py"}
-        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows it.
+        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows them.
     reuse : bool
-        On the CPU, give batches that are valid only until the next one: no memory is ever allocated anew. (Without it,
-        memory is used again as well, once nothing refers to it.)
+        On the CPU, give batches that are valid only until the next batch, so that no new memory is allocated. (By
+        default memory is reused too, once nothing refers to it.)
     echo : float
-        Data-echoing factor: the number of times that each sample is used. Whenever a window has been used, its samples
-        are shuffled again and cut into other batches; 1.5 does so for every second batch. For training that reading
-        cannot keep up with. Windows are of two batches at least then, unless ``sampler`` was given ``window_chunks``.
-        `report` tells fresh from echoed samples. An echoing loader has no state to save.
+        Data-echoing factor: the number of times that each sample is used. Once a window has been used, its samples are
+        shuffled again and cut into other batches; 1.5 does so for every second batch. Use it if training is faster than
+        reading. Windows then hold at least two batches, unless ``sampler`` was given ``window_chunks``. `report` counts
+        fresh and echoed samples separately. An echoing loader has no state to save.
     timeout : float
-        Raise `WorkerError` if no read completes for this many seconds; 0: wait for ever.
+        Raise `WorkerError` if no read completes for this many seconds; 0: wait forever.
 
     Attributes
     ----------
     report : EpochReport
-        What the last epoch gave so far: samples/s, fresh ones, and how long its batches were waited for.
+        Rates of the current or last epoch: samples/s, fresh samples, and the time spent waiting for batches.
     is_resident : bool
         Whether the data stays on the device.
     batch_sampler : ChunkSampler
-        The sampler whose position this is, given or made; Lightning's Trainer looks here for a ``set_epoch``.
+        The sampler that holds this loader's position, given or made; Lightning's Trainer calls its ``set_epoch``.
 
     Raises
     ------
     FileError, FieldError
-        As for `ChunkDataset`; while iterating: the error of a reading thread, with file and chunk.
+        As for `ChunkDataset`; while iterating: the error of a reader thread, with file and chunk.
     WorkerError
-        While iterating: no read was completed for ``timeout``.
+        While iterating: no read completed for ``timeout`` seconds.
     OptionError
         An argument is invalid; ``reader="direct"`` with the reason why the file does not allow it.
     """
@@ -169,22 +169,22 @@ class ChunkLoader(Resumable):
         return self.batch_sampler._identity
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches in an epoch."""
         fresh = self._template.num_batches
         return fresh + num_echoed(self._echo, fresh)
 
     @property
     def read_ahead_samples(self) -> int:
-        """The most samples that are read ahead of those that were handed out; 0 where the data stays on the device."""
+        """Upper limit on the samples that are read ahead of the consumer; 0 if the data stays on the device."""
         return 0 if self._plan is None else self._plan.num_slots * self._plan.window_samples
 
     @property
     def read_amplification(self) -> float:
-        """Bytes that the next epoch reads of the file, on all ranks, over the bytes of its samples.
+        """Bytes of the file that the next epoch reads, on all ranks, over the bytes of its samples.
 
-        More than 1 where a subset, or weights, want only a part of chunks that have to be read whole, as they are
-        compressed or small; less than 1 where samples come more than once. Fields that are kept in memory, and what
-        ``checksums`` reads again, are not counted.
+        More than 1 where a subset, or weights, use only a part of chunks that must be read whole because they are
+        compressed or small; less than 1 where samples are repeated. Fields that are kept in memory, and repeated reads
+        for ``checksums``, are not counted.
         """
         return self._source.read_amplification(self.order)
 
@@ -194,7 +194,7 @@ class ChunkLoader(Resumable):
         Raises
         ------
         OptionError
-            The loader echoes: how far a window has been used is not kept.
+            The loader echoes: its position within a window cannot be saved.
         """
         self._check_state()
         return self._state(*self._position.reached)
@@ -261,7 +261,7 @@ class ChunkLoader(Resumable):
         return WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)
 
     def close(self) -> None:
-        """Stop the threads, free the memory and close the file; the next iteration starts anew."""
+        """Stop the threads, free the memory and close the file; another iteration starts them again."""
         self._iterated = None
         if self._feed is not None:
             self._finalizer()
@@ -304,7 +304,7 @@ def _dataset(data: Paths | ChunkDataset) -> ChunkDataset:
 def _check_sampler(
     sampler: ChunkSampler, dataset: ChunkDataset, batch_size: int | None, shuffle: bool, seed: int, drop_last: bool
 ) -> None:
-    """Raise OptionError unless a sampler is one, of the same data, and alone says what the order is."""
+    """Raise OptionError unless a sampler is valid, has the same data, and is the only source of the order."""
     if not isinstance(sampler, ChunkSampler):
         raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
     given = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
@@ -314,7 +314,7 @@ def _check_sampler(
 
 
 def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:
-    """The order of a loader, and the fewest chunks that its windows may have; None: windows stay as they are."""
+    """Return a loader's order, and the fewest chunks per window; None: windows keep their size."""
     order = sampler._template
     if dataset.subset_samples is not None:  # positions in the subset become numbers of samples in the file
         order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Memory that a GPU copies from, and memory of batches that is shared with another process."""
+"""Pinned memory for copies to a GPU, and memory for batches that is shared with another process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Assemble = Callable[[Tensors], Tensors]
 
 
 class PinnedMemory:
-    """Host memory that a GPU copies from at full speed: exactly as much as was asked for, and given back in time.
+    """Pinned host memory of exactly the requested size, which a GPU copies from at full speed, freed on time.
 
-    torch's own pinned allocator takes powers of two and keeps what was freed.
+    torch's own pinned allocator rounds up to powers of two and keeps freed memory.
 
     Source: cudaHostRegister of the CUDA runtime.
     """
@@ -34,7 +34,7 @@ class PinnedMemory:
         torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
 
     def close(self) -> None:
-        """Unpin it; nothing copies from it any more."""
+        """Unpin the memory; no copy from it may be running."""
         error = int(torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data))
         if error:
             warnings.warn(f"pinned memory could not be given back: CUDA error {error}", stacklevel=2)
@@ -43,9 +43,9 @@ class PinnedMemory:
 class SharedMemory:
     """Batches in memory shared with the main process, for a DataLoader's worker: no bytes are sent, no page is new.
 
-    torch hands a shared tensor over as a file descriptor, but makes a fresh one for each batch, whose pages the system
-    has to find and clear. Here the buffers stay. A buffer is used again once no tensor of this process refers to it,
-    and the receiving process has cleared the flag in its last bytes, when its last reference was gone.
+    torch hands a shared tensor over as a file descriptor, but makes a new one for each batch, whose pages the system
+    has to find and clear. Here the buffers stay. A buffer is reused once no tensor of this process refers to it and the
+    receiving process, having dropped its last reference, has cleared the flag in the buffer's last bytes.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class SharedMemory:
     def empty(
         self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
     ) -> SharedFields:
-        """Uninitialised tensors of these shapes and dtypes, in one buffer; ``assemble`` makes fields of them."""
+        """Allocate tensors of these shapes and dtypes in one buffer; ``assemble`` makes fields from them."""
         places, end = [], 0
         for shape, dtype in fields:
             places.append((end, shape, dtype))
@@ -79,12 +79,12 @@ class SharedMemory:
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
-    """Fields in one shared buffer; sent to another process, they arrive as a plain tuple of tensors.
+    """Fields in one shared buffer; in another process they arrive as a plain tuple of tensors.
 
     Attributes
     ----------
     tensors : tuple of torch.Tensor
-        What the fields are made of: themselves, if ``assemble`` is None.
+        The tensors that the fields consist of: the fields themselves if ``assemble`` is None.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -122,7 +122,7 @@ def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in memory shared between processes: a worker that fills it sends no bytes."""
+    """Allocate a tensor in memory shared between processes, so that a worker that fills it sends no bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

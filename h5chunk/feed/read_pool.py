@@ -1,8 +1,8 @@
-"""Threads that read ahead: they fill slots with windows, in the order in which their batches will be wanted.
+"""Reader threads that fill slots with windows, in the order in which their batches will be used.
 
-A slot holds one window, each of its samples at its place in the shuffled window: a batch is a slice of it. Windows are
-cut into tasks of a few megabytes, which threads read side by side; the thread that finishes the last task of a window
-hands it on. Nothing here knows what a batch is for; `h5chunk.feed.stream` does.
+A slot holds one window, with each sample at its place in the shuffled window, so that a batch is a slice of it. Windows
+are cut into tasks of a few megabytes, which threads read in parallel; the thread that finishes the last task of a
+window hands the window on. This module does not know about batches; `h5chunk.feed.stream` does.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ TIMEOUT_S = 120.0  # without any finished task, an error is raised
 
 
 class WindowRead:
-    """A window on its way into a slot: tasks for threads of Python, and one ticket for native threads.
+    """A window on its way into a slot: tasks for Python threads, and one ticket for native threads.
 
-    ``native`` has tasks with the descriptor of each, and what is to be called when it is over, or None.
+    ``native`` pairs tasks with a descriptor, and with a function to call at the end, or None.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WindowRead:
         return self._ready.is_set()
 
     def run(self, task: ReadTask) -> None:
-        """Do one task; the last one hands the window on. An error is kept for the consumer."""
+        """Run one task; the last task hands the window on. An error is kept for the consumer."""
         try:
             if self.error is None:
                 task(self._pool.descriptor)
@@ -71,19 +71,19 @@ class WindowRead:
         self._end_task()
 
     def drop(self) -> None:
-        """Leave one task undone."""
+        """Skip one task."""
         if self.error is None:  # not raised here: its traceback would keep the slot until the garbage is collected
             self.error = FileError(f"{printable(self._pool.path)}: closed while it was read")
         self._end_task()
 
     def native_jobs(self) -> np.ndarray:
-        """The tasks for native threads: (n,) JOB."""
+        """Return the tasks for native threads: (n,) JOB."""
         tables = [task.jobs(descriptor) for task, descriptor, _ in self._native]
         self._ends = list(accumulate(map(len, tables)))
         return np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # structures are slow to join
 
     def end_native(self, result: Result) -> None:
-        """All jobs of native threads are over."""
+        """Finish the native tasks, once all their jobs have ended."""
         if result.status != DONE:
             task = self._native[bisect_right(self._ends, result.job)][0]
             self.error = task.error_of(result)  # not raised here: its traceback would keep the slot
@@ -107,7 +107,7 @@ class WindowRead:
             self.finish()
 
     def finish(self) -> None:
-        """Hand the window on: all tasks are done."""
+        """Hand the window on, when all tasks are done."""
         try:
             if self.error is None:
                 self._pool.check_unchanged()
@@ -123,10 +123,10 @@ class WindowRead:
             raise self.error
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until no thread writes to the slot, whatever came of it.
+        """Wait until no thread writes to the slot, whether it was filled or not.
 
-        Raise `WorkerError` if for ``timeout_s`` no task was finished, of any window: one that waits for others is not
-        stuck.
+        Raise `WorkerError` if no task of any window completed for ``timeout_s``: a window that waits for other windows
+        does not hang.
         """
         if os.getpid() != self._process:
             raise self._pool.lost_by_fork()
@@ -150,10 +150,10 @@ class RowGather:
         np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode makes NumPy copy once more
 
     def end(self) -> None:
-        """As `VectorPart.end`."""
+        """See `VectorPart.end`."""
 
     def jobs(self, _descriptor: int) -> np.ndarray:
-        """The same as a job of a `h5chunk.native.NativePool`: (1,) JOB."""
+        """Return this task as a job of a `h5chunk.native.NativePool`: (1,) JOB."""
         job = np.zeros(1, JOB)
         job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
         job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
@@ -162,14 +162,14 @@ class RowGather:
 
 
 class ReadPool:
-    """Threads that do the tasks of windows. Holds the file, or files, open until it is closed.
+    """Threads that run the tasks of windows. The pool holds its files open until it is closed.
 
-    Byte ranges are read by threads in C, where `h5chunk.native` was built: threads of Python are started only for what
-    those cannot do, and one that hands on what they have read.
+    Where `h5chunk.native` was built, threads in C read byte ranges; Python threads are started only for other tasks,
+    and one hands on the ranges that were read.
 
-    ``direct`` reads fields by byte ranges, ``numbered`` gives the values of those that are not in the file by numbers
-    of samples, and ``reader`` reads the others through HDF5, by one thread at a time. Raise `WorkerError` where no task
-    is finished for ``timeout_s``; None: wait for ever.
+    ``direct`` reads fields by byte ranges, ``numbered`` computes the fields that are not in the file from sample
+    numbers, and ``reader`` reads the others through HDF5, in one thread at a time. Raise `WorkerError` if no task
+    completes for ``timeout_s``; None: wait forever.
     """
 
     def __init__(
@@ -233,11 +233,11 @@ class ReadPool:
 
     @property
     def progress(self) -> int:
-        """A number that grows whenever a task is done, of any window."""
+        """A number that grows whenever a task of any window is done."""
         return self.tasks_done + (0 if self._native is None else self._native.progress)
 
     def hang(self, timeout_s: float | None) -> WorkerError:
-        """Note that nothing came for as long as it may take, and return the error that says so."""
+        """Mark the pool as hanging, and return the error that says so."""
         self._hangs = True
         return WorkerError(
             f"{printable(self.path)}: no data came for {timeout_s:g} s: a reading thread or the file system hangs: see "
@@ -246,17 +246,17 @@ class ReadPool:
 
     @property
     def wait_s(self) -> float | None:
-        """How long closing waits for threads: not at all for those that hang already."""
+        """How long closing waits for threads: not at all if they already hang."""
         return 0.0 if self._hangs else self.timeout_s
 
     def lost_by_fork(self) -> FileError:
-        """The error of a window that threads of another process were to read."""
+        """Return the error of a window whose reader threads belong to another process."""
         return FileError(f"{printable(self.path)}: read ahead by threads that a fork leaves behind: start again")
 
     def check_unchanged(self) -> None:
-        """Raise FileError unless the file under the name of the open one is what it was when the reader was made.
+        """Raise FileError unless the open file still has its name, and is unchanged since the reader was made.
 
-        The open file is that one as long as its name leads to it; of several files each is checked as it is read.
+        A single file is checked by name and stamp; several files are checked one by one, as they are read.
         """
         if not isinstance(self.descriptor, OpenFiles) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
@@ -280,7 +280,7 @@ class ReadPool:
         return load
 
     def _split(self, tasks: list[ReadTask]) -> tuple[list[Any], list[ReadTask]]:
-        """The tasks for native threads, as `WindowRead` takes them, and those for threads of Python."""
+        """Split tasks into those for native threads, as `WindowRead` takes them, and those for Python threads."""
         if self._native is None or os.getpid() != self._process:
             return [], tasks
         native: list[Any] = []
@@ -304,7 +304,7 @@ class ReadPool:
             load.drop()
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
-        """The tasks that read a field; what takes no longer than handing it to a thread is done at once."""
+        """Return the tasks that read a field; short reads are done at once, without a thread."""
         if name in self._numbered:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values
@@ -332,7 +332,7 @@ class ReadPool:
     def close(self) -> None:
         """Stop and join the threads, and close the file. Tasks that no thread has begun are dropped.
 
-        A thread that hangs in a read is not waited for: it keeps the file open until it comes back.
+        A hanging thread is not waited for: it keeps the file open until its read returns.
         """
         if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
             close_descriptors(self.descriptor)
@@ -377,14 +377,14 @@ class ReadPool:
 
 
 def is_kept_whole(field: DirectField) -> bool:
-    """Whether a `ReadPool` reads a field at once and keeps it in memory."""
+    """Return whether a `ReadPool` reads a field completely and keeps it in memory."""
     return not isinstance(field, CsrField) and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def read_whole_fields(
     reader: H5Reader, direct: Mapping[str, DirectField], descriptor: Any, most_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """Read the fields that are kept in memory; what became of the file meanwhile is for the caller to check."""
+    """Read the fields that are kept in memory; the caller must check that the file did not change meanwhile."""
     try:
         return {
             name: field.read_all(descriptor)

@@ -1,4 +1,4 @@
-"""Data that stays on the device: read once, then gathered there, at the speed of the device's memory."""
+"""Data that is read once, stays on the device, and is gathered there at the speed of the device's memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Resident:
     is_usable = True  # in a fork, too
 
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
-        """Read all samples of a file, in its order, in pieces of so many."""
+        """Read all samples of a file, in its order, ``piece_samples`` at a time."""
         self._device, self._echo = source.device, echo
         self._fields: list[Any] = []
         self._read(source, piece_samples)
@@ -60,7 +60,7 @@ class Resident:
             stream.close()
 
     def close(self) -> None:
-        """Free the data and end the threads."""
+        """Free the data and stop the threads."""
         self._planner.shutdown(cancel_futures=True)
         if self._ahead is not None:
             self._ahead.close()
@@ -68,7 +68,7 @@ class Resident:
         self._fields.clear()
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from ``start`` on; the order of the next one is drawn meanwhile."""
+        """Yield the batches of an epoch from ``start`` on, while the next epoch's order is computed."""
         samples = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
@@ -78,7 +78,7 @@ class Resident:
             yield maker.finish(batch)
 
     def _batches(self, samples: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
-        """Gathered several at a time, if they are small; after the fresh ones those of the echoes."""
+        """Gather small batches several at a time; batches of echoes follow the fresh batches."""
         left = fresh + num_echoed(self._echo, fresh)
         without = fresh - math.ceil(len(samples) / order.batch_size)  # a last batch that other ranks have
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
@@ -98,7 +98,7 @@ class Resident:
             samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
 
     def _gathered(self, samples: np.ndarray, size: int) -> Iterator[Fields]:
-        """These samples, so many at a time."""
+        """Gather samples, up to ``size`` at a time."""
         if self._ahead is not None and self._ahead.is_worthwhile(size):
             yield from self._ahead.batches(samples, size)
             return

@@ -1,7 +1,7 @@
-"""Read samples in any process when they are asked for: by byte ranges where the file allows it, else through HDF5.
+"""Read samples on demand, in any process: by byte ranges where the file allows it, else through HDF5.
 
-Plain bytes are read as `h5chunk.ChunkLoader` reads them, with the same checks. What is compressed, or needs HDF5 for
-another reason, goes through its chunk cache, which keeps what it decodes for the batches that follow.
+Uncompressed data is read as by `h5chunk.ChunkLoader`, with the same checks. Data that is compressed, or needs HDF5 for
+another reason, goes through HDF5's chunk cache, which keeps decoded chunks for later batches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Fields = Mapping[str, str] | Sequence[str]
 
 
 class SampleTransforms:
-    """What becomes of the first field of samples: ``rows`` converts batches of a matrix, ``each`` single samples."""
+    """Transforms of the first field: ``rows`` converts batches of a matrix, ``each`` converts single samples."""
 
     def __init__(self, transform: Any, field: Field | MatrixField) -> None:
         given = () if transform is None else [transform] if callable(transform) else transform
@@ -66,7 +66,7 @@ class SampleTransforms:
         )
 
     def of_sample(self, sample: Sample) -> Sample:
-        """A sample with its first field transformed."""
+        """Return a sample with its first field transformed."""
         if not self.each:
             return sample
         first, *others = sample
@@ -76,25 +76,25 @@ class SampleTransforms:
 
 
 def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
-    """Apply a transform of batches to one sample."""
+    """Apply a batch transform to one sample."""
     return transform(sample[None])[0]
 
 
 class Loaded(NamedTuple):
-    """Samples of a field: the tensors that they take, and the function that fills those."""
+    """Samples of a field: the tensors that they take, and the function that fills these tensors."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
 
 
 def _csr_first(num_columns: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Make the first three tensors of a batch one CSR tensor; it travels between processes with them."""
+    """Combine the first three tensors of a batch into one CSR tensor, also after they were sent to another process."""
     starts, columns, values, *others = tensors
     return make_csr(starts, columns, values, (len(starts) - 1, num_columns)), *others
 
 
 class SampleReader:
-    """Reads the fields of a `ChunkDataset`; ``convert`` is for a first field whose samples are rows of a matrix."""
+    """Read the fields of a `ChunkDataset`; ``convert`` is for a first field whose samples are rows of a matrix."""
 
     def __init__(self, reader: H5Reader, convert: RowConverter | None) -> None:
         self._reader, self._convert = reader, convert
@@ -109,16 +109,16 @@ class SampleReader:
         self._cache: tuple[int, CacheSettings] | None = None  # by number of workers
 
     def again(self) -> SampleReader:
-        """Another reader of the same fields."""
+        """Open another reader of the same fields."""
         return SampleReader(copy(self._reader), self._convert)
 
     def read(
         self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
     ) -> Batch:
-        """Read the fields of samples by their numbers in the file, (n,) int64, in any order, also repeated.
+        """Read the fields of samples by their numbers in the file, (n,) int64, in any order, possibly repeated.
 
         ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
-        that is shared with the process of a DataLoader.
+        that is shared with the main process of a DataLoader.
         """
         loaded = [self._load(name, rows, numbered.get(name)) for name in names]
         numbers = [each for each in loaded if isinstance(each, Loaded)]
@@ -141,7 +141,7 @@ class SampleReader:
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
     def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Loaded | list[str]:
-        """The samples of a field; strings as they are."""
+        """Load the samples of a field; strings are returned as they are."""
         if numbers is not None:
             values = (torch.from_numpy(numbers),)
             return Loaded([(numbers.shape, torch.int64)], lambda tensors: copy_all(values, tensors))
@@ -157,7 +157,7 @@ class SampleReader:
         return Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))
 
     def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> Loaded:
-        """Rows of a matrix, converted."""
+        """Load rows of a matrix, and convert them."""
         dense: list[ArrayShape] = [((len(rows), convert.num_columns), convert.dtype)]
         if self._reader.matrix is None:
             field = self._reader.fields[self._first]
@@ -172,7 +172,7 @@ class SampleReader:
         return Loaded([(tuple(part.shape), part.dtype) for part in parts], lambda tensors: copy_all(parts, tensors))
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
-        """Dense samples, (n, *sample_shape), of numbers."""
+        """Read dense samples, (n, *sample_shape), of numbers."""
         opened = self._open()
         if not out.size:
             return
@@ -184,7 +184,7 @@ class SampleReader:
             self._read_by_hdf5(name, rows, out)
 
     def _read_entries(self, rows: np.ndarray) -> CsrRows:
-        """Rows of a sparse matrix, as they are stored."""
+        """Read rows of a sparse matrix as they are stored."""
         opened, matrix = self._open(), self._reader.matrix
         assert matrix is not None and opened.layout is not None
         window = CsrWindow(opened.layout, rows)
@@ -207,16 +207,16 @@ class SampleReader:
         return self._opened
 
     def _check_unchanged(self) -> None:
-        """Raise FileError if the file was changed or replaced; of several, each is checked as it is read."""
+        """Raise FileError if the file was changed or replaced; several files are checked as they are read."""
         if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
     def amplification(self, samples: np.ndarray) -> float:
-        """Bytes read over bytes used, when each of these samples is read once, chunk by chunk."""
+        """Return bytes read over bytes used, when all of these samples are read once, chunk by chunk."""
         return read_amplification(self._reader, samples, _plain_fields(self._reader))
 
     def expect_order(self, order: Order) -> None:
-        """Size HDF5's cache for the chunks that an order leaves partly read; of several orders, the one with most."""
+        """Size HDF5's cache for the chunks that an order leaves partly read; the largest of several orders decides."""
         if self._order is None or order.open_chunks >= self._order.open_chunks:
             self._order, self._cache = order, None
 
@@ -240,7 +240,7 @@ class SampleReader:
         return model_cache(self._reader, -(-INTERLEAVE * recommended_window(self._reader) // num_workers))
 
     def _warn_if_shared(self, order: Order, num_workers: int) -> None:
-        """Warn, in one worker, that several will decode each chunk."""
+        """Warn, in one worker, that several workers will decode the same chunks."""
         readers = num_workers // math.gcd(num_workers, order.interleave)
         worker = get_worker_info()
         if worker is None or worker.id or readers == 1 or order.window_batches == 1:
@@ -254,7 +254,7 @@ class SampleReader:
             )
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """The chunk cache of each field in this process, as HDF5 has it."""
+        """Return the chunk cache of every field in this process, as HDF5 reports it."""
         self._reader.set_caches(self.cache)
         return self._reader.caches_in_force()
 
@@ -268,7 +268,7 @@ class SampleReader:
 
 
 class _OpenFields:
-    """The fields that a process reads by byte ranges: ``direct``, and of these small ones ``whole`` in memory."""
+    """The fields that a process reads by byte ranges: ``direct``; small fields among them are kept ``whole``."""
 
     def __init__(self, reader: H5Reader) -> None:
         self.process, self._reader = os.getpid(), reader
@@ -279,7 +279,7 @@ class _OpenFields:
         self.whole = read_whole_fields(reader, self.direct, self._descriptors, SMALL_FIELD_BYTES)
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
-        """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, of a matrix, a `CsrBuffers`."""
+        """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
         order = np.argsort(rows, kind="stable")
         try:
             for part in self.direct[name].parts(rows[order], order, out):
@@ -290,7 +290,7 @@ class _OpenFields:
 
 
 def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
-    """Window in chunks, and cache of one process: what a tuner left beside the file, or what the file says."""
+    """Return window (chunks) and cache (one process): as stored beside the file by tune, or as the file says."""
     beside = read_recommendation(
         reader.path,
         dataset=reader.main.dataset,
@@ -303,9 +303,9 @@ def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
 
 
 def recommended_window(reader: H5Reader) -> int:
-    """Return how many chunks to shuffle together, as the file or else the model recommends.
+    """Return how many chunks to shuffle together, as recommended by the file, or else by the model.
 
-    Fewer where some chunks of a matrix hold far more than others, as windows are bounded by bytes.
+    Fewer where some chunks of a matrix hold far more entries than others, because windows are bounded by bytes.
     """
     found = recommendation(reader)
     if found is not None:
@@ -318,18 +318,18 @@ def recommended_window(reader: H5Reader) -> int:
 
 
 def _plain_fields(reader: H5Reader) -> dict[str, Any]:
-    """The fields that are bytes of the file: those that are not decoded, for which HDF5's cache is better."""
+    """Return the fields that need no decoding; for compressed fields, HDF5's cache is better."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
 
 
 def copy_all(parts: Tensors, tensors: Tensors) -> None:
-    """Copy each tensor to the one in its place."""
+    """Copy the contents of tensors to other tensors, pair by pair."""
     for part, tensor in zip(parts, tensors, strict=True):
         tensor.copy_(part)
 
 
 def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
-    """Validate the names of fields, and return the dataset of each; None stands for the default."""
+    """Validate the names of fields, and return the dataset of each field; None means the default fields."""
     if fields is None or isinstance(fields, Mapping):
         return fields
     names: Any = (fields,) if isinstance(fields, str) else fields

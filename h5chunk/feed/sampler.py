@@ -1,4 +1,4 @@
-"""A batch sampler that visits samples chunk-wise, in random order, its position in the epoch, and its saved state."""
+"""A batch sampler that visits samples chunk by chunk in random order, with a position that can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ State = dict[str, int]
 
 @dataclass
 class Position:
-    """The position of a sampler, and of the loaders that were given it: where the next iteration begins.
+    """The position of a sampler and its loaders: where the next iteration begins.
 
-    ``running`` is the epoch that was begun last, and how many of its batches were delivered; None: all of them.
+    ``running`` is the epoch that was begun last, and the number of its batches delivered; None: all batches.
     """
 
     epoch: int = 0
@@ -37,25 +37,25 @@ class Position:
     running: tuple[int, int | None] | None = None
 
     def begin(self) -> tuple[int, int]:
-        """Begin an iteration; returns its epoch and first batch."""
+        """Begin an iteration, and return its epoch and first batch."""
         begun = self.epoch, self.batch
         self.running, self.epoch, self.batch = begun, self.epoch + 1, 0
         return begun
 
     def move(self, epoch: int, batch: int = 0) -> None:
-        """Let the next iteration begin there; what runs is forgotten."""
+        """Let the next iteration begin at this position, and forget the current iteration."""
         self.epoch, self.batch, self.running = epoch, batch, None
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The epoch, and how many of its batches are done: of the one that runs, or comes next."""
+        """Return the current or next epoch, and how many of its batches were delivered."""
         if self.running is None or self.running[1] is None:
             return self.epoch, self.batch
         return self.running[0], self.running[1]
 
 
 class Resumable:
-    """A sampler or loader: what stands at a batch of an epoch, and can be told to go on at another."""
+    """Base of samplers and loaders: a position in an epoch that can be saved and resumed."""
 
     _template: Order  # of any epoch
     _position: Position
@@ -63,36 +63,36 @@ class Resumable:
 
     @property
     def _identity(self) -> int:
-        """A number for the samples that are visited, and how often: of a saved state, to know them again."""
+        """Return a key of the visited samples and their repetitions, by which a saved state is matched."""
         raise NotImplementedError
 
     @property
     def order(self) -> Order:
-        """The order of the epoch that comes next."""
+        """Return the order of the next epoch."""
         return replace(self._template, epoch=self._position.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, from 0 on. Without it, each iteration goes on to the next epoch.
+        """Choose the next epoch, from 0 on. Without this call, each iteration goes on to the next epoch.
 
-        The epoch at which a loaded state stands goes on where that says.
+        If it is the epoch of a loaded state, iteration resumes at the batch of that state.
         """
         epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError where it is no epoch
         self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` says, with the next iteration.
+        """Resume at the position of ``state``, with the next iteration.
 
         Raises
         ------
         StateError
-            It is of another file, seed, batch size or order.
+            The state belongs to another file, seed, batch size or order.
         OptionError
-            This is a loader that echoes.
+            The loader echoes.
         """
         self._position.move(*load_state(state, self._template, self._identity))
 
     def _check_ranks(self) -> None:
-        """Raise OptionError if torch.distributed was initialised after it was asked: all ranks would read the same."""
+        """Raise OptionError if torch.distributed was initialised too late: all ranks would read the same samples."""
         order, now = self._template, _distributed()
         if self._given_rank is None and (order.rank, order.world_size) != now and now[1] > 1:
             raise OptionError(
@@ -105,7 +105,7 @@ class Resumable:
 
 
 class Ranks(NamedTuple):
-    """One of ``world_size`` processes, and the lanes that all of them share out."""
+    """One rank of ``world_size`` processes, and the total number of lanes."""
 
     lanes: int
     rank: int
@@ -113,7 +113,7 @@ class Ranks(NamedTuple):
 
 
 def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> Ranks:
-    """The rank as given, or as torch.distributed says where it is initialised; by default each rank has one lane."""
+    """Resolve the rank: as given, or else from torch.distributed; by default each rank has one lane."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank is {rank} and world_size {world_size}: give both, or none")
     if rank is None or world_size is None:
@@ -122,51 +122,51 @@ def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> R
 
 
 def _distributed() -> tuple[int, int]:
-    """Rank and world size, as torch.distributed says where it is initialised."""
+    """Return rank and world size of torch.distributed, if it is initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
 class ChunkSampler(Resumable, Sampler[list[int]]):
-    """Batches of sample numbers for a DataLoader, so that each chunk is read once an epoch.
+    """Batches of sample numbers for a DataLoader, such that each chunk is read once per epoch.
 
-    Chunks are permuted and samples shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample comes
-    once an epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number of
-    workers that divides ``interleave`` each chunk is read by one worker. Use as ``batch_sampler``::
+    Chunks are permuted and samples shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample comes once
+    per epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number of
+    workers that divides ``interleave``, each chunk is read by one worker. Use it as ``batch_sampler``::
 
         DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 256), num_workers=4)
 
-    or, which torch never collates, as ``sampler`` with ``batch_size=None``.
+    or, without torch's collation, as ``sampler`` with ``batch_size=None``.
 
     Parameters
     ----------
     dataset : ChunkDataset
-        The one, or the part of one, that is given to the DataLoader: batches of another part are an error there.
+        The data set, or the subset, that is given to the DataLoader, which refuses batches of any other subset.
     batch_size : int
     shuffle : bool
-        False: the order of the file.
+        False: keep the order of the file.
     seed : int
     window_chunks : int, optional
-        Chunks that are shuffled together; default: the file's recommendation. A window is never less than a batch.
+        Chunks to shuffle together; default: the file's recommendation. A window is never smaller than a batch.
     drop_last : bool
-        Leave out a last batch that is not full, on all ranks.
+        Leave out the last batch if it is not full, on all ranks.
     pad : bool
-        Fill it up on all ranks, with samples that the epoch began with. With neither, every sample comes once: last
-        batches may then differ by a sample or, where fewer samples than ranks are left, be empty on some.
+        Fill it up, on all ranks, with samples from the beginning of the epoch. Without both options every sample comes
+        once: last batches may then differ by a sample or, with fewer samples than ranks left, be empty on some ranks.
     lanes, rank, world_size : int, optional
-        Of several training processes; default: as torch.distributed says where it is initialised, and a lane a rank.
-        All have the same number of batches, of ``batch_size`` each, and read different chunks. As long as
-        ``batch_size * world_size`` and ``lanes``, which ``world_size`` must divide, stay as they are, the batches of
-        all ranks together are the same samples, however many ranks there are.
+        Place among several training processes; default: from torch.distributed if it is initialised, and one lane per
+        rank. All ranks have the same number of batches, of ``batch_size`` samples, and read different chunks. The
+        batches of all ranks together are the same samples for any number of ranks, as long as ``batch_size *
+        world_size`` and ``lanes``, a multiple of ``world_size``, stay the same.
     weights : array or str, optional
-        The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes that shall all
-        be equally likely. An epoch then draws as many samples as there are, each as often as it is due, up to a whole
-        number, and still chunk by chunk.
+        The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
+        classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
+        weight (rounded up or down), and still chunk by chunk.
     interleave : int, optional
-        Number of windows whose batches alternate, so that a DataLoader's workers get windows of their own. Default: 24,
-        or a divisor of it where chunks are so large that the windows would take more than 1 GiB, or where an epoch has
-        fewer windows of the size that you ask for. Make it a multiple of your number of workers if 24 is not.
+        Number of windows whose batches alternate, so that every worker of a DataLoader gets windows of its own.
+        Default: 24, or a divisor of 24 if chunks are so large that the windows would take more than 1 GiB, or if an
+        epoch has fewer windows of the chosen size. Set a multiple of your number of workers if 24 is not one.
 
     Raises
     ------
@@ -220,7 +220,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @classmethod
     def of_order(cls, dataset: ChunkDataset, order: Order) -> ChunkSampler:
-        """A sampler with this order of the data set's samples: for tools that compare orders."""
+        """Make a sampler with this order of the data set's samples, for tools that compare orders."""
         sampler = cls.__new__(cls)
         sampler._set(dataset, order, None, order.rank, chooses_window=False)
         return sampler
@@ -234,7 +234,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         dataset.expect_order(order)
 
     def check_data(self, dataset: ChunkDataset) -> None:
-        """Raise OptionError if the samples of a data set are not those that this sampler draws."""
+        """Raise OptionError unless a data set has the samples that this sampler draws."""
         check_numbering(self._dataset.numbering, dataset.numbering)
 
     @cached_property
@@ -247,17 +247,17 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @property
     def sampler(self) -> ChunkSampler:
-        """Itself: Lightning's Trainer looks here for what has a ``set_epoch``."""
+        """This object: Lightning's Trainer looks here for a ``set_epoch`` method."""
         return self
 
     @property
     def batch_size(self) -> int:
-        """Not to be had: who asks for it means to deal batches out to ranks, as Accelerate's ``prepare`` does.
+        """Not available: code that asks for it, such as Accelerate's ``prepare``, would divide batches among ranks.
 
         Raises
         ------
         OptionError
-            They are dealt out already: each rank would get a part of its part.
+            Batches are already divided among ranks: each rank would get only a part of its part.
         """
         order = self._template
         if order.world_size > 1:
@@ -285,19 +285,19 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:
-        """Where the epoch stands: a few integers, for `load_state_dict` of any sampler or loader of the same file.
+        """Return the position in the epoch: a few integers, for `load_state_dict` of a sampler or loader of this file.
 
         Parameters
         ----------
         batches : int, optional
-            Batches of this epoch that training has had, those before a resumed start among them. Default: those that
-            were taken from here. A DataLoader with workers takes some ahead: there, count the batches, or use
-            torchdata's StatefulDataLoader, which does.
+            Batches of this epoch that training has used, counted from the start of the epoch, also after resuming.
+            Default: the batches taken from this sampler. A DataLoader with workers takes batches ahead: count them
+            yourself, or use torchdata's StatefulDataLoader, which does.
 
         Raises
         ------
         OptionError
-            An epoch has no such number of batches.
+            The epoch has fewer batches.
         """
         if batches is not None and not (_is_whole(batches) and 0 <= batches <= len(self)):
             raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count those of this epoch alone")
@@ -315,7 +315,7 @@ def _is_whole(number: object) -> bool:
 
 
 def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selection | None:
-    """The samples that an epoch visits, by their positions in the subset; None: all samples of equal chunks, once."""
+    """Return the samples of an epoch, by their positions in the subset; None: all samples of equal chunks, once."""
     starts, samples = reader.chunk_starts, dataset.subset_samples
     if samples is None and weights is None:
         return None if starts is None else FixedSelection(starts)
@@ -331,15 +331,15 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
 
 
 def save_state(order: Order, batch: int, file: int) -> State:
-    """The state after ``batch`` batches of the order's epoch, of the data with this fingerprint.
+    """Save the state after ``batch`` batches of the order's epoch, for data with this fingerprint.
 
-    It says nothing of the number of ranks or workers: those may change.
+    The state does not contain the number of ranks or workers, which may change.
     """
     return {"version": VERSION, "epoch": order.epoch, "batch": int(batch), **_identity(order, file)}
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """The epoch and the batch at which to go on; raise `StateError` if it is no state, or of other data."""
+    """Return the epoch and the batch at which to resume; StateError if the state is invalid or of other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
@@ -360,7 +360,7 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
 
 
 def _identity(order: Order, file: int) -> State:
-    """All that the order is drawn from, but for the epoch and the division among ranks."""
+    """Return everything that determines the order, except the epoch and the division among ranks."""
     return {
         "file": file,
         "num_samples": order.num_samples,

@@ -1,12 +1,12 @@
-"""Slots: the buffers that windows of samples are read into, on the CPU or on a GPU.
+"""Slots: the buffers on the CPU or a GPU that windows of samples are read into.
 
 On a GPU a slot is a pair of buffers, pinned host memory and device memory. Two events guard its reuse: the host
 overwrites the pinned buffer only after the copy out of it is done, and a copy overwrites the device buffer only after
 the consumer's kernels that read it are done. Batches are made on the consumer's stream, so that nothing else needs a
 guard: no ``record_stream``, no new stream per epoch.
 
-Where a slot keeps its memory, the views of its arrays are made once: torch lets other threads run for each view, and
-then waits for them.
+The views of a slot's arrays are made once where its memory is fixed: torch releases Python's lock for each view, and
+then waits to get it back.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Arrays = list[list[torch.Tensor]]  # of each field
 
 
 class BatchMemory:
-    """Gives tensors whose memory returns here when the last reference to it is gone.
+    """Allocate tensors whose memory is reused when the last reference to them is gone.
 
     Touching memory for the first time costs several times the copy into it (scripts/LOG.md has the figures), so that a
-    loop that takes a fresh batch of 38 MB each time would spend most of its time in page faults. A tensor, all its
-    views and everything that shares its storage keep the memory: it is never used twice at a time. Buffers are NumPy's,
-    which asks the system for huge pages. The last reference may go in any thread, or in the middle of a call here (the
-    garbage collector's), so that free buffers come and go in steps that cannot be divided. ``keep`` of them stay.
+    loop that allocates 38 MB per batch would spend most of its time in page faults. A tensor, its views and everything
+    that shares its storage keep the memory, so that it is never used twice at a time. Buffers are NumPy's, which asks
+    the system for huge pages. The last reference may go in any thread, or during a call here (by the garbage
+    collector), so that the list of free buffers is only changed atomically. ``keep`` free buffers stay.
     """
 
     def __init__(self, keep: int = KEPT) -> None:
         self._free: deque[np.ndarray] = deque(maxlen=keep)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Allocate an uninitialised tensor."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < REUSED_BYTES:
             return torch.empty(shape, dtype=dtype)
@@ -78,13 +78,13 @@ class BatchMemory:
 
 
 class SingleBuffer:
-    """Gives tensors that all lie in the same memory: each is valid until the next."""
+    """Allocate tensors that all share the same memory: each is valid until the next is allocated."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor, in the place of the one before."""
+        """Allocate an uninitialised tensor, in the memory of the one before."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._held.numel() < num_bytes:
             self._held = BatchMemory().empty((num_bytes,), torch.uint8)
@@ -92,26 +92,26 @@ class SingleBuffer:
 
 
 class DenseWindow:
-    """The samples of a dense field in one window; any bytes are valid ones. ``shapes`` is as of `CsrWindow`."""
+    """The samples of a dense field in one window, where any bytes are valid. For ``shapes``, see `CsrWindow`."""
 
     def __init__(self, layout: FieldLayout, samples: np.ndarray) -> None:
         self.shapes = [((len(samples), *layout.sample_shape), layout.dtype)]
 
     def destination(self, arrays: Sequence[torch.Tensor]) -> np.ndarray:
-        """The rows of bytes that readers fill, (num_samples, sample_bytes) uint8, of a host array of this shape."""
+        """Return the rows of bytes for readers to fill, (num_samples, sample_bytes) uint8, in a host array."""
         samples = arrays[0].numpy()
         return samples.reshape(len(samples), -1 if samples.size else 0).view(np.uint8)
 
     def check(self) -> None:
-        """There is nothing to check."""
+        """Check nothing: any bytes are valid."""
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The samples, in an array of this shape on any device."""
+        """Return the samples, from an array of this shape on any device."""
         return arrays[0]
 
 
 class CsrWindow:
-    """The rows of a matrix in one window; ``shapes`` are the parts of each array that it takes, with their dtypes."""
+    """The rows of a matrix in one window; ``shapes`` are the used lengths of its arrays, with their dtypes."""
 
     def __init__(self, layout: MatrixLayout, samples: np.ndarray) -> None:
         starts = np.zeros(len(samples) + 1, np.int64)
@@ -121,14 +121,14 @@ class CsrWindow:
         self._room = CsrBuffers(starts, starts, None)
 
     def destination(self, arrays: Sequence[torch.Tensor]) -> CsrBuffers:
-        """The buffers that readers fill with the entries, in host arrays of these shapes."""
+        """Return the buffers for readers to fill with entries, in host arrays of these shapes."""
         starts, indices, *values = (array.numpy() for array in arrays)
         starts[:] = self._starts
         self._room = CsrBuffers(starts, indices, values[0] if values else None)
         return self._room
 
     def check(self) -> None:
-        """Raise FileError unless each entry has a column of the matrix, and no other one of its row."""
+        """Raise FileError unless all columns exist in the matrix, and no row repeats a column."""
         if self._layout.may_repeat:
             self._check_repeated()
         indices, columns = self._room.indices, self._layout.num_columns
@@ -156,7 +156,7 @@ class CsrWindow:
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:
-        """The rows, in arrays of these shapes on any device."""
+        """Return the rows, from arrays of these shapes on any device."""
         return CsrRows(arrays[0], self._starts, arrays[1], arrays[2] if len(arrays) > 2 else None)
 
 
@@ -164,7 +164,7 @@ Windows = dict[str, DenseWindow | CsrWindow]
 
 
 class _FixedArrays:
-    """The arrays of the largest window, one behind the other in a buffer."""
+    """The arrays of the largest window, consecutive in a buffer."""
 
     def __init__(self, layouts: Layouts, num_samples: int, buffer: torch.Tensor) -> None:
         self._arrays: Arrays = []
@@ -178,7 +178,7 @@ class _FixedArrays:
             self._arrays.append(own)
 
     def of(self, windows: Windows) -> Arrays:
-        """The arrays of a window: those of the largest one as they are, or the beginning of each."""
+        """Return the arrays of a window: the arrays of the largest window, or the beginning of each."""
         return [
             [
                 array if len(array) == shape[0] else array[: shape[0]]
@@ -188,15 +188,15 @@ class _FixedArrays:
         ]
 
     def are_all(self, arrays: Arrays) -> bool:
-        """Whether these are the arrays of the largest window."""
+        """Return whether these are the arrays of the largest window."""
         fields = zip(arrays, self._arrays, strict=True)
         return all(one is other for own, others in fields for one, other in zip(own, others, strict=True))
 
 
 class CpuSlot:
-    """A window in ordinary memory. Each window gets memory of its own from ``memory``, or, reused, the same again.
+    """A window in ordinary memory, which is new for each window from ``memory`` or, with reuse, always the same.
 
-    Gathered samples come in memory of ``gathered``, which slots may share.
+    Gathered samples get memory from ``gathered``, which slots may share.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class CpuSlot:
         self.window: Fields = ()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Make room for a window of these samples, and say where readers put those of each field."""
+        """Prepare for a window of these samples, and return the destinations of all fields for readers."""
         self._windows = windows = _windows_of(self._layouts, samples)
         if self._memory is None:
             assert self._fixed is not None
@@ -225,19 +225,19 @@ class CpuSlot:
         return destinations
 
     def send(self) -> None:
-        """Raise FileError if what was read is damaged. It stays where it is."""
+        """Raise FileError if the data that was read is damaged. The data stays in place."""
         for window in self._windows.values():
             window.check()
 
     def receive(self) -> None:
-        """Prepare for use by the consumer: there is nothing to do."""
+        """Do nothing: the data is ready for the consumer."""
 
     def gather(self, order: np.ndarray) -> Fields:
-        """Copies of these samples of the window."""
+        """Copy these samples of the window."""
         return gather(self.window, Numbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
-        """Let go of the window: the consumer is done with all its batches."""
+        """Release the window: the consumer is done with all its batches."""
         if self._memory is not None:
             self.window, self._windows = (), {}
 
@@ -245,7 +245,7 @@ class CpuSlot:
 class CudaSlot:
     """A window in pinned memory, (slot_bytes,) uint8, and its copy on the device: one buffer each for all fields.
 
-    ``num_samples`` is that of the largest window, and ``stream`` does the copies.
+    ``num_samples`` is the size of the largest window, and ``stream`` does the copies.
     """
 
     def __init__(self, layouts: Layouts, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
@@ -263,7 +263,7 @@ class CudaSlot:
         self.release()  # who had the memory of the device buffer before may still be using it on the current stream
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Wait until the pinned buffer may be overwritten, and say where in it readers put those of each field."""
+        """Wait until the pinned buffer may be overwritten, and return the destinations of all fields for readers."""
         if not self._copied.query():
             self._copied.synchronize()
         self._windows = windows = _windows_of(self._layouts, samples)
@@ -275,7 +275,7 @@ class CudaSlot:
         return _destinations(windows, host)
 
     def send(self) -> None:
-        """Start the copy to the device; any thread may. Raise FileError if what was read is damaged."""
+        """Start the copy to the device, from any thread. Raise FileError if the data that was read is damaged."""
         for window in self._windows.values():
             window.check()
         with torch.cuda.stream(self._stream):
@@ -289,11 +289,11 @@ class CudaSlot:
         torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def gather(self, order: np.ndarray) -> Fields:
-        """These samples of the window, on the device."""
+        """Copy these samples of the window, on the device."""
         return gather(self.window, Numbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:
-        """Note that the consumer has queued, on its current stream, all that reads the device buffer."""
+        """Record that the consumer has queued, on its current stream, all reads of the device buffer."""
         self._consumed.record(torch.cuda.current_stream(self._stream.device))
 
 
@@ -314,10 +314,10 @@ def _samples(windows: Windows, arrays: Arrays) -> Fields:
 
 
 def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fields:
-    """Some samples of each field: on a GPU in torch's memory, on the CPU in that of ``memory``.
+    """Gather samples of all fields: on a GPU in torch's memory, on the CPU in memory of ``memory``.
 
-    On the CPU by NumPy, because torch's threads wait for each other, which is slow where other work uses the cores.
-    Rows of a matrix stay where they are, and are taken by number when a batch is made of them.
+    On the CPU this uses NumPy, because torch's threads wait for each other, which is slow where other work uses the
+    cores. Rows of a matrix stay in place: their numbers are resolved when a batch is made.
     """
     gathered: list[Any] = []
     for field in fields:
@@ -333,5 +333,5 @@ def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fiel
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device; the caller waits until it is read, but not for what the device has to do before."""
+    """Copy an array to a device; the caller waits until the array is read, but not for earlier work of the device."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)

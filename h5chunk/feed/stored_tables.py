@@ -1,4 +1,4 @@
-"""Names, identifiers and categories that a converted file keeps beside its samples."""
+"""Read the names, identifiers and categories that a converted file keeps beside its samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decoded(values: np.ndarray) -> np.ndarray:
 
 
 class StoredTables:
-    """The tables of one or several files; each is read once.
+    """The tables of one or several files, each of which is read only once.
 
     All methods raise `FieldError` if a file does not have the table, and `FileError` if it is damaged.
     """
@@ -30,11 +30,11 @@ class StoredTables:
         self._tables: dict[str, np.ndarray] = {}
 
     def of_samples(self, name: str) -> np.ndarray:
-        """A table of one value per sample, of all files: (num_samples,), numbers or str."""
+        """Read a table of one value per sample, over all files: (num_samples,), numbers or str."""
         return self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in self._files]))
 
     def common(self, name: str) -> np.ndarray:
-        """A table that all files share, such as the identifiers of columns: numbers or str."""
+        """Read a table that all files share, such as the identifiers of columns: numbers or str."""
 
         def read() -> np.ndarray:
             first, *others = self._files
@@ -55,7 +55,7 @@ class StoredTables:
 
 
 def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
-    """A value for each sample of one file."""
+    """Read a value for each sample of one file."""
     table = _read(reader, name)
     if name == SOURCE_NAMES:
         text, ends = table.tobytes(), _read(reader, "source_name_ends")
@@ -72,7 +72,7 @@ def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
 
 
 def _read(reader: H5Reader, name: str) -> np.ndarray:
-    """A table of one file."""
+    """Read a table of one file."""
     if reader.header is None:
         raise FieldError(
             f"{printable(reader.path)}: has no {name}: only files that h5chunk converted keep names and ids"

@@ -1,4 +1,4 @@
-"""Stream windows epoch after epoch, and give their batches in order; each window several times where data is echoed."""
+"""Stream windows, epoch after epoch, and yield their batches in order; echoing uses windows several times."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
 @dataclass
 class EpochReport:
-    """Counts and times of an epoch so far.
+    """Counts and times of the current epoch.
 
     Attributes
     ----------
     batches, samples : int
-        Handed out, with echoes.
+        Batches and samples handed out, including echoes.
     fresh_samples : int
-        Of those, the samples that are no echoes.
+        The samples among them that are not echoes.
     seconds : float
-        From the first request to the last, with the opening of the file, and all that the caller did meanwhile.
+        From the first request to the last, including opening the file and the work of the caller.
     waited_s : float
-        Of those, the seconds in which the caller waited for data. On a GPU the wait for a copy is not counted.
+        Seconds in which the caller waited for data. Waiting for a copy to the GPU is not counted.
     """
 
     batches: int = 0
@@ -56,7 +56,7 @@ class EpochReport:
         return self.fresh_samples / self.seconds if self.seconds else 0.0
 
     def add(self, num_samples: int, *, fresh: bool) -> None:
-        """Count a batch that is handed out now."""
+        """Count a batch that is about to be handed out."""
         self.batches += 1
         self.samples += num_samples
         self.fresh_samples += num_samples if fresh else 0
@@ -76,25 +76,25 @@ class _OpenWindow:
 
 
 class WindowStream:
-    """Read the windows of a plan ahead, and give their batches.
+    """Read the windows of a plan ahead, and yield their batches.
 
-    A thread of its own starts reading windows as slots become free: the consumer's thread is spared that. Nothing here
-    keeps what makes batches: transforms may refer to the loader, whose finalizer refers to this.
+    A thread starts reading windows as slots become free, which spares the consumer's thread. The stream keeps no
+    reference to the batch maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
     Parameters
     ----------
     source : DataSource
     plan : SlotPlan
-        With at least one slot more than the windows that are open at a time. With an echo the windows of its order,
-        that of the first epoch, come one after the other (``interleave=1``).
+        At least one slot more than the number of alternating windows. With an echo, the windows of the first epoch's
+        order come one after another (``interleave=1``).
     lends_slot : bool
-        A batch lies in its slot until the next one is asked for, and so long the slot stays. Else batches have memory
-        of their own.
+        Whether a batch lies in its slot, which then stays until the next batch is requested. Otherwise batches get
+        memory of their own.
     echo : float
     once : bool
-        Read one epoch, and nothing beyond it.
+        Read one epoch, and nothing beyond.
     start : int
-        The first epoch's first batch.
+        Index of the first batch in the first epoch.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class WindowStream:
 
     @property
     def is_usable(self) -> bool:
-        """Whether its threads are in this process: a fork leaves them behind."""
+        """Whether the threads are in this process: a fork does not copy threads."""
         return self._process == os.getpid()
 
     def close(self) -> None:
-        """End the threads, and whoever waits for a window, then give the memory back.
+        """Stop the threads, wake up callers that wait for a window, then free the memory.
 
-        In the background, if the thread that opens windows hangs, or calls this itself: the garbage collector may.
+        This happens in the background if the opening thread hangs, or calls this itself (in the garbage collector).
         """
         if self._pool is not None:
             self._ask_to_end()
@@ -173,7 +173,7 @@ class WindowStream:
             self._pinned = None
 
     def _begin(self, order: Order, start: int) -> None:
-        """Start reading the windows from a batch on."""
+        """Start reading the windows of an order, from batch ``start`` on."""
         self._next: tuple[int, int] | None = (order.epoch, start)
         self._stop.clear()
         thread = threading.Thread(target=self._open_windows, args=(order, start), name="h5chunk-planner", daemon=True)
@@ -200,13 +200,13 @@ class WindowStream:
         self._free.put(None)  # the thread may be waiting for a slot
 
     def _join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread that opens windows, and say whether it has ended."""
+        """Wait for the thread that opens windows, and return whether it has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
     def _begin_again(self, order: Order, start: int) -> None:
-        """Go on elsewhere, with the same threads and memory. What is being read is waited for, and dropped."""
+        """Restart at another position, with the same threads and memory. Reads under way are awaited and dropped."""
         self._ask_to_end()
         if not self._join(self._pool.timeout_s):
             raise self._pool.hang(self._pool.timeout_s)
@@ -222,7 +222,7 @@ class WindowStream:
         self._begin(order, start)
 
     def _receive_window(self) -> None:
-        """Take over the next window that was opened; raise `WorkerError` if none is in time."""
+        """Receive the next opened window; WorkerError if that takes too long."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
         try:
@@ -236,7 +236,7 @@ class WindowStream:
             self._batches[opened.epoch, batch] = opened, number
 
     def batches(self, order: Order, maker: Maker, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from ``start`` on. What was read ahead is used, if it is of these."""
+        """Yield the batches of an epoch from ``start`` on. Data that was read ahead is used if it belongs to them."""
         if self._next != (order.epoch, start):
             self._begin_again(order, start)
         self._next, self._report = None, report
@@ -271,7 +271,7 @@ class WindowStream:
         self._next = order.epoch + 1, 0
 
     def _wait_for(self, read: WindowRead) -> None:
-        """Wait until a window is read, and raise its error if there is one."""
+        """Wait until a window is read, and raise its error, if any."""
         if not read.is_ready:
             waits = time.perf_counter()
             read.wait(self._pool.timeout_s)
@@ -280,7 +280,7 @@ class WindowStream:
         read.slot.receive()
 
     def _echoes(self, opened: _OpenWindow, order: Order, maker: Any) -> Iterator[Tensors]:
-        """Batches of the window shuffled again, and again."""
+        """Shuffle a window again, repeatedly, and yield its batches."""
         window, size = opened.read.window, order.batch_size
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, opened.epoch, window.batches[0], number)
@@ -288,7 +288,7 @@ class WindowStream:
                 yield from maker.make(opened.read.slot.gather(samples[first : first + size]), size)
 
     def _release(self, opened: _OpenWindow) -> None:
-        """Give the slot of a window back."""
+        """Release the slot of a window."""
         del self._open[opened]
         opened.read.slot.release()
         self._free.put(opened.read.slot)
