@@ -151,8 +151,8 @@ class CsrWindow:
         if same.any():
             column = int(indices[order[int(same.argmax())]])
             raise FileError(
-                f"{self._layout.where} has a row with several entries in column {column}: pack it with h5chunk "
-                "convert, which adds them up"
+                f"{self._layout.where} has a row with several entries in column {column}: write the file anew with "
+                "their sum (of .h5ad and 10x files, h5chunk convert does that)"
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:

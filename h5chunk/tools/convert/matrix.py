@@ -11,10 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,15 +27,16 @@ from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.sources.matrix.block import SparseSource, Transposed
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.matrix import DENSE, MATRIX, read_matrix
-from h5chunk.store.format.spec import GROUP, GZIP_LEVEL, FieldSpec, FileSpec
+from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec
 from h5chunk.store.hdf5.open import opened
+from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.store.write.command_id import is_made_by
 from h5chunk.store.write.csr import CsrWriter, csr_spec
 from h5chunk.store.write.journal import key_of
-from h5chunk.store.write.new_file import ChunkWriter, NewFile, checksum_tables, column_specs, write_columns
+from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs, write_columns
 from h5chunk.store.write.part_file import check_output
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SORT_SHARE, SPOOL_SHARE, SortedMatrix, check_shape
-from h5chunk.tools.convert.matrix_select import Part, Selection, select
+from h5chunk.tools.convert.matrix_select import Selection, select
 from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.report import MatrixPlan, MatrixReport
 from h5chunk.tools.convert.samples import facts_of_all
@@ -249,52 +247,38 @@ def _write_dense(
         field_attributes={MATRIX: {"scale": np.float64(kept.scale), "pattern": np.uint8(kept.pattern)}},
     )
     new.allocate(spec)
-    chunks = _dense_chunks(layout, kept.num_columns, kept.parts(index_dtype(kept.num_columns)), report_written)
+    target: Target
     if is_compressed:
-        with ChunkWriter(new, MATRIX.encode()) as writer:
-            for data in _compressed(chunks, threads):
-                writer.write(data)
-            checksums = writer.checksums
+        target = CompressedTarget(new, MATRIX.encode(), threads, checked=True)
     else:
-        checksums = []
-        for number, chunk in enumerate(chunks):
-            new.write_bytes(MATRIX, number * layout.chunk_bytes, chunk.data.cast("B"))
-            checksums.append(zlib.crc32(chunk.data))
-    new.write(f"{GROUP}/checksums/{MATRIX}", np.array(checksums, np.uint32))
+        num_bytes = layout.num_chunks * layout.chunk_bytes
+        target = PlainTarget(new, MATRIX, num_bytes=num_bytes, chunk_bytes=layout.chunk_bytes, checked=True)
+    with target:
+        for number, chunk in enumerate(_dense_chunks(layout, kept, report_written)):
+            target.put(number * layout.chunk_bytes, chunk.reshape(-1))
+        checksums = target.finish()
+    new.write(f"{GROUP}/checksums/{MATRIX}", checksums)
     return layout.chunk_samples
 
 
-def _dense_chunks(
-    layout: Layout, num_columns: int, parts: Iterable[Part], report_written: Callable[[int], None]
-) -> Iterator[np.ndarray]:
-    """(chunk_samples, columns) uint8 each; rows behind the last are zero."""
-    size, shape = layout.chunk_samples, (layout.chunk_samples, num_columns)
-    number, chunk = 0, np.zeros(shape, np.uint8)
-    for rows, columns, codes in parts:
+def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
+    """(chunk_samples, columns) uint8 each, in the same memory; rows behind the last are zero."""
+    size, number = layout.chunk_samples, 0
+    chunk = np.zeros((size, kept.num_columns), np.uint8)
+    for rows, columns, codes in kept.parts(index_dtype(kept.num_columns)):
         start = 0
         while start < len(rows):
             while rows[start] >= (number + 1) * size:
                 yield chunk
-                number, chunk = number + 1, np.zeros(shape, np.uint8)
+                number += 1
+                chunk[...] = 0
             stop = int(np.searchsorted(rows, (number + 1) * size, "left"))
             chunk[rows[start:stop] - number * size, columns[start:stop]] = codes[start:stop]
             start = stop
         report_written(len(rows))
-    yield chunk
-    for _ in range(number + 1, layout.num_chunks):
-        yield np.zeros(shape, np.uint8)
-
-
-def _compressed(chunks: Iterable[np.ndarray], threads: int) -> Iterator[bytes]:
-    """Compress chunks in threads; yield them in order."""
-    waiting: deque[Future[bytes]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for chunk in chunks:
-            waiting.append(pool.submit(zlib.compress, chunk.data, GZIP_LEVEL))
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    for _ in range(number, layout.num_chunks):
+        yield chunk
+        chunk[...] = 0
 
 
 def _attributes(options: MatrixOptions) -> dict[str, Any]:
