@@ -18,21 +18,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SampleField:
-    """A field that a source reads sample by sample.
+    """A field that a source reads sample by sample."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Of one sample; ``()`` for a number.
-    dtype : np.dtype
-        Of a fixed size.
-    axes : str
-        Names of the dataset's axes, such as ``NCHW``; empty if they have none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    axes: str = ""
+    shape: tuple[int, ...]  # of one sample; () for a number
+    dtype: np.dtype  # of a fixed size
+    axes: str = ""  # names of the dataset's axes, such as NCHW; empty if they have none
 
     @property
     def sample_bytes(self) -> int:
@@ -91,36 +81,16 @@ class SampleReader(Protocol):
 
 
 class SampleSource(SampleReader):
-    """Base class of sources of samples: what a file records of them, beside reading them by number.
+    """Base class of sources of samples: what a file records of them, beside reading them by number."""
 
-    Attributes
-    ----------
-    kind : str
-        Such as ``images`` or ``arrays``.
-    fields : mapping of str to SampleField
-        Fields that are read sample by sample; the largest comes first. At least one.
-    columns : mapping of str to (num_samples,) array
-        Small fields, which are in memory already.
-    categories : mapping of str to list of str
-        What the codes of a field mean; those of ``labels`` are the class names.
-    names : Names or None
-        Where each sample came from, such as its path.
-    options : mapping
-        What the file's header records of how samples were read (JSON).
-    ignored : sequence of str
-        What the source holds and does not give, for people.
-    notes : sequence of str
-        What people should know of the source.
-    """
-
-    kind: ClassVar[str]
-    fields: Mapping[str, SampleField] = MappingProxyType({})
-    columns: Mapping[str, np.ndarray] = MappingProxyType({})
-    categories: Mapping[str, list[str]] = MappingProxyType({})
-    names: Names | None = None
-    options: Mapping[str, Any] = MappingProxyType({})
-    ignored: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    kind: ClassVar[str]  # such as images or arrays
+    fields: Mapping[str, SampleField] = MappingProxyType({})  # read sample by sample; at least one, the largest first
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, in memory already
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # what codes of a field mean; of labels: class names
+    names: Names | None = None  # where each sample came from, such as its path
+    options: Mapping[str, Any] = MappingProxyType({})  # what the file's header records of how samples were read (JSON)
+    ignored: Sequence[str] = ()  # what the source holds and does not give, for people
+    notes: Sequence[str] = ()  # what people should know of the source
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -149,21 +119,9 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class OpenContext:
-    """What opening a source may use, apart from the options of its kind.
+    """What opening a source may use, apart from the options of its kind."""
 
-    Attributes
-    ----------
-    memory_bytes : int
-        Upper limit on what the source keeps in memory, such as names and labels.
-    skips_bad_samples : bool
-        Whether samples that cannot be read will be left out, so that the first one need not be readable.
-    with_times : bool
-        Whether entries of a matrix shall come with their times, if there are any.
-    report_found : callable
-        Called now and then with the number of samples found so far.
-    """
-
-    memory_bytes: int = 1 << 30
-    skips_bad_samples: bool = False
-    with_times: bool = False
-    report_found: Callable[[int], None] = lambda count: None
+    memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
+    skips_bad_samples: bool = False  # those that cannot be read will be left out: the first one need not be readable
+    with_times: bool = False  # whether entries of a matrix shall come with their times, if there are any
+    report_found: Callable[[int], None] = lambda count: None  # called now and then with the number of samples found

@@ -25,17 +25,7 @@ def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int
 
 
 class TimeBudget:
-    """Seconds that a measurement may take.
-
-    Parameters
-    ----------
-    stage : str
-    seconds : float
-    progress : callable, optional
-        Called with the stage and the percentage of the time that was taken, whenever that has grown.
-    clock : callable
-        Returns the time in seconds.
-    """
+    """Seconds that a measurement may take; ``progress`` is told the percentage of them that was taken."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix import convert_matrix, field_name, plan_matrix
-from h5chunk.tools.convert.matrix_ids import Ids
+from h5chunk.tools.convert.matrix_read import Ids
 from h5chunk.tools.convert.matrix_sort import Entries
 from h5chunk.tools.convert.options import MatrixOptions, parse_bytes
 
@@ -525,7 +525,7 @@ def test_two_ids_of_one_hash_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> 
         calls.append(values.dtype)
         return real(values & np.uint64(1) if values.dtype == np.uint64 else values, **options)
 
-    monkeypatch.setattr("h5chunk.tools.convert.matrix_ids.np.unique", all_alike)
+    monkeypatch.setattr(np, "unique", all_alike)
     ids = Ids(10)
     names = np.array([b"d", b"a", b"c", b"a", b"b"])
     assert ids.number(names).tolist() == [3, 0, 2, 0, 1] and len(calls) == 2

@@ -6,15 +6,14 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import OutputError
-from h5chunk.source import OpenContext
+from h5chunk.source import OpenContext, SampleSource
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
-from h5chunk.sources.options import Options
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
@@ -99,62 +98,58 @@ def convert(
     OptionError
         An option does not exist, does not apply to the source, or has an invalid value.
     """
-    settled = _settle(source, output, format, overwrite, options)
-    if isinstance(settled.how, MatrixOptions):
-        matrix = _open(settled, progress)
-        how = settled.source_options.given()
-        return convert_matrix(matrix, settled.path, settled.how, how=how, overwrite=overwrite, progress=progress)
-    return _convert_samples(settled, overwrite, progress, notify or say_nothing)
+    started = time.perf_counter()
+    opened, path, how, given = _open(source, output, format, overwrite, options, progress)
+    if isinstance(how, MatrixOptions):
+        return convert_matrix(opened, path, how, how=given, overwrite=overwrite, progress=progress)
+    job, shards = _prepare(opened, path, how)
+    return _convert_samples(job, shards, overwrite, progress, notify or say_nothing, started)
 
 
-class _Settled(NamedTuple):
-    """A source of a known kind, its options, and where the output goes; all checked."""
+def _open(
+    source: Any,
+    output: str | os.PathLike[str],
+    format: str | None,
+    overwrite: bool,
+    options: dict[str, Any],
+    progress: Progress | None,
+) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
+    """Check all options, refuse an output that cannot be written, and open the source.
 
-    kind: Any
-    source: Any
-    source_options: Options
-    how: SampleOptions | MatrixOptions
-    path: Path
-
-
-def _settle(
-    source: Any, output: str | os.PathLike[str], format: str | None, overwrite: bool, options: dict[str, Any]
-) -> _Settled:
-    """Find the kind of a source, check all options, and refuse an output that cannot be written."""
+    Returns it, where the output goes, how it is written, and the options that the source was given.
+    """
     kind = find_kind(source, format)
-    mine, others = SampleOptions, MatrixOptions
-    if issubclass(kind, SparseSource):
-        mine, others = others, mine  # type: ignore[assignment]
-    source_options, how = choose_options(kind, source, options, (kind.Options, mine), others)
+    groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)
+    source_options, how = choose_options(kind, source, options, (kind.Options, groups[0]), groups[1])
     is_folder = isinstance(how, SampleOptions) and how.is_sharded
     path = parse_output(output, folder=is_folder)
     check_not_source(path, *([source] if is_path(source) else []), *source_options.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
-    return _Settled(kind, source, source_options, how, path)
-
-
-def _open(settled: _Settled, progress: Progress | None) -> Any:
-    kind, source, source_options, how, _ = settled
     if isinstance(how, SampleOptions):
-        return open_kind(kind, source, source_options, open_context(how, progress))
-    with naming_memory(how.memory_bytes):
-        context = OpenContext(how.memory_bytes, with_times=how.duplicates in IN_ORDER)
-        return open_kind(kind, source, source_options, context)
+        opened = open_kind(kind, source, source_options, open_context(how, progress))
+    else:
+        with naming_memory(how.memory_bytes):
+            context = OpenContext(how.memory_bytes, with_times=how.duplicates in IN_ORDER)
+            opened = open_kind(kind, source, source_options, context)
+    return opened, path, how, source_options.given()
 
 
-def _prepare(settled: _Settled, progress: Progress | None) -> tuple[SampleJob, list[SampleJob]]:
-    """Open the source; return the job of all samples, and those of the shards, if there are any."""
-    how = settled.how
-    assert isinstance(how, SampleOptions)
-    job = prepare(_open(settled, progress), settled.path, how)
+def _prepare(source: SampleSource, path: Path, how: SampleOptions) -> tuple[SampleJob, list[SampleJob]]:
+    """Return the job of all samples, and those of the shards, if there are any."""
+    job = prepare(source, path, how)
     if not how.is_sharded:
         return job, []
     return job, split_job(job, how.shards, how.shard_bytes, chosen=how.chunk_samples is None)
 
 
-def _convert_samples(settled: _Settled, overwrite: bool, progress: Progress | None, notify: Notify) -> ConvertReport:
-    started = time.perf_counter()
-    job, shards = _prepare(settled, progress)
+def _convert_samples(
+    job: SampleJob,
+    shards: list[SampleJob],
+    overwrite: bool,
+    progress: Progress | None,
+    notify: Notify,
+    started: float,
+) -> ConvertReport:
     complete = False
     try:
         if shards:
@@ -172,10 +167,10 @@ def _convert_samples(settled: _Settled, overwrite: bool, progress: Progress | No
         skipped_path(job.path).unlink(missing_ok=True)  # of the file that was replaced
     return ConvertReport(
         path=str(job.path),
-        source_kind=settled.kind.kind,
+        source_kind=job.source.kind,
         num_samples=sum(len(file.order) for file in files),
         num_bytes=sum(file.path.stat().st_size for file in shards or [job]),
-        sample_shape=_main_shape(job),
+        sample_shape=next(iter(job.fields.values())).shape,
         fields=[*job.source.fields, *job.source.columns],
         chunk_samples=files[0].layout.chunk_samples,
         seconds=time.perf_counter() - started,
@@ -188,11 +183,6 @@ def _convert_samples(settled: _Settled, overwrite: bool, progress: Progress | No
         notes=list(job.source.notes),
         already_complete=complete,
     )
-
-
-def _main_shape(job: SampleJob) -> tuple[int, ...]:
-    """The shape of a sample of the largest field."""
-    return max(job.source.fields.values(), key=lambda field: field.sample_bytes).shape
 
 
 def _read_back(files: list[SampleJob], job: SampleJob) -> tuple[list[SampleJob], Filled]:
@@ -221,11 +211,10 @@ def plan_convert(
     ------
     As `convert`, as far as a look at the source and at a few samples shows it.
     """
-    settled = _settle(source, output, format, overwrite, options)
-    if isinstance(settled.how, MatrixOptions):
-        how = settled.source_options.given()
-        return plan_matrix(_open(settled, progress), settled.path, settled.how, how=how, overwrite=overwrite)
-    job, shards = _prepare(settled, progress)
+    source, path, how, given = _open(source, output, format, overwrite, options, progress)
+    if isinstance(how, MatrixOptions):
+        return plan_matrix(source, path, how, how=given, overwrite=overwrite)
+    job, shards = _prepare(source, path, how)
     specs = [shard.spec() for shard in shards or [job]]
     num_bytes = sum(spec.num_bytes for spec in specs)
     complete = not overwrite and is_complete(job, len(shards) or 1)
@@ -233,12 +222,11 @@ def plan_convert(
         (check_folder if shards else check_output)(job.path, overwrite)
         check_room(job.path, num_bytes)
     fields = {spec.name: spec for spec in specs[0].fields}
-    source = job.source
     names = [*source.fields, *source.columns]
     return ConvertPlan(
         num_samples=len(source),
         source_kind=source.kind,
-        sample_shape=_main_shape(job),
+        sample_shape=next(iter(job.fields.values())).shape,
         shapes={name: tuple(fields[name].sample_shape) for name in names},
         layout=folder_layout(shards) if shards else job.layout,
         fields={name: str(fields[name].dtype) for name in names},

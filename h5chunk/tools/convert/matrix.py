@@ -61,21 +61,16 @@ def convert_matrix(
     ``how`` are the options that the source was opened with. Raises as `h5chunk.convert` does.
     """
     started = time.perf_counter()
-    source, options = _prepare(source, options)
-    command_id = _command_id(source, options, how)
-    if not overwrite and command_id is not None and is_made_by(path, command_id):
+    source, options, command_id, complete = _settle(source, path, options, how, overwrite)
+    if complete:
         return _report(path, source, started)
-    check_output(path, overwrite)
 
     def report_read(done: int) -> None:
         if progress:
             progress("read", done, source.num_bytes)
 
-    with ExitStack() as stack:
-        stack.enter_context(naming_memory(options.memory_bytes))
-        new = stack.enter_context(NewFile(path, overwrite))
-        matrix = SortedMatrix(source, options, Path(os.path.realpath(path)).parent, stack)
-        matrix.read(report_read)
+    with naming_memory(options.memory_bytes), NewFile(path, overwrite) as new, ExitStack() as stack:
+        matrix = SortedMatrix(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
         kept = select(matrix)
         if kept.num_columns < 1 or not kept.num_rows:
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
@@ -92,15 +87,18 @@ def convert_matrix(
     return _report(path, source, started, **known)
 
 
-def _prepare(source: SparseSource, options: MatrixOptions) -> tuple[SparseSource, MatrixOptions]:
-    return Transposed(source) if options.transpose else source, options.for_kind(source.kind)
-
-
-def _command_id(source: SparseSource, options: MatrixOptions, how: Mapping[str, Any]) -> str | None:
-    """Identify the command: equal ones make equal files."""
-    identity = source.identity()
+def _settle(
+    source: SparseSource, path: Path, options: MatrixOptions, how: Mapping[str, Any], overwrite: bool
+) -> tuple[SparseSource, MatrixOptions, str | None, bool]:
+    """Return source and options as they apply, what identifies the command, and whether it has made the output."""
+    source = Transposed(source) if options.transpose else source
+    options, identity = options.for_kind(source.kind), source.identity()
     facts = {**facts_of_all(), "options": options.recorded(), "how": dict(how), "source": identity}
-    return None if identity is None else key_of(facts)
+    command_id = None if identity is None else key_of(facts)
+    complete = not overwrite and command_id is not None and is_made_by(path, command_id)
+    if not complete:
+        check_output(path, overwrite)
+    return source, options, command_id, complete
 
 
 @contextmanager
@@ -206,9 +204,9 @@ def _write_csr(
     new.allocate(csr_spec(layout, scale=kept.scale, attributes=_attributes(options), fields=fields, tables=tables))
     writer = CsrWriter(new, layout)
     with new.flusher():
-        for part in kept.parts(layout.index_dtype):
-            writer.append(part.columns, None if layout.pattern else part.values)
-            report_written(len(part.rows))
+        for rows, columns, codes in kept.parts(layout.index_dtype):
+            writer.append(columns, None if layout.pattern else codes)
+            report_written(len(rows))
         writer.finish(kept.row_entries)
     return layout.chunk_samples
 
@@ -300,11 +298,7 @@ def plan_matrix(
 
     Raises as that, as far as the start of the source shows it.
     """
-    source, options = _prepare(source, options)
-    command_id = _command_id(source, options, how)
-    complete = not overwrite and command_id is not None and is_made_by(path, command_id)
-    if not complete:
-        check_output(path, overwrite)
+    source, options, _, complete = _settle(source, path, options, how, overwrite)
     with naming_memory(options.memory_bytes):
         return replace(_plan(source, path, options), already_complete=complete)
 

@@ -1,4 +1,4 @@
-"""Read the blocks of a source and sort their entries into the order of the file."""
+"""Read the blocks of a source, number their ids, and sort their entries into the order of the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from h5chunk.plan.codes import MAX_CODE
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.store.write.spool import Spool
-from h5chunk.tools.convert.matrix_ids import Ids, inverse_of
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries
 from h5chunk.tools.convert.options import IN_ORDER, MatrixOptions
 
@@ -23,6 +22,10 @@ TABLE_BYTES = 4  # of an id in a table of ids
 # Of memory for a row (its number while rows are permuted, its entries, its source), and for a column whose entries are
 # counted: 49 and 25 were measured (tracemalloc, as in tests/sources/test_claims.py).
 ROW_BYTES, COLUMN_BYTES = 56, 32
+
+
+TABLE_START = 1 << 16
+NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several orders, and copies of itself
 
 
 def check_shape(
@@ -50,45 +53,43 @@ def check_shape(
 class SortedMatrix:
     """The entries of a source, sorted into the order of the file.
 
-    Temporary data go to ``folder``; ``stack`` closes what `read` opens.
+    Temporary data go to ``folder``; ``stack`` gives them back. Raises SourceError for a value that has no code, for
+    more rows and columns than fit in memory, and as the source does.
     """
 
     entries: Entries  # their rows are those of the file, before any is left out
     order: np.ndarray  # (rows,) int64: row i is row order[i] of the source
     num_columns: int
 
-    def __init__(self, source: SparseSource, options: MatrixOptions, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        source: SparseSource,
+        options: MatrixOptions,
+        folder: Path,
+        stack: ExitStack,
+        report_read: Callable[[int], None],
+    ) -> None:
         self.source, self.options, self.coding = source, options, options.coding()
         self._folder, self._stack = folder, stack
         self._uses_times = source.time_name is not None and options.duplicates in IN_ORDER
         self.row_ids: np.ndarray | None = None  # of all rows of the source, ascending; None where it has no ids
         self.column_ids: np.ndarray | None = None
         self.num_read = 0  # entries
-
-    def read(self, report_read: Callable[[int], None]) -> None:
-        """Read all entries and sort them.
-
-        Raises SourceError for a value that has no code, for more rows and columns than fit in memory, and as the
-        source does.
-        """
-        rows, columns = self.source.shape
-        if self.source.has_ids or rows is None or columns is None:
+        num_rows, num_columns = source.shape
+        if source.has_ids or num_rows is None or num_columns is None:
             self._read_unnumbered(report_read)
         else:
-            self._read_numbered(rows, columns, report_read)
+            destination = self._open_entries(num_rows, num_columns)
+            for block, done in source.blocks(self.options.memory_bytes // READ_SHARE):
+                units = self._units(block)
+                if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
+                    raise SourceError(f"{printable(source.path)}: an entry lies outside of {num_rows} x {num_columns}")
+                self.entries.append(destination[block.rows], block.columns, units, block.times)
+                report_read(done)
         self.entries.finish()
 
-    def _read_numbered(self, num_rows: int, num_columns: int, report_read: Callable[[int], None]) -> None:
-        destination = self._open_entries(num_rows, num_columns)
-        for block, done in self.source.blocks(self.options.memory_bytes // READ_SHARE):
-            units = self._units(block)
-            if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
-                raise SourceError(f"{printable(self.source.path)}: an entry lies outside of {num_rows} x {num_columns}")
-            self.entries.append(destination[block.rows], block.columns, units, block.times)
-            report_read(done)
-
     def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
-        """The same where only the whole source tells how many rows there are, and in which order their ids come."""
+        """Read where only the whole source tells how many rows there are, and in which order their ids come."""
         source, memory_bytes = self.source, self.options.memory_bytes
         number = np.uint32 if source.has_ids else np.int64
         times = [("time", np.int64)] if self._uses_times else []
@@ -205,3 +206,109 @@ def place_text(row: object, column: object) -> str:
         for name in (row, column)
     ]
     return f"row {shown[0]}, column {shown[1]}"
+
+
+# ---- ids
+
+
+class Ids:
+    """Ids that are numbered as they appear.
+
+    Integers below ``table_ids`` are looked up in a table, which is many times faster than a search.
+    """
+
+    def __init__(self, table_ids: int) -> None:
+        self._table_ids = table_ids
+        self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
+        self._parts: list[np.ndarray] = []  # ids in the order of their numbers
+        self._sorted = np.empty(0, np.int64)
+        self._numbers = np.empty(0, np.int64)
+        self._width = 8
+        self.size = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper limit on the memory that the ids take until they are in the file."""
+        return self.size * (NUMBERS_BYTES + ID_COPIES * self._width)
+
+    def number(self, ids: np.ndarray) -> np.ndarray:
+        """Return the numbers of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
+        if not len(ids):
+            return np.empty(0, np.int64)
+        if self._table is not None:
+            if ids.dtype.kind == "i" and ids.min() >= 0 and (largest := int(ids.max())) < self._table_ids:
+                return self._look_up(self._table, ids, largest)
+            self._table = None
+            known = self._in_order_of_numbers()
+            order = np.argsort(known, kind="stable")
+            self._sorted, self._numbers = known[order], order.astype(np.int64)
+        return self._search(ids)
+
+    def _look_up(self, table: np.ndarray, ids: np.ndarray, largest: int) -> np.ndarray:
+        if largest >= len(table):
+            size = min(max(largest + 1, 2 * len(table)), self._table_ids)
+            self._table = table = np.concatenate([table, np.full(size - len(table), -1, np.int32)])
+        numbers = table[ids]
+        unknown = numbers < 0
+        if unknown.any():
+            new = np.unique(ids[unknown])
+            table[new] = self._add(new)
+            numbers = table[ids]
+        return numbers
+
+    def _search(self, ids: np.ndarray) -> np.ndarray:
+        is_text = ids.dtype.kind == "S"
+        distinct, inverse = _unique_bytes(ids) if is_text else np.unique(ids, return_inverse=True)
+        if not len(self._sorted):
+            self._sorted = self._sorted.astype(distinct.dtype)
+        places = np.searchsorted(self._sorted, distinct)
+        known = np.zeros(len(distinct), bool)
+        inside = places < len(self._sorted)
+        known[inside] = self._sorted[places[inside]] == distinct[inside]
+        numbers = np.empty(len(distinct), np.int64)
+        numbers[known] = self._numbers[places[known]]
+        new = distinct[~known]
+        if len(new):
+            numbers[~known] = self._add(new)
+            width = max(self._sorted.dtype, new.dtype, key=lambda dtype: dtype.itemsize)
+            self._sorted = np.insert(self._sorted.astype(width, copy=False), places[~known], new)
+            self._numbers = np.insert(self._numbers, places[~known], numbers[~known])
+        return numbers[inverse]
+
+    def _add(self, new: np.ndarray) -> np.ndarray:
+        self._parts.append(new)
+        self._width = max(self._width, new.dtype.itemsize)
+        self.size += len(new)
+        return np.arange(self.size - len(new), self.size, dtype=np.int64)
+
+    def _in_order_of_numbers(self) -> np.ndarray:
+        return np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
+
+    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids in ascending order, and the place there of each number."""
+        ids = self._in_order_of_numbers()
+        order = np.argsort(ids, kind="stable")
+        return ids[order], inverse_of(order)
+
+
+def inverse_of(order: np.ndarray) -> np.ndarray:
+    """The place of each number in a permutation."""
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order), dtype=np.int64)
+    return places
+
+
+def _unique_bytes(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `numpy.unique` of bytes: sorting a hash of each first is ten times as fast as comparing them."""
+    width = -(-ids.dtype.itemsize // 8) * 8
+    words = ids.astype(f"S{width}").view(np.uint64).reshape(len(ids), -1)
+    mixed = np.zeros(len(ids), np.uint64)
+    for column in words.T:
+        mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    _, first, inverse = np.unique(mixed, return_index=True, return_inverse=True)
+    distinct = ids[first]
+    if not np.array_equal(distinct[inverse], ids):  # two ids with one hash: somebody chose them so
+        return np.unique(ids, return_inverse=True)
+    order = np.argsort(distinct, kind="stable")
+    return distinct[order], inverse_of(order)[inverse]

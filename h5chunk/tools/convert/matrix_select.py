@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +13,8 @@ from h5chunk.plan.codes import MAX_CODE, UNITS
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, place_text
 from h5chunk.tools.convert.matrix_sort import Places
 
-
-class Part(NamedTuple):
-    """Entries in the order of the file: rows (n,) int64, columns (n,) integers, and units or codes (n,)."""
-
-    rows: np.ndarray
-    columns: np.ndarray
-    values: np.ndarray
+Part = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Entries in the order of the file: rows (n,) int64, columns (n,) integers, and units or codes (n,)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Selection:
                 keep = self.rows[rows]
                 rows, columns, units = new_rows[rows[keep]], columns[keep], units[keep]
             indices = columns.astype(index_dtype) if new_columns is None else new_columns[columns]
-            yield Part(rows, indices, codes[units])
+            yield rows, indices, codes[units]
 
 
 def select(matrix: SortedMatrix) -> Selection:
@@ -133,10 +127,7 @@ def _settled(
         keep = units > 0
         if columns_kept is not None:
             keep &= columns_kept[columns]
-        if keep.all():
-            yield Part(rows, columns, units)
-        else:
-            yield Part(rows[keep], columns[keep], units[keep])
+        yield (rows, columns, units) if keep.all() else (rows[keep], columns[keep], units[keep])
 
 
 def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
@@ -164,19 +155,13 @@ def _duplicate_error(matrix: SortedMatrix) -> SourceError:
 
     Entries are read again for it, as only the source knows where they are and what they were.
     """
-    first: tuple[int, int] | None = None
-    num_duplicates = 0
-    for places in matrix.entries.sorted():
-        if places.counts is None:
-            continue
-        repeated = np.flatnonzero(places.counts > 1)
-        num_duplicates += int(places.counts.sum()) - len(places.counts)
-        rows, columns = matrix.order[places.rows[repeated]], places.columns[repeated]
-        smallest = np.lexsort((columns, rows))[0]
-        here = int(rows[smallest]), int(columns[smallest])
-        first = here if first is None else min(first, here)
-    assert first is not None
-    row, column = matrix.ids_of(*first)
+    num_places, repeated = 0, []
+    for rows, columns, _, counts in matrix.entries.sorted():
+        num_places += len(rows)
+        if counts is not None:
+            repeated.append(_first_of(matrix, rows[counts > 1], columns[counts > 1], counts[counts > 1]))
+    num_duplicates = matrix.num_read - num_places
+    row, column = matrix.ids_of(*min(repeated)[:2])
     return SourceError(
         f"{printable(matrix.source.path)}: {place_text(row, column)} has more than one entry: "
         f"{' and '.join(_entries_of(matrix, row, column))}; {num_duplicates:,} of {matrix.num_read:,} entries repeat a "
@@ -203,14 +188,18 @@ def _no_scale(matrix: SortedMatrix, units: np.ndarray) -> SourceError:
     """The error of values of which each has a code, but not with one scale for all: names the first in the way."""
     unfit = np.zeros(matrix.coding.max_unit + 1, bool)
     unfit[matrix.coding.unfit_units(units)] = True
-    first: tuple[int, int, int, int] | None = None
+    found = []
     for rows, columns, values in _settled(matrix, None):
-        for at in np.flatnonzero(unfit[values]):
-            row, column = int(rows[at]), int(columns[at])
-            here = (int(matrix.order[row]), column, row, int(values[at]))
-            first = here if first is None else min(first, here)
-    assert first is not None
-    _, column, row, unit = first
+        if (bad := unfit[values]).any():
+            found.append(_first_of(matrix, rows[bad], columns[bad], values[bad]))
+    row, column, unit = min(found)
     other = int(units[units != unit][0]) / UNITS if len(units) > 1 else 0
     why = f" with the scale that others, such as {other:g}, need (codes end at {MAX_CODE})"
-    return matrix.unfit_error(matrix.place(row, column), unit / UNITS, why=why)
+    return matrix.unfit_error(place_text(*matrix.ids_of(row, column)), unit / UNITS, why=why)
+
+
+def _first_of(matrix: SortedMatrix, *entries: np.ndarray) -> tuple[int, int, int]:
+    """The first of some rows, columns and numbers, in the order of the source; its row is the one there."""
+    rows, columns, numbers = matrix.order[entries[0]], *entries[1:]
+    first = np.lexsort((columns, rows))[0]
+    return int(rows[first]), int(columns[first]), int(numbers[first])

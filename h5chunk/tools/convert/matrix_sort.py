@@ -7,6 +7,7 @@ between two cuts fits in memory, and where it lies in each part. So rows of any 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,7 +149,8 @@ class Entries:
             return records[np.lexsort((records["time"], records["key"]))]
         return records[np.argsort(records["key"], kind="stable")]
 
-    def _keys(self, records: np.ndarray) -> np.ndarray:
+    def _keys(self, records: Any) -> Any:
+        """The keys of records, or the key of one."""
         return records >> np.uint64(self._bits) if self._bits else records["key"]
 
     def _spill(self) -> None:
@@ -192,7 +194,9 @@ class Entries:
     def _combined(self, records: np.ndarray) -> Iterator[Places]:
         start = 0
         while start < len(records):
-            stop = self._end_of_place(records, start + PART_ENTRIES)
+            stop = min(start + PART_ENTRIES, len(records))
+            if stop < len(records):  # entries that share a place stay together
+                stop = bisect_right(records, self._keys(records[stop - 1]), stop, key=self._keys)
             part = records[start:stop]
             keys = self._keys(part)
             values = part & np.uint64((1 << self._bits) - 1) if self._bits else part["value"]
@@ -210,20 +214,6 @@ class Entries:
             columns = (keys & np.uint64((1 << self._column_bits) - 1)).astype(np.int64)
             yield Places(rows, columns, values, counts)
             start = stop
-
-    def _end_of_place(self, records: np.ndarray, at: int) -> int:
-        """The end of the entries that share a place with the one before number ``at``."""
-        if at >= len(records):
-            return len(records)
-        key = self._keys(records[at - 1 : at])[0]
-        size = 64
-        while True:
-            after = self._keys(records[at : at + size]) != key
-            if after.any():
-                return at + int(after.argmax())
-            if at + size >= len(records):
-                return len(records)
-            at, size = at + size, size * 2
 
 
 def _first_at(keys: np.ndarray, key: int) -> int:

@@ -11,6 +11,7 @@ import csv
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def write_file(
             new,
             job,
             claims=log.claims[0],
-            finished=log.adder(0),
+            finished=partial(log.add, 0),
             written=count_written(job, progress),
             carried=count_up("copy", job.carried_bytes, progress),
         )
@@ -175,15 +176,11 @@ class TaskLog:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
-    def adder(self, number: int) -> Callable[[Done], None]:
-        """Return a function that adds finished tasks of a file to the journal."""
-
-        def add(done: Done) -> None:
-            if done.chunks.start in self.claims[number]:
-                self._num_again += self._samples(number, done)
-            self._journal.add([number, *done.record()])
-
-        return add
+    def add(self, number: int, done: Done) -> None:
+        """Add a finished task of a file to the journal."""
+        if done.chunks.start in self.claims[number]:
+            self._num_again += self._samples(number, done)
+        self._journal.add([number, *done.record()])
 
     def finish(self) -> None:
         """Report how many samples had to be written again."""
@@ -238,10 +235,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
     """Identify the command: equal ones make equal files. None if the source has no identity.
 
-    Parameters
-    ----------
-    stamp : int
-        Of all samples: see `h5chunk.store.write.fill_task.stamp_of_samples`.
+    ``stamp`` is that of all samples: see `h5chunk.store.write.fill_task.stamp_of_samples`.
     """
     key = job_key(job, num_files)
     if key is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from h5chunk.errors import OptionError, human_bytes
 from h5chunk.plan.layout import Layout, plan_layout
@@ -90,9 +91,8 @@ def write_shards(
         for number, shard in enumerate(jobs):
             folder.reopen(shard.path.name)
             with NewFile(folder.part / shard.path.name, journal=folder.journal) as new:
-                left, of_shard = write_samples(
-                    new, shard, claims=log.claims[number], finished=log.adder(number), written=written
-                )
+                claims, finished = log.claims[number], partial(log.add, number)
+                left, of_shard = write_samples(new, shard, claims=claims, finished=finished, written=written)
                 new.commit()
             kept.append(left)
             filled.notes.update(of_shard.notes)
