@@ -181,7 +181,7 @@ class MemoryBudget:
             return False
         held = self._resident_bytes
         pieces = {name: layout.of_pieces for name, layout in self._source.layouts.items()}
-        loading = LOADING_SLOTS * (1 if self._on_cpu else 2) * slot_bytes(pieces, self.loading_samples(order))
+        loading = 0 if self._on_cpu else LOADING_SLOTS * 2 * slot_bytes(pieces, self.loading_samples(order))
         needed, limit = held + loading + self._reading_bytes(order), self._limit(wanted)
         if wanted is True and needed > limit:
             raise OptionError(

@@ -56,7 +56,8 @@ class GatherAhead:
                 yield queue.popleft()[1]
         finally:  # threads may still write to what was not taken
             while queue and os.getpid() == self._process:
-                self._wait(queue.popleft()[0], done)
+                self._wait(queue[0][0], done)
+                queue.popleft()
 
     def _submit(self, samples: np.ndarray) -> tuple[int, tuple[torch.Tensor, ...], np.ndarray]:
         count, indices = len(samples), samples.ctypes.data

@@ -48,12 +48,19 @@ class Resident:
         num_samples = source.reader.num_samples
         source = replace(source, layouts={name: layout.of_pieces for name, layout in source.layouts.items()})
         layouts = list(source.layouts.values())
+        on_cpu = self._device.type == "cpu"  # where the only piece is the data itself
+        piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
-        plan = SlotPlan(order, LOADING_SLOTS, piece_samples, slot_bytes(source.layouts, piece_samples))
+        num_slots = 1 if on_cpu else LOADING_SLOTS
+        plan = SlotPlan(order, num_slots, piece_samples, slot_bytes(source.layouts, piece_samples))
         stream = WindowStream(source, plan, lends_slot=True, once=True)
         try:
+            pieces = stream.batches(order, Passthrough(), EpochReport())
+            if on_cpu:
+                self._fields = list(next(pieces))
+                return
             self._fields = [layout.empty(num_samples, self._device) for layout in layouts]
-            for number, piece in enumerate(stream.batches(order, Passthrough(), EpochReport())):
+            for number, piece in enumerate(pieces):
                 for layout, field, part in zip(layouts, self._fields, piece, strict=True):
                     layout.put(field, number * piece_samples, part)
         finally:

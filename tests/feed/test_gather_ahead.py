@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import h5chunk.feed.budget
 from h5chunk.errors import WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.native import available
+from h5chunk.feed.slots import BatchMemory
+from h5chunk.native import NativePool, available
 
 __all__ = ["nothing_is_left"]
 
@@ -55,6 +57,40 @@ def test_an_iteration_that_is_left_lets_go_of_its_batches(small_images: Path) ->
                 np.testing.assert_array_equal(images, IMAGES[labels])
                 if number == stop:
                     break
+
+
+def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the loop is left, batches that were asked of threads are there until these have ended."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    asked: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    empty, submit, wait = BatchMemory.empty, NativePool.submit, NativePool.wait
+
+    def note_tensor(memory: BatchMemory, *shape: Any) -> torch.Tensor:
+        tensor = empty(memory, *shape)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def note_ticket(pool: NativePool, ticket: int, jobs: np.ndarray) -> None:
+        asked[ticket] = made[:]
+        made.clear()
+        submit(pool, ticket, jobs)
+
+    def check(pool: NativePool, timeout_s: float) -> Any:
+        assert all(tensor() is not None for tensors in asked.values() for tensor in tensors)
+        result = wait(pool, timeout_s)
+        del asked[result.ticket]
+        return result
+
+    with ChunkLoader(small_images, 64, resident=True) as loader:
+        next(iter(loader))  # reading is over
+        monkeypatch.setattr(BatchMemory, "empty", note_tensor)
+        monkeypatch.setattr(NativePool, "submit", note_ticket)
+        monkeypatch.setattr(NativePool, "wait", check)
+        for stop in range(5):
+            for number, _ in enumerate(loader):
+                if number == stop:
+                    break
+            assert not asked
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
