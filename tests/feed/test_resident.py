@@ -66,7 +66,6 @@ def reads(monkeypatch):
     num_samples=st.integers(1, N),
     chunk_samples=st.integers(0, N),
     batch_size=st.integers(1, 230),
-    loading_samples=st.sampled_from([1, 7, 50, 500]),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
     reuse=st.booleans(),
@@ -74,10 +73,7 @@ def reads(monkeypatch):
     reader=st.sampled_from(["auto", "h5py"]),
     compression=st.sampled_from([None, "gzip"]),
 )
-def test_the_order_of_the_file(
-    tmp_path, monkeypatch, num_samples, chunk_samples, batch_size, loading_samples, reuse, reader, compression, **order
-):
-    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", loading_samples * 98)
+def test_the_order_of_the_file(tmp_path, num_samples, chunk_samples, batch_size, reuse, reader, compression, **order):
     options = {"chunks": (chunk_samples, 3, 5, 6), "maxshape": (None, 3, 5, 6), "compression": compression}
     path = make_file(
         tmp_path / "a.h5",
@@ -148,9 +144,7 @@ def test_a_break_and_on(path, reads):
     assert sum(reads) == N
 
 
-@pytest.mark.parametrize("loading_bytes", [1, 98 * 30, 8 << 20])
-def test_each_sample_is_read_once(path, reads, monkeypatch, loading_bytes):
-    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", loading_bytes)
+def test_each_sample_is_read_once(path, reads):
     with load_whole(path) as loader:
         assert not reads
         for _ in range(2):
@@ -305,15 +299,13 @@ def test_little_data_is_loaded_in_little_memory(path):
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])
-def test_memory_of_batches_is_used_again(large, monkeypatch, options):
-    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
+def test_memory_of_batches_is_used_again(large, options):
     with load_whole(large, 60, drop_last=True, **options) as loader:
         places = {images.data_ptr() for _ in range(6) for images, _ in loader}
     assert len(places) <= 3 + AHEAD * available_cores()  # the batches that threads gather ahead are some of them
 
 
-def test_batches_that_are_held_are_never_overwritten(large, monkeypatch):
-    monkeypatch.setattr(h5chunk.feed.budget, "LOADING_BYTES", 1 << 20)
+def test_batches_that_are_held_are_never_overwritten(large):
     seen: dict[int, torch.Tensor] = {}
     with load_whole(large, 60) as loader:
         for images, labels in [batch for _ in range(3) for batch in loader]:
