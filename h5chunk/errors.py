@@ -1,17 +1,17 @@
 """The errors that h5chunk raises on purpose.
 
 H5ChunkError
- +-- OptionError   (ValueError)     an argument that cannot be: what, value, limit, remedy
- +-- SourceError   (ValueError)     the raw data: missing, empty, not agreeing
- |    +-- SampleError               one sample of it: path and reason
- |         +-- ShapeError           it has another shape than the others
- +-- OutputError   (OSError)        the file to be written: exists, in use, no room
+ +-- OptionError   (ValueError)     an invalid argument: name, value, limit, remedy
+ +-- SourceError   (ValueError)     the raw data: missing, empty, or inconsistent
+ |    +-- SampleError               one sample of the source: path and reason
+ |         +-- ShapeError           a sample with another shape than the others
+ +-- OutputError   (OSError)        the file to be written: exists, in use, no space
  +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
- |    +-- FieldError (KeyError)     a field that it lacks, or that cannot be a field
- |         +-- UnsupportedError     legal in HDF5, but not read here
- |         +-- TrustError           data that lie elsewhere, which is not followed unless trusted
+ |    +-- FieldError (KeyError)     a missing field, or a dataset that cannot be a field
+ |         +-- UnsupportedError     legal in HDF5, but not supported here
+ |         +-- TrustError           data elsewhere, which is not followed unless trusted
  +-- StateError    (ValueError)     a saved state that belongs to another order of samples
- +-- WorkerError   (RuntimeError)   a process of ours that died, or a thread that hangs
+ +-- WorkerError   (RuntimeError)   a worker process that died, or a thread that hangs
 
 The command line prints the message of any of these as one line and exits with 1.
 """
@@ -30,7 +30,7 @@ class H5ChunkError(Exception):
     *args : object
         The message comes first.
     message : str, optional
-        A message of several lines, each of which is then printable: as torch gives it, with the traceback of an error
+        A message of several lines, which is made printable line by line: as from torch, with the traceback of an error
         in a DataLoader's worker.
     """
 
@@ -46,11 +46,11 @@ class H5ChunkError(Exception):
 
 
 class OptionError(H5ChunkError, ValueError):
-    """An argument that cannot be."""
+    """An invalid argument."""
 
 
 class SourceError(H5ChunkError, ValueError):
-    """The raw data are missing, empty or do not agree."""
+    """The raw data is missing, empty or inconsistent."""
 
 
 class SampleError(SourceError):
@@ -58,7 +58,7 @@ class SampleError(SourceError):
 
 
 class ShapeError(SampleError):
-    """A sample has another shape than those before it, and no option said what to do then."""
+    """A sample has another shape than earlier samples, and no option said what to do then."""
 
 
 class OutputError(H5ChunkError, OSError):
@@ -66,23 +66,23 @@ class OutputError(H5ChunkError, OSError):
 
 
 class FileError(H5ChunkError, OSError):
-    """A file cannot be read as what it should be."""
+    """A file cannot be read: it is missing, damaged, changed or of another kind."""
 
 
 class FieldError(FileError, KeyError):
-    """The file lacks a field, or has a dataset that cannot be one."""
+    """The file lacks a field, or the dataset cannot be a field."""
 
 
 class UnsupportedError(FieldError):
-    """What a file holds is legal in HDF5, but not read here, such as a huge dataset that was hardly ever written."""
+    """The file has legal HDF5 content that is not supported, such as a huge dataset of which little was written."""
 
 
 class TrustError(FieldError):
-    """What a file refers to lies elsewhere, or needs code of others: not followed unless the user trusts it."""
+    """The file refers to data elsewhere, or needs foreign plugins: not followed unless the user trusts it."""
 
 
 class StateError(H5ChunkError, ValueError):
-    """A saved state is none, or belongs to another file, seed, batch size or order."""
+    """The saved state is invalid, or belongs to another file, seed, batch size or order."""
 
 
 class WorkerError(H5ChunkError, RuntimeError):
@@ -113,13 +113,13 @@ def printable(name: str | bytes | os.PathLike[str]) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    """A lone surrogate; those that stand for bytes, as these."""
+    """Escape a lone surrogate; surrogates that stand for bytes become these bytes."""
     code = ord(match[0])
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Format a number of bytes for people.
+    """Format a number of bytes for display.
 
     >>> human_bytes(1204224)
     '1.1 MiB'

@@ -1,7 +1,7 @@
-"""Lightning: one file in, the loaders of training, validation and test out (``pip install "h5chunk[lightning]"``).
+"""Lightning: make training, validation and test loaders from one file (``pip install "h5chunk[lightning]"``).
 
 A `h5chunk.ChunkLoader` works in a Trainer by itself: it knows its epoch and, when a checkpoint is loaded, its batch.
-Make it in ``train_dataloader()``, where the number of processes is known; `ChunkDataModule` does.
+Create it in ``train_dataloader()``, where the number of processes is known, as `ChunkDataModule` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h5chunk.feed.sampler import ChunkSampler
 
 
 def _find_base() -> Any:
-    """Lightning's class, of either of the names under which it is published."""
+    """Return Lightning's class, under either of the package names in use."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(name).LightningDataModule
@@ -42,41 +42,41 @@ TRAINER_KNOWS = ("rank", "world_size", "shuffle")
 
 
 class ChunkDataModule(LightningDataModule):
-    """The loaders of training, validation and test, from one file or from one each.
+    """Training, validation and test loaders, from one file or from separate files.
 
     ::
 
         data = ChunkDataModule("photos.h5", 256, transforms=[Normalize(mean, std), ToDtype(torch.bfloat16)])
         Trainer(max_epochs=90).fit(model, data)
 
-    Batches are on the Trainer's GPU already. Training is shuffled, another way in each epoch; validation and test come
-    in the order of the file. All three visit each sample once, so the last batch of an epoch may be smaller than the
-    others, and with several processes it may differ between them or be empty on some: then give training ``pad`` or
-    ``drop_last``. A checkpoint from the middle of an epoch goes on with the next batch, with any number of processes
-    that divides ``lanes`` as long as ``batch_size`` times that number is the same.
+    Batches are already on the Trainer's GPU. Training is shuffled differently in each epoch; validation and test keep
+    the order of the file. All three visit each sample once, so the last batch of an epoch may be smaller than the
+    others, and with several processes it may differ between them or be empty on some: then set ``pad`` or ``drop_last``
+    for training. A checkpoint from the middle of an epoch resumes with the next batch, with any number of processes
+    that divides ``lanes``, as long as ``batch_size`` times that number is the same.
 
     Parameters
     ----------
     path : path or ChunkDataset
     batch_size : int
-        Of each process.
+        Samples per batch, in each process.
     split : sequence of float, or str, optional
-        Shares of training, validation and test, as for `ChunkDataset.split`; two of them leave the test out. Or the
-        name of a field that says of each sample what it is for: ``train``, ``val``, ``test``, or as such folders are
-        called. Default: the field ``split``, if the file has it, as `h5chunk.convert` makes one of such folders; else
+        Fractions for training, validation and test, as for `ChunkDataset.split`; two fractions leave the test out. Or
+        the name of a field with the part of each sample: ``train``, ``val``, ``test``, or other usual names of such
+        folders. Default: the field ``split``, if the file has it (`h5chunk.convert` makes it from such folders); else
         0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, everything is for training.
     stratify : str, optional
-        Field by which each part has each class in equal share.
+        Field whose classes all parts have in equal proportions.
     split_seed : int
-        Keep it, and the shares, as long as what was seen in training shall not be validated on.
+        Keep it, and the fractions, the same: otherwise you validate on samples that were used for training.
     val, test : path or ChunkDataset, optional
         Other files, or data sets, instead of a split.
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`, in all files.
     eval_batch_size : int, optional
-        Of validation and test; default: ``batch_size``.
+        Batch size of validation and test; default: ``batch_size``.
     device : str or torch.device, optional
-        Default: the Trainer's, if that is a GPU of CUDA, else the CPU.
+        Default: the Trainer's device if it is a CUDA GPU, else the CPU.
     train_order : dict, optional
         Arguments of training's `ChunkSampler`, with its defaults: ``drop_last`` (False), ``pad`` (False), ``seed``,
         ``lanes``, ``weights``, ``window_chunks``.
@@ -128,7 +128,7 @@ class ChunkDataModule(LightningDataModule):
 
     @property
     def datasets(self) -> tuple[ChunkDataset, ChunkDataset | None, ChunkDataset | None]:
-        """What training, validation and test are of."""
+        """Return the data sets of training, validation and test."""
         if not self._parts:
             whole = self._dataset(self._path)
             assert whole is not None
@@ -141,7 +141,7 @@ class ChunkDataModule(LightningDataModule):
         return train, val, test
 
     def _split_up(self, whole: ChunkDataset) -> list[ChunkDataset | None]:
-        """The parts of one data set, by a field or by shares."""
+        """Split one data set, by a field or by fractions."""
         if isinstance(self._split, str):
             return _split_by_field(whole, self._split)
         if self._split is None and self._stratify is None:
@@ -156,16 +156,16 @@ class ChunkDataModule(LightningDataModule):
         return ChunkDataset(data, fields=self._fields)
 
     def train_dataloader(self) -> ChunkLoader:
-        """Shuffled; its epoch is the Trainer's."""
+        """Make the shuffled training loader, which follows the Trainer's epoch."""
         options = {**self._options, **self._train_options}
         return self._loader(self.datasets[0], self._batch_size, self._train_order, options)
 
     def val_dataloader(self) -> ChunkLoader | list[Any]:
-        """Each sample once, in the order of the file; nothing if there is no such part."""
+        """Make the validation loader, in the order of the file; an empty list if this part does not exist."""
         return self._evaluation(self.datasets[1])
 
     def test_dataloader(self) -> ChunkLoader | list[Any]:
-        """Each sample once, in the order of the file; nothing if there is no such part."""
+        """Make the test loader, in the order of the file; an empty list if this part does not exist."""
         return self._evaluation(self.datasets[2])
 
     def _evaluation(self, dataset: ChunkDataset | None) -> ChunkLoader | list[Any]:
@@ -194,14 +194,14 @@ class ChunkDataModule(LightningDataModule):
 
 
 def _split_by_field(whole: ChunkDataset, field: str) -> list[ChunkDataset | None]:
-    """The parts that a field of names tells apart; None for one that has no samples.
+    """Split by a field of part names; a part without samples is None.
 
     Raises
     ------
     FieldError
-        There is no such field.
+        The field does not exist.
     OptionError
-        It holds something else, or nothing for training.
+        The field has other values, or no samples for training.
     """
     names, numbers = np.unique(whole.values(field), return_inverse=True)
     parts = {alias: part for part, aliases in enumerate(PARTS) for alias in aliases}

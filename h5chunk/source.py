@@ -1,7 +1,7 @@
 """The contract between sources of data and the writers of files.
 
 A source gives samples by number (`SampleSource`), or the entries of a matrix (`h5chunk.sources.matrix.block`). Writers
-know this contract alone, not which kinds of sources there are.
+know only this contract, not the kinds of sources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampleField:
 
 
 class Names:
-    """Many byte strings in two blocks of memory, as a Python list would take five times as much.
+    """Many byte strings in two blocks of memory: a Python list would take five times as much.
 
     >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
     >>> len(names), names[1]
@@ -56,51 +56,51 @@ class Names:
 
 
 class SampleReader(Protocol):
-    """What fills a file needs of a source. Travels to worker processes: picklable, or workers must be forked."""
+    """What filling a file needs from a source. It travels to worker processes: picklable, or workers must be forked."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Return what must be in force while samples are read."""
+        """Return the context that must be active while samples are read."""
         return nullcontext()
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when sample ``index`` may have changed; none if `identity` covers that."""
+        """Return numbers that change when sample ``index`` may have changed; empty if `identity` covers that."""
         return ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
-        """Read all fields of sample ``index`` into arrays of their shapes; return what the report shall count.
+        """Read all fields of sample ``index`` into arrays of their shapes; return the notes to count in the report.
 
-        Every element must be written: the arrays hold what an earlier sample left. An array of a number has the shape
-        ``()``.
+        Every element must be written, because the arrays still hold an earlier sample. The array of a number has the
+        shape ``()``.
 
         Raises
         ------
         SampleError
-            The sample cannot be read; `h5chunk.errors.ShapeError` if it has another shape than ``fields`` say.
+            The sample cannot be read; `h5chunk.errors.ShapeError` if its shape differs from ``fields``.
         """
         raise NotImplementedError
 
 
 class SampleSource(SampleReader):
-    """Base class of sources of samples: what a file records of them, beside reading them by number."""
+    """Base class of sample sources: reading samples by number, and what a file records about them."""
 
     kind: ClassVar[str]  # such as images or arrays
     fields: Mapping[str, SampleField] = MappingProxyType({})  # read sample by sample; at least one, the largest first
     columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, in memory already
-    categories: Mapping[str, list[str]] = MappingProxyType({})  # what codes of a field mean; of labels: class names
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # meaning of a field's codes; for labels: class names
     names: Names | None = None  # where each sample came from, such as its path
-    options: Mapping[str, Any] = MappingProxyType({})  # what the file's header records of how samples were read (JSON)
-    ignored: Sequence[str] = ()  # what the source holds and does not give, for people
-    notes: Sequence[str] = ()  # what people should know of the source
+    options: Mapping[str, Any] = MappingProxyType({})  # how samples were read, for the file's header (JSON)
+    ignored: Sequence[str] = ()  # content of the source that is left out, for the report
+    notes: Sequence[str] = ()  # notes on the source, for the report
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """Return where sample ``index`` comes from, for people."""
+        """Return where sample ``index`` comes from, for messages."""
         return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """Return all that, with the stamps, decides the samples' values: JSON and blobs; None if that is unknown."""
+        """Return what, with the stamps, determines the samples' values: JSON and blobs; None if that is unknown."""
         return None
 
     def disagreement(self) -> str:
@@ -109,7 +109,7 @@ class SampleSource(SampleReader):
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Format a shape for people.
+    """Format a shape for display.
 
     >>> shape_text((3, 224, 224))
     '3 x 224 x 224'
@@ -119,9 +119,9 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class OpenContext:
-    """What opening a source may use, apart from the options of its kind."""
+    """What opening a source may use, besides the options of its kind."""
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
-    skips_bad_samples: bool = False  # those that cannot be read will be left out: the first one need not be readable
-    with_times: bool = False  # whether entries of a matrix shall come with their times, if there are any
+    skips_bad_samples: bool = False  # unreadable samples will be left out, even the first
+    with_times: bool = False  # whether matrix entries come with their times, if any
     report_found: Callable[[int], None] = lambda count: None  # called now and then with the number of samples found

@@ -1,4 +1,4 @@
-"""Stamps of files, by which a file that was changed or replaced is noticed."""
+"""Stamps of files, which show that a file was changed or replaced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
-    """Return what changes when a file is written to or replaced.
+    """Return a stamp that changes when a file is written to or replaced.
 
     Parameters
     ----------
@@ -18,7 +18,7 @@ def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime:
     Returns
     -------
     tuple of int
-        Device, inode, size in bytes, time of modification in nanoseconds; empty if there is no such file.
+        Device, inode, size in bytes, modification time in nanoseconds; empty if the file does not exist.
     """
     if not isinstance(file, os.stat_result):
         try:

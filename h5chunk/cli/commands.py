@@ -1,4 +1,4 @@
-"""The commands: arguments and options of the functions of `h5chunk.tools`, which are imported when called."""
+"""The commands: arguments and options of the functions of `h5chunk.tools`, which are imported on use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `h5chunk` itself: help, progress bars and reports of its subcommands, and how their errors end."""
+"""The command `h5chunk`: help, progress bars and reports of its subcommands, and how their errors end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main() -> None:
 def run(
     call: Callable[..., Any], *arguments: Any, quiet: bool, as_json: bool, unit: str = " images", **options: Any
 ) -> Any:
-    """Call a function with a progress bar; print its report, for people or as JSON, which --quiet does not silence."""
+    """Call a function with a progress bar; print its report as text or JSON, which --quiet does not silence."""
     with progress_bar(quiet, unit) as progress:
         result = call(*arguments, progress=progress, **options)
     if as_json or not quiet:

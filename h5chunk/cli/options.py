@@ -1,4 +1,4 @@
-"""Options under headings, their types, those that several commands share, and those of the kinds of sources."""
+"""Option types, options that several commands share, and options of the kinds of sources, with their help headings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """A type of values: its name in help, and a function that parses a text, or raises ValueError with the reason."""
+    """A value type: its name in help, and a parser that raises ValueError with the reason."""
 
     def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
         self.name, self._parse = name, parse
@@ -168,10 +168,10 @@ def loader_workers(default: str) -> Decorator:
 def options_of(
     groups: Sequence[Any], *, left_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Decorator:
-    """Declare an option for each field of some classes of options, but those that are left out.
+    """Declare an option for each field of these option classes, except those that are left out.
 
-    Where several classes have a field, its help has the descriptions of all. ``defaults`` is what help says of the
-    defaults of some options, where it is not what the classes say.
+    If several classes have a field, its help combines their descriptions. ``defaults`` replaces the text about the
+    defaults of these options in help.
     """
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     for group in groups:
@@ -194,7 +194,7 @@ def options_of(
 def _describe(
     field: dataclasses.Field[Any], hint: Any, heading: str, defaults: Mapping[str, str]
 ) -> tuple[str, dict[str, Any]]:
-    """The flag of an option, and what `click.option` is to know of it."""
+    """Return the flag of an option, and its attributes for `click.option`."""
     about, name = field.metadata, field.name.replace("_", "-")
     default = defaults.get(field.name)
     shown_default = default or about["shown_default"] or field.default is not None

@@ -1,7 +1,7 @@
 """A pool of threads in C that read byte ranges and gather rows without Python's lock, if it was built.
 
-`pip install` builds ``core.c`` where there is a C compiler, and does without where there is none: then `available` is
-False, and callers read with threads of Python. ``H5CHUNK_NATIVE=0`` does without it as well.
+`pip install` builds ``core.c`` if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is
+False, and callers read with Python threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _abandoned: list[Any] = []  # what threads may still write to that hang in a rea
 
 
 class Result(NamedTuple):
-    """What became of a ticket."""
+    """The result of a ticket."""
 
     ticket: int
     status: int  # DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED
@@ -75,7 +75,7 @@ def available() -> bool:
 
 @functools.cache
 def _library() -> Any:
-    """Load the library next to this module; None if there is none that fits."""
+    """Load the library next to this module; None if it is missing or does not fit."""
     for path in sorted(Path(__file__).parent.glob("_core*.so")):
         try:
             library = ctypes.CDLL(str(path))
@@ -107,7 +107,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class NativePool:
-    """Threads that do jobs; raises OSError if none can be started. Not for a fork of the process that made it."""
+    """Threads that run jobs; OSError if no thread can be started. A forked child process must not use it."""
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
@@ -119,20 +119,20 @@ class NativePool:
 
     @property
     def num_threads(self) -> int:
-        """The number of its threads: fewer than asked for where the system refused more."""
+        """Number of threads: fewer than requested if the system refused more."""
         with self._lock:
             return int(self._library.h5chunk_num_threads(self._pool)) if self._pool else 0
 
     @property
     def progress(self) -> int:
-        """A number that grows whenever a part is over."""
+        """A number that grows whenever a part of a job ends."""
         with self._lock:
             return int(self._library.h5chunk_progress(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
-        """Queue jobs, (n,) JOB, C-contiguous, behind those before; `wait` gives ``ticket`` back when all are over.
+        """Queue jobs, (n,) JOB, C-contiguous, after earlier ones; `wait` returns ``ticket`` when all have ended.
 
-        Their memory must stay until then. Raise OSError if the pool is closed, or there is no memory.
+        Their memory must stay valid until then. Raise OSError if the pool is closed, or memory is short.
         """
         with self._lock:
             self._kept[ticket] = jobs
@@ -141,9 +141,9 @@ class NativePool:
                 raise OSError("the pool of reading threads is closed")
 
     def wait(self, timeout_s: float) -> Result | None:
-        """Return the next ticket that is over; None if none was for ``timeout_s``.
+        """Return the next ticket that has ended; None if none has within ``timeout_s``.
 
-        Raise EOFError if the pool is closed, and all tickets were given back.
+        Raise EOFError if the pool is closed, and all tickets were returned.
         """
         found = _Result()
         state = self._library.h5chunk_wait(self._pool, timeout_s, found)
@@ -155,11 +155,11 @@ class NativePool:
         return Result(found.ticket, found.status, found.error, found.job, found.offset)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop what waits, and wait for the threads; return whether all have ended. May be called again."""
+        """Drop waiting jobs, and wait for the threads; return whether all have ended. May be called again."""
         return bool(self._library.h5chunk_close(self._pool, timeout_s))
 
     def free(self) -> None:
-        """Give the closed pool back. Nobody may use it any more; threads that still read keep their memory for ever."""
+        """Free the closed pool, which must not be used any more; threads that still read keep their memory."""
         if self.num_threads:
             _abandoned.append(self._kept)
         with self._lock:
@@ -168,7 +168,7 @@ class NativePool:
 
 
 def run(jobs: np.ndarray) -> Result:
-    """Do jobs, (n,) JOB, C-contiguous, in the calling thread, and return what became of them."""
+    """Run jobs, (n,) JOB, C-contiguous, in the calling thread, and return their result."""
     found = _Result()
     _library().h5chunk_run(jobs.ctypes.data, len(jobs), found)
     return Result(found.ticket, found.status, found.error, found.job, found.offset)
@@ -206,11 +206,11 @@ def dense_rows(
     Parameters
     ----------
     starts : (m + 1,) int64
-        Entries ``starts[i]`` to ``starts[i + 1]`` are those of row i.
+        Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
     columns : (num_entries,) of any unsigned or signed integers
-    codes : (num_entries,) uint8, or, without ``table``, numbers of the size of those in ``out``; None: all are the same
+    (num_entries,) uint8, or, without ``table``, numbers of the size of ``out``; None: all entries are the same
     table : (256,) array of the type of ``out``
-        The value of each code; without codes the first is the value of every entry.
+        The value of each code; without codes the first value is that of every entry.
     rows : (n,) int64
     out : (n, num_columns) array, C-contiguous
 

@@ -1,4 +1,4 @@
-"""Pure arithmetic: how the file is laid out, in which order samples are visited, what the cache must hold.
+"""Pure arithmetic: how the file is laid out, in which order samples are visited, and what the cache must hold.
 
-Nothing here opens a file, reads a clock or imports torch; everything takes integers and gives frozen plans.
+Nothing here opens a file, reads a clock or imports torch; all functions take integers and return frozen plans.
 """

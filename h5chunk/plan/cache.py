@@ -1,10 +1,10 @@
-"""Settings of HDF5's chunk cache: what they must be for a given number of open chunks.
+"""Choose the settings of HDF5's chunk cache for a given number of open chunks.
 
-Its rules are those of `h5chunk.tools.model.hdf5_cache`. What follows from them here: with ``nslots >= num_chunks`` no
-two whole-sample chunks fight for a slot (other chunks: `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is
-evicted; the larger ``w0``, the longer a share of the list is searched first for chunks that have been read in full, of
-which a chunk at the end of the data is none. A chunk larger than ``nbytes`` is never cached; without a filter, a read
-then fetches exactly the bytes it wants. With ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits
+The rules are described in `h5chunk.tools.model.hdf5_cache`. Their consequences here: with ``nslots >= num_chunks`` no
+two whole-sample chunks compete for a slot (other chunks: `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is
+evicted; the larger ``w0``, the larger the share of the list that is searched first for chunks that were read in full (a
+chunk at the end of the data never counts as such). A chunk larger than ``nbytes`` is never cached; without a filter, a
+read then fetches exactly the wanted bytes. With ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits
 nothing.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
@@ -61,7 +61,7 @@ class CacheSettings:
 
     @classmethod
     def of(cls, value: CacheSettings | Sequence[float]) -> CacheSettings:
-        """Settings from a ``(nslots, nbytes, w0)`` triple, or themselves."""
+        """Convert a ``(nslots, nbytes, w0)`` triple to settings; settings are returned unchanged."""
         if isinstance(value, CacheSettings):
             return value
         try:
@@ -73,15 +73,15 @@ class CacheSettings:
             raise OptionError(f"cache is {value!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
 
     def room_chunks(self, chunk_bytes: int) -> int:
-        """How many whole chunks of ``chunk_bytes`` fit."""
+        """Return how many whole chunks of ``chunk_bytes`` fit."""
         return self.nbytes // chunk_bytes
 
 
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-    """The smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
+    """Compute the smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
 
-    There is room for one more, as a chunk of the last round or epoch may still hold its place. The order knows how many
-    are partly read at one time (`Order.open_chunks`).
+    It has room for one more chunk, because a chunk of the previous round or epoch may still be cached. The order knows
+    how many chunks are partly read at one time (`Order.open_chunks`).
 
     >>> cache_for(7, 1_048_576, 1500)
     CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
@@ -92,10 +92,10 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = O
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """How an HDF5 dataset is cut into chunks, and what drawing one sample of it costs.
+    """How an HDF5 dataset is cut into chunks, and the cost of reading one random sample.
 
-    A sample is one index of the first axis. A contiguous dataset has ``chunks=None`` and costs what it gives.
-    CIFAR-10 as h5py guesses its chunks:
+    A sample is one index of the first axis. A contiguous dataset has ``chunks=None``, and reads only the bytes of the
+    sample. CIFAR-10 with the chunks that h5py guesses:
 
     >>> grid = ChunkGrid((50000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> grid.chunks_per_sample, grid.amplification(cached=True)
@@ -113,12 +113,12 @@ class ChunkGrid:
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of one chunk; of one sample if there are none."""
+        """Decoded bytes of one chunk; of one sample for a contiguous dataset."""
         return math.prod(self.chunks) * self.itemsize if self.chunks else self.sample_bytes
 
     @property
     def chunks_per_sample(self) -> int:
-        """Chunks that one sample touches; 1 for a contiguous dataset, too."""
+        """Chunks that one sample touches; 1 for a contiguous dataset."""
         if not self.chunks:
             return 1
         return math.prod(math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True))
@@ -135,17 +135,17 @@ class ChunkGrid:
 
     @property
     def num_bands(self) -> int:
-        """Bands of the dataset: the chunks along the first axis."""
+        """Number of bands: the chunks along the first axis."""
         return math.ceil(self.shape[0] / self.chunks[0]) if self.chunks else self.shape[0]
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the dataset; 0 for a contiguous one."""
+        """Number of chunks; 0 for a contiguous dataset."""
         return self.num_bands * self.chunks_per_sample if self.chunks else 0
 
     @property
     def num_slots(self) -> int:
-        """The least ``nslots`` with which no two chunks fight for a slot: the scaled coordinates' bits, end to end."""
+        """The least ``nslots`` with which no two chunks share a slot: the scaled coordinates' bits, concatenated."""
         if not self.chunks:
             return 1
         last = max(0, self.num_bands - 1)
@@ -158,32 +158,32 @@ class ChunkGrid:
     def needs_cache(self) -> bool:
         """Whether chunks should be kept between reads.
 
-        A large sample that lies in one piece in the file is better read straight: exactly its bytes, once; a cache
-        would read as much and copy it twice. Small samples, parts of samples and filtered chunks need a cache.
+        A large sample in one piece in the file is better read directly: exactly its bytes, once; a cache would read as
+        much and copy it twice. Small samples, parts of samples and filtered chunks need a cache.
         """
         if self.chunks is None:
             return False
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def cache_for(self, open_bands: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-        """The smallest cache in which so many bands stay until they were read in full; none where none is needed."""
+        """Compute the smallest cache that holds this many bands until they are read; empty if none is needed."""
         if not self.needs_cache:
             return CacheSettings(1, 0)
         nbytes = cache_for(open_bands, self.band_bytes, max(1, self.num_bands)).nbytes
         return CacheSettings(min(self.num_slots, MAX_SLOTS), nbytes, w0)
 
     def amplification(self, cached: bool) -> float:
-        """Bytes read for one single random sample over the bytes of that sample; ``cached``: a chunk fits the cache.
+        """Return bytes read over bytes used for one random sample; ``cached``: a chunk fits the cache.
 
-        HDF5 then reads it whole. A chunk that does not fit is read whole if it is filtered, and by its wanted bytes
-        alone if it is not.
+        If it fits, HDF5 reads the chunk whole. If not, a filtered chunk is read whole, and of an unfiltered chunk only
+        the wanted bytes.
         """
         if not self.chunks or not self.sample_bytes or not (cached or self.filtered):
             return 1.0
         return self.band_bytes / self.sample_bytes
 
     def reads_per_sample(self, cached: bool) -> int:
-        """Separate byte ranges that HDF5 asks the file for, to give one single random sample."""
+        """Return the number of byte ranges that HDF5 requests from the file for one random sample."""
         if not self.chunks or cached or self.filtered:
             return self.chunks_per_sample
         for axis in range(len(self.shape) - 1, 0, -1):
@@ -193,9 +193,9 @@ class ChunkGrid:
 
 
 def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
-    """How many lie in the chunks that hold any of those wanted: (n,) samples or entries, in any order, also repeated.
+    """Count the items in all chunks that hold a wanted item: (n,) samples or entries, in any order, also repeated.
 
-    ``length`` is that of all chunks together: the last one may be short.
+    ``length`` is the total number of items, so that the last chunk may be short.
 
     >>> read_with(np.array([0, 3, 4, 21]), 10, 22)
     12
@@ -205,7 +205,7 @@ def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
 
 
 def entries_read_with(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
-    """How many lie in the chunks that hold any entry of these ranges: (n,) int64 each, empty ones among them.
+    """Count the entries in all chunks that hold an entry of these ranges: (n,) int64 arrays, ranges may be empty.
 
     >>> entries_read_with(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
     35

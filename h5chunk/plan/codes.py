@@ -1,8 +1,8 @@
-"""Which uint8 codes stand for the values of a sparse matrix: exactly, or not at all.
+"""Choose uint8 codes that represent the values of a sparse matrix exactly.
 
-A value is ``code / scale``. While entries are read they are counted in *units*, whole numbers that every scale tried
-shares: 1/400 (or 1/scale, where a scale was asked for), so that duplicates are summed exactly. What the sums are
-decides the scale: the smallest that makes all of them whole numbers up to 255.
+A value is ``code / scale``. While entries are read they are counted in *units*, a fraction that all candidate scales
+share: 1/400 (or 1/scale, if a scale is given), so that duplicates are summed exactly. The sums decide the scale: the
+smallest scale that makes all of them whole numbers up to 255.
 
 >>> coding = Coding()
 >>> units, unfit = coding.units(np.array([0.5, 3.0, 5.0]))
@@ -36,10 +36,10 @@ Values = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Coding:
-    """How values become codes; OptionError if one of the options cannot be, or two exclude each other.
+    """Convert values to codes; OptionError if an option is invalid, or two options exclude each other.
 
-    With ``clip`` values below 0 become 0, and those above 255, or above 255 over the scale that was asked for, become
-    that. A scale is never chosen so that more has to be clipped.
+    With ``clip``, values below 0 become 0, and values above 255 (above 255 / scale, if a scale is given) become that
+    limit. The automatic scale never makes more values exceed the limit.
     """
 
     scale: float | None = None  # a value is its code over this; chosen among `SCALES` if not given
@@ -59,25 +59,25 @@ class Coding:
 
     @property
     def max_unit(self) -> int:
-        """Sums of entries end here, in units."""
+        """The maximum of a sum of entries, in units."""
         return UNITS * MAX_CODE if self.scale is None and self.binarize is None else MAX_CODE
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of what `units` gives: sums of it must be exact."""
+        """The dtype of the result of `units`, in which sums must be exact."""
         if self.binarize is not None:
             return np.dtype(np.float64)
         return np.dtype(np.int64 if self.clip else np.uint32)
 
     @property
     def num_bits(self) -> int | None:
-        """Bits of an entry's units; None where they have no bound."""
+        """Bits of an entry's units; None if they are unbounded."""
         return self.max_unit.bit_length() if self.dtype == np.uint32 else None
 
     def units(self, values: Values) -> tuple[Values, int | None]:
-        """Count (n,) entries of any real type in units: (n,) of `dtype`; with ``binarize``, the values themselves.
+        """Count (n,) entries of any real type in units: (n,) of `dtype`; with ``binarize``, return the values.
 
-        The second result is the first entry that has none: the units mean nothing then.
+        The second result is the first entry that has no units; the first result is meaningless then.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows does not fit
             return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
@@ -111,9 +111,9 @@ class Coding:
         return np.clip(units, -HUGE, HUGE).astype(self.dtype), None
 
     def settle(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """What (n,) sums of units stand for, clipped or binarised: (n,) int64 units, and (n,) whether above `max_unit`.
+        """Clip or binarise (n,) sums of units: (n,) int64 units, and (n,) bool, whether above `max_unit`.
 
-        0 is for entries that are to be dropped. The sums are uint64, int64 or float64.
+        0 marks entries to drop. The sums are uint64, int64 or float64.
         """
         if self.binarize is not None:
             return (sums >= self.binarize * (1 - ROUNDING)).astype(np.int64), np.zeros(len(sums), bool)
@@ -123,7 +123,7 @@ class Coding:
         return units, units > self.max_unit
 
     def choose_scale(self, units: npt.NDArray[np.int64]) -> float | None:
-        """The smallest scale that makes codes of all units that occur, ascending; None if there is none."""
+        """Return the smallest scale that makes codes of all occurring units (ascending); None if none does."""
         if self.scale is not None or self.binarize is not None:
             return 1.0 if self.scale is None else float(self.scale)
         for scale in SCALES:
@@ -133,10 +133,10 @@ class Coding:
         return None
 
     def unfit_units(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Those of the units, where `choose_scale` found no scale, that keep the scale of the others from fitting.
+        """Return the units that keep the others from having a scale, where `choose_scale` found none.
 
-        The smallest scale that makes them all whole, if there is one: those that are then above 255. Else the first
-        that no scale shares with those below it.
+        If a smallest scale makes all units whole, these are the units above 255 with it. Otherwise it is the first unit
+        that shares no scale with the smaller units.
         """
         scales = list(SCALES)
         for unit in units.tolist():
@@ -147,7 +147,7 @@ class Coding:
         return units[units // (UNITS // scales[0]) > MAX_CODE]
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """The code of each number of units: (max_unit + 1,) uint8; of units that have none, anything."""
+        """Return the code of every number of units: (max_unit + 1,) uint8; arbitrary where a unit has no code."""
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
             units //= UNITS // int(scale)

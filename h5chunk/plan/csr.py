@@ -1,4 +1,4 @@
-"""How a sparse matrix lies in a file: the types, the chunks, and the rows that a window shuffles.
+"""Lay out a sparse matrix in a file: types, chunks, and the rows that a window shuffles.
 
 >>> plan_csr(138_493, 26_744, 20_000_263, pattern=False)
 CsrLayout(num_rows=138493, num_columns=26744, num_entries=20000263, pattern=False, chunk_samples=512, window_chunks=49)
@@ -26,7 +26,7 @@ WINDOW_SKEW = 2  # entries of the fullest window there may be, over those of an 
 
 @dataclass(frozen=True)
 class CsrLayout:
-    """Where the rows of a matrix lie in the file."""
+    """The layout of the rows of a matrix in the file."""
 
     num_rows: int
     num_columns: int
@@ -42,7 +42,7 @@ class CsrLayout:
 
     @property
     def entry_bytes(self) -> int:
-        """Stored bytes."""
+        """Stored bytes of one entry."""
         return self.index_dtype.itemsize + (not self.pattern)
 
     @property
@@ -57,7 +57,7 @@ class CsrLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Nominal chunks of rows."""
+        """Number of nominal chunks of rows."""
         return math.ceil(self.num_rows / self.chunk_samples)
 
     @property
@@ -73,7 +73,7 @@ class CsrLayout:
 def plan_csr(
     num_rows: int, num_columns: int, num_entries: int, *, pattern: bool, chunk_samples: int | None = None
 ) -> CsrLayout:
-    """Choose the nominal chunk of rows, or take the one given; OptionError if that is below 1."""
+    """Choose the nominal chunk of rows, or use the given size; OptionError if that is below 1."""
     whole = CsrLayout(num_rows, num_columns, num_entries, pattern, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:
@@ -93,7 +93,7 @@ def plan_csr(
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
-    """Entries of the k fullest nominal chunks of rows, for each k: (num_chunks + 1,) int64.
+    """Count the entries of the k fullest nominal chunks of rows, for all k: (num_chunks + 1,) int64.
 
     >>> fullest_chunks(np.array([0, 1, 2, 9, 10, 14]), 2).tolist()  # chunks of 2, 8 and 4 entries
     [0, 8, 12, 14]
@@ -105,10 +105,10 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
 
 
 def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -> Callable[[int], int]:
-    """The most entries of a window of so many rows, by the fullest chunks.
+    """Bound the entries of a window of this many rows, from the fullest chunks.
 
-    In each of the rank's lanes its borders cut two chunks, and a lane may have the pieces of two more that are left at
-    the end of the line; another one may fill the gap of the short one.
+    In each lane of the rank, the window's borders cut two chunks, and a lane may contain pieces of two more chunks from
+    the end of the sequence; another chunk may fill the gap of the short chunk.
     """
 
     def most(num_rows: int) -> int:
@@ -119,7 +119,7 @@ def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -
 
 
 def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
-    """The most entries of so many rows, each as often as it may come.
+    """Bound the entries of this many rows, where a row may be repeated ``counts`` times.
 
     >>> entries_of_rows(np.array([5, 1, 9]), np.array([1, 1, 2]))(3)  # 9, 9 and 5
     23
@@ -135,7 +135,7 @@ def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], 
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
-    """As many chunks of rows as are sure to hold no more than `WINDOW_SKEW` times the entries of average ones.
+    """Return how many chunks of rows surely hold at most `WINDOW_SKEW` times the entries of average chunks.
 
     >>> bounded_window(2, np.array([0, 8, 12, 14]))
     2
@@ -148,7 +148,7 @@ def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
 
 
 def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest unsigned type that holds the number of any column.
+    """Return the narrowest unsigned type that holds all column numbers.
 
     >>> [str(index_dtype(n)) for n in (1, 256, 257, 65_536, 65_537, 1 << 32, (1 << 32) + 1)]
     ['uint8', 'uint8', 'uint16', 'uint16', 'uint32', 'uint32', 'uint64']

@@ -1,4 +1,4 @@
-"""How many samples go into one chunk, and what follows from it.
+"""Choose how many samples go into one chunk, and derive window and cache from it.
 
 >>> plan_layout(12_000, 3 * 224 * 224)
 Layout(num_samples=12000, sample_bytes=150528, chunk_samples=8, window_chunks=9)
@@ -24,7 +24,7 @@ OPEN_WINDOWS_BYTES = 256 << 20  # memory for the windows that are open at one ti
 
 @dataclass(frozen=True)
 class Layout:
-    """Where samples lie in the file. All fields of a file share ``chunk_samples``."""
+    """The layout of samples in the file. All fields of a file share ``chunk_samples``."""
 
     num_samples: int
     sample_bytes: int  # of the largest field
@@ -39,19 +39,19 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each field; the last one may hold fewer samples, but takes its full size in the file."""
+        """Chunks per field; the last chunk may hold fewer samples, but takes its full size in the file."""
         return math.ceil(self.num_samples / self.chunk_samples)
 
     @property
     def cache(self) -> CacheSettings:
-        """Recommended chunk cache of one process that reads all windows; each of W workers needs a W-th."""
+        """Recommended chunk cache of one process that reads all windows; each of W workers needs a W-th of it."""
         if self.sample_bytes >= DIRECT_BYTES:
             return CacheSettings(1, 0)
         return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
 
 
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
-    """Choose the chunk size, or take the one given; OptionError if a chunk would pass HDF5's limit of 4 GiB."""
+    """Choose the chunk size, or use the given one; OptionError if a chunk would exceed HDF5's limit of 4 GiB."""
     if sample_bytes > MAX_CHUNK_BYTES:
         raise OptionError(f"one sample is {sample_bytes} bytes but HDF5's limit of a chunk is {MAX_CHUNK_BYTES}")
     if chunk_samples is None:
@@ -79,7 +79,7 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
-    """How many chunks to shuffle together, so that the open windows fit in memory."""
+    """Choose how many chunks to shuffle together, so that the open windows fit in memory."""
     return max(1, min(OPEN_WINDOWS_BYTES // max(1, INTERLEAVE * chunk_bytes), num_chunks))
 
 
@@ -103,5 +103,5 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
 
 
 def power_of_two_below(value: float) -> int:
-    """The largest power of two that is at most ``value``, and at least 1."""
+    """Return the largest power of two that is at most ``value``, and at least 1."""
     return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1

@@ -1,4 +1,4 @@
-"""The order of an epoch: which samples form which batch, a pure function of (seed, epoch).
+"""The order of an epoch: which samples form which batch, as a pure function of (seed, epoch).
 
 Chunks are permuted and laid end to end (`h5chunk.plan.permutation`). This sequence is cut into windows of whole
 batches; the samples of a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a
@@ -10,10 +10,10 @@ DataLoader hands batch ``t`` to worker ``t % num_workers``, so that every ``num_
 gets whole windows, and no chunk is read by two workers. The order itself knows nothing of workers. A window of a
 single batch needs none of this and is not interleaved.
 
-For several processes the sequence is dealt to lanes, which are cut into windows and batches each by itself. A rank
-takes some lanes, and its batch ``t`` is batch ``t`` of each of them. So the batches ``t`` of all ranks together are the
-same samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many
-batches, and no two read the same chunk but for fewer chunks than there are lanes, at the end of the sequence.
+For several processes the sequence is dealt to lanes, which are cut into windows and batches independently. A rank takes
+some lanes, and its batch ``t`` is batch ``t`` of all its lanes. So the batches ``t`` of all ranks together are the same
+samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many batches,
+and no two ranks read the same chunk, except fewer chunks than lanes at the end of the sequence.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -53,7 +53,7 @@ INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 
 
 class Round(NamedTuple):
-    """Windows whose batches alternate: ``num_windows`` of them, of ``window_batches`` batches each."""
+    """Windows whose batches alternate: ``num_windows`` windows of ``window_batches`` batches."""
 
     first_batch: int
     num_windows: int
@@ -61,10 +61,9 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Samples that are shuffled together: (n,) int64 each.
+    """Samples that are shuffled together, as (n,) int64 arrays.
 
-    ``rows`` are the samples in the order of the sequence, neighbours in a chunk side by side:
-    ``samples[destinations] == rows``.
+    ``rows`` are the samples in the order of the sequence, chunk by chunk: ``samples[destinations] == rows``.
     """
 
     samples: Indices  # batch after batch; all but the epoch's last are full
@@ -75,10 +74,9 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """The batches of one epoch, of one rank.
+    """The batches of one epoch on one rank.
 
-    Without ``pad`` and ``drop_last`` the last batches of ranks may differ by a sample for each lane, and some may be
-    empty.
+    Without ``pad`` and ``drop_last`` the last batches of ranks may differ by a sample per lane, and some may be empty.
     """
 
     num_samples: int  # of all ranks; with a ``selection``, how many of those
@@ -136,23 +134,23 @@ class Order:
 
     @property
     def lane_batch(self) -> int:
-        """Samples of each lane in a full batch."""
+        """Samples per lane in a full batch."""
         return self.batch_size * self.world_size // self.lanes
 
     @property
     def num_batches(self) -> int:
-        """Batches of the epoch, the same number on each rank."""
+        """Batches of the epoch; all ranks have the same number."""
         together = self.batch_size * self.world_size
         return self.num_samples // together if self.drop_last else math.ceil(self.num_samples / together)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the data set."""
+        """Number of chunks in the data set."""
         return math.ceil(self.num_samples / self.chunk_samples)
 
     @property
     def window_batches(self) -> int:
-        """Batches of a full window: as many as ``window_chunks`` hold, at least one; one if nothing is shuffled."""
+        """Batches of a full window: as many as ``window_chunks`` hold, at least one; 1 without shuffling."""
         if not self.shuffle:
             return 1
         num_batches = max(1, self.window_chunks * self.chunk_samples // self.lane_batch)
@@ -160,15 +158,15 @@ class Order:
 
     @property
     def _chunk_batches(self) -> int:
-        """The least number of batches that is a whole number of chunks."""
+        """The least number of batches that consists of whole chunks."""
         return math.lcm(self.lane_batch, self.chunk_samples) // self.lane_batch
 
     @property
     def open_chunks(self) -> int:
-        """The most chunks that are partly read at one time; with a cache of this many each is read just once.
+        """The most chunks that are partly read at a time; a cache of this many chunks reads every chunk once.
 
-        A batch is read chunk by chunk, so a window of one batch leaves open only the chunks at its borders, beside
-        the one that is being read. The chunk that fills the gap of the short one stays open to the end.
+        A batch is read chunk by chunk, so a window of one batch leaves only the chunks at its borders open, besides the
+        chunk being read. The chunk that fills the gap of the short chunk stays open to the end.
         """
         samples = self.window_batches * self.lane_batch
         whole = samples % self.chunk_samples == 0 and self.selection is None
@@ -183,19 +181,19 @@ class Order:
 
     @property
     def cache_w0(self) -> float:
-        """Which chunks HDF5's cache should evict first: see `h5chunk.plan.cache`."""
+        """The ``w0`` of HDF5's cache, which decides what it evicts first: see `h5chunk.plan.cache`."""
         return FINISHED_FIRST if self.window_batches == 1 else OLDEST_FIRST
 
     def open_chunks_of(self, num_workers: int) -> int:
-        """`open_chunks` of each of ``num_workers`` workers that take the batches in turn."""
+        """Return `open_chunks` for one of ``num_workers`` workers that take the batches in turn."""
         groups = num_workers if self.window_batches == 1 else math.gcd(num_workers, self.interleave)
         return math.ceil(self.open_chunks / groups)
 
     def rounds(self) -> Iterator[Round]:
-        """The windows, round by round.
+        """Yield the windows, round by round.
 
-        What is left at the end of an epoch makes smaller windows, then fewer: still a number of them that many
-        numbers of workers divide.
+        The remainder at the end of an epoch makes smaller windows, then fewer windows: still a number that is divisible
+        by many numbers of workers.
         """
         least = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
@@ -207,7 +205,7 @@ class Order:
             done += num_windows * window_batches
 
     def batches(self, start: int = 0) -> Iterator[Indices]:
-        """The samples of each batch from batch ``start`` on: (batch_size,) int64 each; the last may be shorter."""
+        """Yield the samples of each batch, from batch ``start`` on: (batch_size,) int64; the last may be shorter."""
         waiting: dict[int, Indices] = {}
         windows = self.windows(start)
         for batch in range(start, self.num_batches):
@@ -218,9 +216,9 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """The windows that hold batches from ``start`` on, in the order in which they are first wanted.
+        """Yield the windows that hold batches from ``start`` on, in the order in which they are first used.
 
-        Of those that hold batches before it as well, what is left.
+        Windows that also hold earlier batches are yielded without these.
         """
         sequence, lanes = self._sequence(), self._lanes()
         for each in self.rounds():
@@ -254,7 +252,7 @@ class Order:
         return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch)
 
     def _lanes(self) -> list[Lane]:
-        """The lanes of this rank. Chunks of a selection differ in size: then a lane is one part of the sequence."""
+        """Return the lanes of this rank. A selection has chunks of different sizes: its lanes are contiguous parts."""
         each = self.lanes // self.world_size
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
         numbers = range(self.rank * each, (self.rank + 1) * each)
@@ -262,7 +260,7 @@ class Order:
 
 
 def with_full_windows(order: Order) -> Order:
-    """The order with as many alternating windows as there are: fewer, rather than smaller ones.
+    """Return the order with as many full windows as it has: fewer alternating windows, rather than smaller ones.
 
     >>> order = Order(num_samples=120, chunk_samples=1, batch_size=10, window_chunks=40)
     >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]
@@ -273,7 +271,7 @@ def with_full_windows(order: Order) -> Order:
 
 
 def choose_interleave(window_bytes: int) -> int:
-    """Choose the number of windows whose batches alternate: fewer than usual where chunks are very large.
+    """Choose the number of windows whose batches alternate: fewer than usual if chunks are very large.
 
     >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
     (24, 8, 1)
@@ -286,9 +284,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _round_rows(order: Order, sequence: ChunkSequence, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
-    """The samples of a round of windows in the order of the sequence, and the destination of each in its window.
+    """Return the samples of a round in the order of the sequence, and the destination of each in its window.
 
-    Window by window, and in each the lanes one behind the other.
+    Windows follow each other, and within a window its lanes follow each other.
     """
     parts = [_lane_round(order, lane, each) for lane in lanes]
     if len(lanes) == 1:
@@ -308,7 +306,7 @@ def _round_rows(order: Order, sequence: ChunkSequence, lanes: list[Lane], each: 
 
 
 def _full_windows(order: Order, parts: list[tuple[Indices, Indices]], count: int, size: int) -> tuple[Indices, Indices]:
-    """As `_round_rows`, of windows that are full in all lanes: one calculation for all of them."""
+    """Do what `_round_rows` does, for windows that are full in all lanes, in one calculation."""
     rows, destinations = (
         np.stack([lane[: count * size].reshape(count, size) for lane in column], axis=1)
         for column in zip(*parts, strict=True)
@@ -319,9 +317,9 @@ def _full_windows(order: Order, parts: list[tuple[Indices, Indices]], count: int
 
 
 def _lane_round(order: Order, lane: Lane, each: Round) -> tuple[Indices, Indices]:
-    """Positions in the sequence of the samples of a lane's windows, and the destination of each in its window.
+    """Return positions in the sequence of a lane's samples, and the destination of each in its window.
 
-    One sort for all windows: the time of an order is that of the calls it takes, not of the numbers in it.
+    All windows are sorted in one call, because the number of calls, not of samples, dominates the time.
     """
     size = each.window_batches * order.lane_batch
     first = each.first_batch * order.lane_batch

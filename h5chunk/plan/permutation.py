@@ -1,11 +1,11 @@
-"""Random permutations that are the same on every machine, and the sequence of an epoch's samples that they give.
+"""Random permutations that are the same on every machine, and the sequence of an epoch's samples.
 
-Random numbers are raw Philox bits, sorted by all but the lowest of them: NumPy promises the bits of a bit generator for
-good, but not those of ``Generator.permutation``. A permutation is a list or, where a list would be large, a function of
-a key.
+Random numbers are raw Philox bits, sorted by all but their lowest bits: NumPy guarantees the bits of a bit generator
+permanently, but not those of ``Generator.permutation``. A permutation is a list or, where a list would be large, a
+function of a key.
 
-The sequence of an epoch is all its samples, chunk by chunk, with the chunks in random order. Windows are cut out of it.
-Only the part that is asked for is ever computed: an epoch over 10**10 samples of equal chunks takes no memory for them.
+The sequence of an epoch is all its samples, chunk by chunk, with the chunks in random order. It is cut into windows.
+Only the requested part is computed: an epoch over 10**10 samples of equal chunks takes no memory for the others.
 
 Source: Philox of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). For the permutation by a key:
 Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), a Feistel network on numbers of two digits, walked
@@ -33,16 +33,16 @@ NUM_ROUNDS = 8  # of the network; from 4 on tests of chance find nothing, see te
 
 
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
-    """A random permutation of ``range(size)``, the same on every machine and for every version of NumPy: (size,) int64.
+    """Make a random permutation of ``range(size)``, the same on every machine and NumPy version: (size,) int64.
 
-    ``stream`` names one of the independent streams of this seed, which is from 0 to 2**64 - 1.
+    ``stream`` selects one of the independent streams of this seed, which is from 0 to 2**64 - 1.
     """
     check_seed(seed)
     return sorted_order(random_bits(size, seed, stream))
 
 
 class Permutation:
-    """A random permutation that is asked for some of its numbers; up to ``MAX_LISTED`` numbers it is `permutation`.
+    """A random permutation that is evaluated where needed; up to ``MAX_LISTED`` numbers it equals `permutation`.
 
     >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
     True
@@ -58,7 +58,7 @@ class Permutation:
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
 
     def at(self, places: Indices) -> Indices:
-        """The numbers in these places: (n,) int64, each place below ``size``."""
+        """Return the numbers at these places: (n,) int64, where all places are below ``size``."""
         if self._listed is not None:
             return np.asarray(self._listed[places], np.int64)
         numbers = self._network(places)
@@ -81,7 +81,7 @@ class Permutation:
 
 
 def _mixed(words: Words, key: np.uint64) -> Words:
-    """A hash of each word: the finaliser of SplitMix64."""
+    """Hash 64-bit words with the finaliser of SplitMix64."""
     mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -89,10 +89,10 @@ def _mixed(words: Words, key: np.uint64) -> Words:
 
 
 def sorted_order(keys: Words) -> Indices:
-    """The order that sorts random keys along the last axis.
+    """Return the order that sorts random keys along the last axis.
 
-    By all but the lowest bits of a key, and by its index, which takes their place: numbers that are all different are
-    sorted the same by every algorithm, so that NumPy may take its fastest, 6 to 10 times that of a stable ``argsort``.
+    The lowest bits of a key are replaced by its index: distinct numbers are sorted alike by all algorithms, so that
+    NumPy can use its fastest, 6 to 10 times as fast as a stable ``argsort``.
     """
     size = keys.shape[-1]
     index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
@@ -103,13 +103,13 @@ def sorted_order(keys: Words) -> Indices:
 
 
 def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
-    """Words of one of the independent streams of a seed, and of a lane of it: (size,) uint64."""
+    """Return words of one of the independent streams of a seed, and of a lane of it: (size,) uint64."""
     generator = np.random.Philox(key=np.array([seed, lane], np.uint64), counter=np.array([0, *stream], np.uint64))
     return np.asarray(generator.random_raw(size), np.uint64)
 
 
 def check_seed(seed: int) -> None:
-    """Raise OptionError unless it is a whole number of 64 bits."""
+    """Raise OptionError unless the seed is a whole number of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
         raise OptionError(f"seed is {seed!r}: give a whole number from 0 to {(1 << 64) - 1}")
 
@@ -118,23 +118,23 @@ class ChunkSequence(Protocol):
     """The samples of an epoch by their position in it."""
 
     def at(self, positions: Indices) -> Indices:
-        """The samples at these positions: (n,) int64."""
+        """Return the samples at these positions: (n,) int64."""
 
 
 class FileSequence:
     """The order of the file."""
 
     def at(self, positions: Indices) -> Indices:
-        """The samples at these positions: (n,) int64."""
+        """Return the samples at these positions: (n,) int64."""
         return positions
 
 
 class ShuffledSequence:
-    """Equal chunks, permuted and laid end to end; the file's last one may be short.
+    """Equal chunks, permuted and concatenated; the last chunk of the file may be short.
 
-    Sample ``o`` of the chunk in turn ``t`` is at position ``t * chunk_samples + o``. What the short chunk lacks is
-    filled with random samples of the chunk that ends the sequence, so that the borders behind it stay where they are.
-    The short chunk comes last less often than the others, so that its samples are no likelier than others to be there.
+    Sample ``o`` of the chunk in turn ``t`` is at position ``t * chunk_samples + o``. The gap of the short chunk is
+    filled with random samples of the chunk that ends the sequence, so that later borders do not move. The short chunk
+    comes last less often than the others, so that its samples are no likelier than others to be at the end.
     """
 
     def __init__(self, num_samples: int, chunk_samples: int, seed: int, epoch: int) -> None:
@@ -149,7 +149,7 @@ class ShuffledSequence:
                 self._fill = permutation(chunk_samples, seed, stream=(FILL, epoch, 0))
 
     def at(self, positions: Indices) -> Indices:
-        """The samples at these positions: (n,) int64."""
+        """Return the samples at these positions: (n,) int64."""
         turn, offset = np.divmod(positions, self._size)
         if self._rest and self._short_turn != self._last:
             fills = (turn == self._short_turn) & (offset >= self._rest)
@@ -167,8 +167,8 @@ class ShuffledSequence:
 class Lane:
     """A part of the sequence that is shuffled and cut into batches independently of the others.
 
-    All lanes have the same number of whole chunks. The samples that remain at the end of the sequence are dealt out
-    one by one, so that the lengths of lanes differ by one sample at most.
+    All lanes have the same number of whole chunks. The samples that remain at the end of the sequence are dealt out one
+    by one, so that the lengths of lanes differ by at most one sample.
 
     >>> lanes = [Lane(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
     >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]
@@ -182,7 +182,7 @@ class Lane:
         self._rest = num_lanes * self._own + number * (least - self._own) + min(number, more)  # where it begins
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Positions of samples ``start`` to ``stop`` of this lane in the sequence; beyond its end it begins again."""
+        """Return the positions in the sequence of samples ``start`` to ``stop`` of this lane, which wraps around."""
         within = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
             within %= self.num_samples

@@ -1,8 +1,8 @@
-"""How a file is rewritten within a given memory: what is read at a time, and which samples wait in which bucket.
+"""Plan how a file is rewritten within a memory limit: the steps of reading, and the buckets of a shuffle.
 
-A shuffle of more than memory holds takes two passes. The first reads in order, and sends each sample to the bucket of
-the place that it will have; a bucket is a run of places. The second shuffles one bucket after the other in memory.
-Both read and write in long runs, and the result is that of a shuffle in one pass.
+A shuffle of more data than memory holds takes two passes. The first reads in order, and sends each sample to the bucket
+of its new place; a bucket is a run of places. The second shuffles one bucket after another in memory. Both passes read
+and write in long runs, and the result equals a shuffle in one pass.
 
 >>> [(step.start, step.stop) for step in plan_steps(10, row_bytes=4, band_rows=3, step_bytes=24)]
 [(0, 6), (6, 10)]
@@ -34,37 +34,37 @@ MAX_INDEX = 1 << 20  # numbers of such an index
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of the memory goes to what."""
+    """How memory is divided among the buffers of a repack."""
 
     memory_bytes: int  # all of it, but for the interpreter and its libraries
     num_threads: int  # that work at the same time
 
     @property
     def part_bytes(self) -> int:
-        """The most for each of the things that are held at one time: three for a thread, and some more."""
+        """Upper limit on one buffer: there are three per thread, and a few more."""
         return self.memory_bytes // (4 * self.num_threads + 2)
 
     @property
     def step_bytes(self) -> int:
-        """Of one read."""
+        """Bytes of one read."""
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Of a bucket: no more than need be, as memory that was never used before takes long to be had."""
+        """Return the bytes of a bucket: no more than needed, because fresh memory is slow to get from the system."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
-        """Of one read that goes to so many buckets: more, so that each gets a good piece of it."""
+        """Return the bytes of one read for this many buckets: more, so that every bucket gets a long piece."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
 
     def banded(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
-        """Of a read that is better a whole band: if that must be, or is not much more."""
+        """Return the bytes of a read, rounded up to a whole band if that is required, or not much more."""
         fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
 
 def check_memory(memory_bytes: int, num_ordered: int) -> int:
-    """What is left of the memory beside a permutation of so many samples; OptionError if that is too little."""
+    """Return the memory that a permutation of this many samples leaves; OptionError if that is too little."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
     left = memory_bytes - num_ordered * ORDER_BYTES
@@ -79,10 +79,10 @@ def check_memory(memory_bytes: int, num_ordered: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Rows to be read together, in order, about ``step_bytes`` at a time, and at least a row.
+    """Cut rows into steps of about ``step_bytes``, at least a row, which are read together, in order.
 
-    Rows of a band share their chunks: whole bands are read where they fit, and no step crosses a border of one
-    otherwise. ``unit_rows`` are best written together: steps are a multiple of them where they can.
+    Rows of a band share their chunks: steps are whole bands if these fit; otherwise no step crosses the border of a
+    band. Writing ``unit_rows`` together is fastest: steps are multiples of them if possible.
     """
     rows = max(1, step_bytes // row_bytes)
     for unit in (math.lcm(band_rows, unit_rows), band_rows, unit_rows):
@@ -97,17 +97,17 @@ def plan_steps(
 
 
 def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: int) -> np.ndarray:
-    """Borders of runs of rows of about ``bucket_bytes``, of whole units where they can: (num_buckets + 1,) int64."""
+    """Cut rows into runs of about ``bucket_bytes``, of whole units if possible: (num_buckets + 1,) int64 borders."""
     rows = max(1, bucket_bytes // row_bytes)
     rows -= rows % unit_rows if rows >= unit_rows else 0
     return np.append(np.arange(0, num_rows, rows, dtype=np.int64), num_rows)
 
 
 def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarray:
-    """Borders of runs of rows of different lengths, each of at most ``part_bytes`` if more than a row.
+    """Cut rows of different lengths into runs of at most ``part_bytes`` (or one row), and return the borders.
 
     Row i has the elements from ``ends[i]`` to ``ends[i + 1]``, excluded: (num_rows + 1,) int64. An element counts
-    ``item_bytes``, and a row 8 more.
+    ``item_bytes``, and a row 8 more bytes.
 
     >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
     [0, 2, 3, 5]
@@ -122,11 +122,11 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Packing:
-    """How samples that are cut into several chunks are put together.
+    """How to assemble samples that are cut into several chunks.
 
-    The bytes of one row of each chunk, chunk after chunk, make a packed sample, edges and all. ``index``, (n,) intp,
-    has the units of a sample by number in the packed sample; None where pieces are so long that they are better copied
-    one by one.
+    A packed sample is the bytes of one row of every chunk, chunk after chunk, including padding at edges. ``index``,
+    (n,) intp, has the place of every unit of a sample in the packed sample; None if pieces are so long that they are
+    better copied one by one.
     """
 
     chunk_row_bytes: int  # of a row of one chunk
@@ -137,7 +137,7 @@ class Packing:
 
 
 def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Where each chunk of ``chunk_shape`` (without the first axis) goes in a sample, in row-major order.
+    """Return the place in a sample of every chunk of ``chunk_shape`` (without the first axis), in row-major order.
 
     >>> find_pieces((3,), (2,))
     ((slice(0, 2, None),), (slice(2, 3, None),))
@@ -150,12 +150,12 @@ def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tupl
 
 
 def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
-    """How to put together samples that lie in chunks of ``chunk_shape`` (without the first axis).
+    """Plan how to assemble samples from chunks of ``chunk_shape`` (without the first axis).
 
     >>> plan_packing((3, 2), (2, 1), 1).index.tolist()
     [0, 2, 1, 3, 4, 6]
 
-    These are samples of 3 x 2 bytes, in chunks of 2 x 1.
+    The example has samples of 3 x 2 bytes, in chunks of 2 x 1.
     """
     grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
     slices = find_pieces(sample_shape, chunk_shape)
@@ -179,7 +179,7 @@ def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_b
 
 
 def _doubles(index: np.ndarray, chunk_units: int) -> bool:
-    """Whether units can be taken two at a time."""
+    """Return whether units can be taken two at a time."""
     if len(index) % 2 or chunk_units % 2:
         return False
     pairs = index.reshape(-1, 2)

@@ -1,6 +1,6 @@
-"""Subsets, weights and splits: the samples that an epoch visits where that is not all of them once.
+"""Subsets, weights and splits: the samples of an epoch that does not visit all samples once.
 
-The samples of a subset, or those drawn by weight, are still visited chunk by chunk; chunks without any are not read.
+The samples of a subset, or those drawn by weight, are still visited chunk by chunk; other chunks are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from h5chunk.plan.permutation import CHUNKS, SPLIT, WEIGHTS, Indices, permutatio
 
 @dataclass(frozen=True, eq=False)
 class FixedSelection:
-    """The same samples in each epoch: a subset, or all samples of chunks of different sizes.
+    """A selection that is the same in all epochs: a subset, or all samples of chunks of different sizes.
 
     ``starts``, (num_chunks + 1,) int64, counts the selected samples before each chunk that has any; ``samples``, (n,)
     int64, are their numbers, ascending, possibly repeated; None: all samples.
@@ -39,12 +39,12 @@ class FixedSelection:
         return int(self.starts[-1])
 
     def resolve(self, _seed: int, _epoch: int) -> FixedSelection:
-        """The samples of one epoch: this selection."""
+        """Return the samples of one epoch: this selection."""
         return self
 
     @property
     def num_chunks(self) -> int:
-        """Chunks with a selected sample."""
+        """Number of chunks with a selected sample."""
         return len(self.starts) - 1
 
 
@@ -60,7 +60,7 @@ class SelectionSequence:
         self._ends = np.concatenate(([0], np.cumsum(np.diff(selection.starts)[order])))
 
     def at(self, positions: Indices) -> Indices:
-        """The samples at these positions: (n,) int64."""
+        """Return the samples at these positions: (n,) int64."""
         turn = np.searchsorted(self._ends, positions, "right") - 1
         numbers = self._firsts[turn] + positions - self._ends[turn]
         return numbers if self._samples is None else self._samples[numbers]
@@ -68,9 +68,9 @@ class SelectionSequence:
 
 @dataclass(frozen=True, eq=False)
 class WeightedSelection:
-    """Samples drawn anew for each epoch, in proportion to their weights.
+    """Samples drawn for each epoch in proportion to their weights.
 
-    A sample that is expected 2.3 times in an epoch comes two or three times: never five times, or not at all.
+    A sample that is expected 2.3 times in an epoch comes two or three times: never five times or zero times.
 
     Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
 
@@ -85,7 +85,7 @@ class WeightedSelection:
 
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, samples: Indices | None, num_draws: int) -> WeightedSelection:
-        """Select by weights, (n,) float64 of any sum."""
+        """Select by weights, (n,) float64 with any sum."""
         expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # the sum of huge ones is infinite
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
@@ -96,12 +96,12 @@ class WeightedSelection:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks with a sample that may be drawn."""
+        """Number of chunks with a sample that may be drawn."""
         return len(np.unique(self.chunks[np.diff(self.expected) > 0]))
 
     @property
     def most(self) -> Indices:
-        """The most draws of each sample in an epoch: (n,) int64."""
+        """Return the most draws of each sample in an epoch: (n,) int64."""
         return np.ceil(np.diff(self.expected)).astype(np.int64) + 1
 
     def resolve(self, seed: int, epoch: int) -> FixedSelection:
@@ -118,7 +118,7 @@ Selection = FixedSelection | WeightedSelection
 
 
 def _starts_of_runs(chunks: Indices) -> Indices:
-    """The start of each run of equal numbers, and the length of the array: (num_runs + 1,) int64."""
+    """Return the start of each run of equal numbers, and finally the length: (num_runs + 1,) int64."""
     if not len(chunks):
         return np.zeros(1, np.int64)
     return np.concatenate(([0], np.flatnonzero(chunks[1:] != chunks[:-1]) + 1, [len(chunks)]))
@@ -127,7 +127,7 @@ def _starts_of_runs(chunks: Indices) -> Indices:
 def select_samples(samples: Any, num_samples: int) -> Indices:
     """Validate a subset, and return its sample numbers, ascending: (n,) int64.
 
-    It is a mask of all samples, or the numbers of the selected samples, in any order, each once.
+    A subset is a mask of all samples, or the numbers of the selected samples, in any order, without repetition.
     """
     given = as_array("subset", samples)
     if given.dtype == bool:
@@ -147,7 +147,7 @@ def select_samples(samples: Any, num_samples: int) -> Indices:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Convert an argument to an array; OptionError if it cannot be one."""
+    """Convert an argument to an array; OptionError if that is impossible."""
     try:
         return np.asarray(values)
     except (TypeError, ValueError):
@@ -157,7 +157,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
 
 
 def check_weights(weights: Any, num_samples: int) -> np.ndarray:
-    """Validate weights, one for each sample, and return them as (n,) float64."""
+    """Validate weights, one per sample, and return them as (n,) float64."""
     given = as_array("weights", weights)
     if given.dtype.kind not in "biuf":
         raise OptionError(f"weights are of type {given.dtype}: give numbers, or the name of a field")
@@ -185,8 +185,8 @@ def balanced_weights(groups: np.ndarray) -> np.ndarray:
 def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndarray | None, seed: int) -> list[Indices]:
     """Cut samples, (n,) int64 in random order, into parts of these sizes, each ascending.
 
-    The sum of ``fractions`` is 1, or less where samples are left out. ``groups``, (n,), has the group of each sample,
-    by its number: each group is cut in the same proportions.
+    The sum of ``fractions`` is 1, or less if samples are left out. ``groups``, (n,), has the group of each sample,
+    indexed by sample number: each group is cut in the same proportions.
 
     >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
     [[1, 3], [0, 2]]
@@ -206,7 +206,7 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
 
 
 def _cut(groups: list[Indices], shares: np.ndarray) -> list[Indices]:
-    """Cut each group in these proportions, and carry what was rounded to the next one, so that the totals are right."""
+    """Cut each group in these proportions, and carry rounding errors over, so that the totals are right."""
     ends = np.cumsum(shares)
     parts: list[list[Indices]] = [[] for _ in shares]
     carried = np.zeros(len(shares))

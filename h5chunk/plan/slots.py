@@ -1,13 +1,13 @@
-"""The number of windows under way at a time within a memory limit, and the echoes of their samples.
+"""Choose how many windows are under way at a time within a memory limit, and echo their samples.
 
 >>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
 >>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
 >>> plan.num_slots, plan.window_samples  # three alternate, and six are read ahead
 (9, 32)
 
-Data echoing trains windows more than once before they go, for when reading is slower than training. After the batches
-of a window have come, its samples are shuffled again and cut into other batches: a pass. With a factor of 2 each sample
-comes twice, with 1.25 every fifth batch is one of an echo, from a pass that is not finished.
+Data echoing uses windows more than once before they are dropped, for when reading is slower than training. After the
+batches of a window, its samples are shuffled again and cut into other batches, which is called a pass. With a factor of
+2 each sample is used twice; with 1.25 every fifth batch is an echo, from an unfinished pass.
 
 Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
 
@@ -33,7 +33,7 @@ AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwi
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Windows under way."""
+    """The windows under way, and their memory."""
 
     order: Order  # with the windows that fit
     num_slots: int
@@ -42,7 +42,7 @@ class SlotPlan:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all windows under way."""
+        """The total bytes of all windows under way."""
         return self.num_slots * self.window_bytes
 
 
@@ -54,11 +54,11 @@ def plan_slots(
     memory_bytes: int | None = None,
     least_chunks: int | None = None,
 ) -> SlotPlan:
-    """Choose how many windows are under way: those whose batches alternate, and some that are read ahead.
+    """Choose how many windows are under way: the alternating windows, and some that are read ahead.
 
-    ``window_bytes`` gives the memory of a window of so many samples, all copies of it, and ``other_bytes`` that which
-    reading in an order takes beside the windows; ``memory_bytes`` bounds both, or they are an OptionError. Windows may
-    be made as small as ``least_chunks`` to fit; None: they stay as they are.
+    ``window_bytes`` gives the memory of all copies of a window of this many samples, and ``other_bytes`` the additional
+    memory of reading in an order; OptionError if both exceed ``memory_bytes``. Windows may be made as small as
+    ``least_chunks`` to fit; None: they keep their size.
     """
     while True:
         window_samples = largest_window(order)
@@ -83,7 +83,7 @@ def plan_slots(
 
 
 def num_ahead(order: Order) -> int:
-    """Windows to read ahead: no more than an epoch has."""
+    """Return how many windows to read ahead: at most as many as an epoch has."""
     windows = 0
     for each in order.rounds():
         windows += each.num_windows
@@ -93,13 +93,13 @@ def num_ahead(order: Order) -> int:
 
 
 def num_open_windows(order: Order) -> int:
-    """Windows whose batches alternate."""
+    """Return the number of windows whose batches alternate."""
     first = next(order.rounds(), None)
     return 1 if first is None or first.window_batches == 1 else first.num_windows
 
 
 def largest_window(order: Order) -> int:
-    """Samples of the largest window. In an epoch of few batches it may come after the first round."""
+    """Return the samples of the largest window. In an epoch of few batches it may come after the first round."""
     batches = 1
     for each in order.rounds():
         batches = max(batches, each.window_batches)
@@ -110,17 +110,17 @@ def largest_window(order: Order) -> int:
 
 
 def check_echo(echo: object) -> None:
-    """Raise OptionError unless it is a number of at least 1."""
+    """Raise OptionError unless the echo factor is a number of at least 1."""
     number = isinstance(echo, (int, float, np.integer, np.floating)) and not isinstance(echo, bool)
     if not number or not 1 <= echo < 1000:  # type: ignore[operator]
         raise OptionError(f"echo is {echo!r}: give the number of times that each sample is used, from 1 to 999")
 
 
 def num_echoed(echo: float, fresh: int) -> int:
-    """Batches of echoes that are due after so many fresh ones."""
+    """Return the number of echoed batches that are due after this many fresh ones."""
     return int((Fraction(str(echo)) - 1) * fresh)
 
 
 def echo_pass(num_samples: int, seed: int, epoch: int, window: int, number: int) -> Indices:
-    """Pass ``number``, from 0 on, of a window: its samples in another order, (num_samples,) int64."""
+    """Shuffle a window for pass ``number``, from 0 on: its samples in another order, (num_samples,) int64."""
     return permutation(num_samples, seed, stream=(ECHO + number, epoch, window))

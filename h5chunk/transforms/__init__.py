@@ -1,7 +1,7 @@
-"""Transforms of batches: what becomes of the values of a field on their way to the network.
+"""Transforms of batches, which change the values of a field on their way to the network.
 
-A transform is any callable that takes the batch of a field and returns it changed: one of this module, one of
-torchvision's ``v2``, a function. A list of them is applied in order, on the device of the batch::
+A transform is any callable that takes the batch of a field and returns it changed: a transform of this module, of
+torchvision's ``v2``, or a function. A list of them is applied in order, on the device of the batch::
 
     from h5chunk.transforms import Normalize, ToDtype
 
@@ -9,13 +9,13 @@ torchvision's ``v2``, a function. A list of them is applied in order, on the dev
     ChunkLoader("photos.h5", 256, transforms=[v2.RandomHorizontalFlip(), Normalize(mean, std)])
     ChunkLoader("cells.h5", 256, transforms={"X": [Log1p(10_000), Dense(torch.bfloat16)], "labels": [to_one_hot]})
 
-The transforms of this module are frozen dataclasses, and functions of a batch like any other. They are computed
-together, in one kernel and with one rounding at the end, where they are the first of a list: `Normalize` and `ToDtype`
-of images and other dense fields; `Binarize`, `L2`, `Log1p`, `Dense` and `Csr` of a matrix, whose rows stay sparse until
-they are on the device. Without transforms, images come as they are stored and rows of a matrix as dense float32.
+The transforms of this module are frozen dataclasses, and can be called like any function of a batch. Those at the start
+of a list are computed together, in one kernel and with one rounding at the end: `Normalize` and `ToDtype` for images
+and other dense fields; `Binarize`, `L2`, `Log1p`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they are
+on the device. Without transforms, images come as they are stored and rows of a matrix as dense float32.
 
 Random transforms are applied to a whole batch with one draw of their parameters, unless they draw for each sample
-themselves. What needs several fields at once, such as CutMix, is done in the training loop.
+themselves. Do in the training loop whatever needs several fields at once, such as CutMix.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Converter = ImageConverter | RowConverter
 
 
 def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) -> dict[str, list[Transform]]:
-    """The transforms of each field, validated."""
+    """Validate transforms, and return those of each field."""
     if transforms is None:
         transforms = ()
     if not isinstance(transforms, Mapping):
@@ -61,7 +61,7 @@ def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) ->
 
 
 def check_transforms(name: str, transforms: Any) -> list[Transform]:
-    """A list of transforms; raises OptionError, with the name of the argument, where they are none."""
+    """Validate a list of transforms; raise OptionError with the name of the argument if it is invalid."""
     if isinstance(transforms, (str, bytes)) or not isinstance(transforms, Sequence):
         raise OptionError(f"{name} is {transforms!r}: give a list of objects of h5chunk.transforms, or functions")
     for transform in transforms:
@@ -73,10 +73,10 @@ def check_transforms(name: str, transforms: Any) -> list[Transform]:
 def compile_transforms(
     transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None, allocate: Allocate
 ) -> tuple[Converter, tuple[Transform, ...]]:
-    """The transforms of a field: those that are computed together as one conversion, and the others, in order.
+    """Divide the transforms of a field into one conversion, computed together, and the others, in order.
 
-    ``stored`` is the dtype in the file, not needed of a matrix; ``allocate`` gives host memory for batches. Raise
-    `OptionError` if they do not fit each other, or the field.
+    ``stored`` is the dtype in the file (unused for a matrix); ``allocate`` gives host memory for batches. Raise
+    `OptionError` if the transforms do not fit each other, or the field.
     """
     check_first(transforms, field, stored)
     if field.scale is not None:
@@ -90,7 +90,7 @@ def compile_transforms(
 
 
 def check_first(transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None) -> None:
-    """Raise OptionError if the first transform is for other fields; behind a function, batches may be anything."""
+    """Raise OptionError if the first transform is for other fields; after a function, anything is allowed."""
     if not transforms:
         return
     first, remedy = transforms[0], ""

@@ -1,8 +1,8 @@
-"""Kernels of Triton, which PyTorch brings along for NVIDIA GPUs on Linux, and their compilation in a thread.
+"""Triton kernels (PyTorch includes Triton for NVIDIA GPUs on Linux), and their compilation in a thread.
 
-Until Triton is imported and has compiled, which takes a second, and for good where that fails (without a C compiler,
-say, or a folder to cache in), the operations of torch that give the same values are used: they take several times as
-long (scripts/LOG.md).
+Importing Triton and compiling takes a second, and may fail (for example without a C compiler, or without a folder to
+cache in). Until then, or permanently on failure, torch operations that give the same values are used: they take several
+times as long (scripts/LOG.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Compiling:
-    """A kernel that a thread compiles by launching it once; ``_kernel`` is None until then, and for good on failure."""
+    """A kernel that a thread compiles by launching it once; ``_kernel`` is None before that, and after a failure."""
 
     def _compile_in_thread(self) -> None:
         self._kernel: Any = None
@@ -41,16 +41,16 @@ class Compiling:
         raise NotImplementedError
 
     def wait(self) -> bool:
-        """Wait until it is compiled or has failed, and say whether it can be used."""
+        """Wait until compilation has ended, and return whether the kernel can be used."""
         self._thread.join()
         return self._kernel is not None
 
 
 class FusedKernel(Compiling):
-    """``out = images * scale + shift`` for uint8 images on a GPU, as soon as it is compiled.
+    """Compute ``out = images * scale + shift`` for uint8 images on a GPU, as soon as the kernel is compiled.
 
-    ``scale`` and ``shift`` are float32 on the GPU, one number or one a channel in both. ``channel_axis`` is that of a
-    sample: 0 for (C, H, W), 2 for (H, W, C); ``channels_last`` is the memory format of ``out``, for (C, H, W).
+    ``scale`` and ``shift`` are float32 on the GPU, both a scalar or one value per channel. ``channel_axis`` is the axis
+    within a sample: 0 for (C, H, W), 2 for (H, W, C); ``channels_last`` is the memory format of ``out``, for (C, H, W).
     """
 
     def __init__(self, scale: torch.Tensor, shift: torch.Tensor, channel_axis: int, channels_last: bool) -> None:
@@ -60,7 +60,7 @@ class FusedKernel(Compiling):
 
     @staticmethod
     def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
-        """Whether it is made for such numbers."""
+        """Return whether the kernel supports these dtypes."""
         return scale.device.type == "cuda" and dtype in DTYPES and scale.numel() <= MOST_CHANNELS
 
     def _first_launch(self) -> Any:
@@ -71,9 +71,9 @@ class FusedKernel(Compiling):
         return kernel
 
     def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
-        """Do it, unless it is not compiled or the batch is too small; returns whether it is done.
+        """Run the kernel, unless it is not compiled or the batch is too small; return whether it ran.
 
-        Samples lie one behind the other, and the kernel takes the strides within them: no view is made for it.
+        Samples must be consecutive, and the kernel takes the strides within them: no view is made for it.
         """
         if self._kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
@@ -94,7 +94,7 @@ class FusedKernel(Compiling):
         source_strides: tuple[int, int],
         out_strides: tuple[int, int],
     ) -> None:
-        """Strides are those of a channel and of a pixel."""
+        """Launch the kernel; the strides are those of a channel and of a pixel."""
         pixels = images.numel() // (len(images) * channels)
         programs, padded = len(images) * -(-pixels // PIXELS), 1 << (channels - 1).bit_length()
         strides = (*source_strides, *out_strides)
@@ -105,13 +105,13 @@ class FusedKernel(Compiling):
 
 
 class DenseKernel(Compiling):
-    """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` of each entry e of row i, and zero elsewhere.
+    """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` for each entry e of row i, and zero elsewhere.
 
-    Each program clears one row and scatters its entries, so that a batch is written once, and little more than once:
-    plain indexing writes it, then handles positions of 8 bytes for entries of 3, in kernels of their own.
+    Each program clears one row and scatters its entries, so that a batch is written hardly more than once: plain
+    indexing also writes it, then handles 8-byte positions for 3-byte entries, in separate kernels.
 
-    ``like`` gives a `CsrRows` of one row on the device, of the types that will come. The rule has no steps, but for
-    those that ``l2`` stands for: divide each row by its Euclidean length.
+    ``like`` gives a `CsrRows` of one row on the device, with the types to expect. The rule has no steps except those
+    that ``l2`` stands for: divide each row by its Euclidean length.
     """
 
     def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:
@@ -135,11 +135,11 @@ class DenseKernel(Compiling):
 
     @staticmethod
     def suits(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it is made for such numbers."""
+        """Return whether the kernel supports this device and dtype."""
         return device.type == "cuda" and dtype in DTYPES
 
     def __call__(self, rows: CsrRows, out: torch.Tensor) -> bool:
-        """Fill ``out``, (rows, columns), unless the kernel is not compiled yet; says whether it is done."""
+        """Fill ``out``, (rows, columns), unless the kernel is not compiled yet; return whether it ran."""
         if self._kernel is None:
             return False
         if len(rows):

@@ -25,21 +25,21 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Numbers(NamedTuple):
-    """Sample numbers: on the host, and on the device that holds the samples."""
+    """Sample numbers, on the host and on the device that holds the samples."""
 
     host: np.ndarray
     there: torch.Tensor
 
     def part(self, start: int, stop: int) -> Numbers:
-        """The numbers from ``start`` to ``stop``."""
+        """Return the numbers from ``start`` to ``stop``."""
         return Numbers(self.host[start:stop], self.there[start:stop])
 
 
 class CsrRows:
-    """Rows of a matrix on one device: the stored rows from ``first`` on, or some of all by their ``numbers``.
+    """Rows of a matrix on one device: the stored rows from ``first`` on, or the stored rows with these ``numbers``.
 
-    ``starts``, (m + 1,) int64, says where each stored row begins in ``indices`` and ``values``, (entries,), and
-    ``host_starts`` the same on the host; ``values`` is None for a pattern.
+    ``starts``, (m + 1,) int64, is where each stored row begins in ``indices`` and ``values``, (entries,), and
+    ``host_starts`` is the same on the host; ``values`` is None for a pattern.
     """
 
     def __init__(
@@ -68,23 +68,23 @@ class CsrRows:
         return CsrRows(*arrays, first, max(0, stop - start), numbers)
 
     def take(self, numbers: Numbers) -> CsrRows:
-        """Some of the stored rows, in this order; nothing is copied."""
+        """Select stored rows, in this order, without a copy."""
         arrays = self.starts, self.host_starts, self.indices, self.values
         return CsrRows(*arrays, 0, len(numbers.host), numbers)
 
     def to(self, device: torch.device) -> CsrRows:
-        """All stored rows on another device, whatever part of them this is."""
+        """Copy all stored rows to another device, whichever of them are selected."""
         values = None if self.values is None else self.values.to(device)
         return CsrRows(self.starts.to(device), self.host_starts, self.indices.to(device), values)
 
 
 @dataclass(frozen=True)
 class ValueRule:
-    """What stored numbers become.
+    """How stored numbers become values.
 
-    Stored bytes become what ``table``, (256,), says; without it stored numbers are the values or, where ``least`` is
-    given, 1 from there on and 0 below. The entries of a pattern are ``constant``. Then come ``steps``, transforms of
-    values, and the result is of ``dtype``.
+    Stored bytes are looked up in ``table``, (256,); without it stored numbers are the values or, if ``least`` is given,
+    1 from there on and 0 below. The entries of a pattern are ``constant``. Then come ``steps``, transforms of values,
+    and the result has ``dtype``.
     """
 
     table: np.ndarray | None
@@ -95,7 +95,7 @@ class ValueRule:
 
     @cached_property
     def divisor(self) -> np.floating[Any] | None:
-        """The number that gives the table by one division, to the last bit; None if there is none."""
+        """Return the number that gives the table by one division, exact to the last bit; None if no number does."""
         if self.table is None or not self.dtype.is_floating_point or not self.table[1]:
             return None
         divisor = (1 / self.table[1]).astype(self.table.dtype)
@@ -111,7 +111,7 @@ class ValueRule:
 
 
 class Entries(NamedTuple):
-    """The entries of some rows, as tensors on one device."""
+    """The entries of selected rows, as tensors on one device."""
 
     starts: torch.Tensor  # (rows + 1,) int32 or int64
     counts: torch.Tensor  # (rows,) int64
@@ -120,12 +120,12 @@ class Entries(NamedTuple):
 
 
 def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
-    """The entries of rows, on their device. What needs no conversion is not copied."""
+    """Return the entries of rows, on their device. Entries that need no conversion are not copied."""
     return (_on_host if rows.starts.device.type == "cpu" else _on_gpu)(rows, rule, num_columns)
 
 
 def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
-    """The values of dense rows, (rows, columns), in the rule's dtype."""
+    """Return the values of dense rows, (rows, columns), in the rule's dtype."""
     if codes.device.type == "cpu":
         values = torch.from_numpy(_host_values(codes.numpy(), rule))
     else:
@@ -134,7 +134,7 @@ def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
 
 
 def apply_steps(steps: Iterable[Any], values: Any, rows: RowArithmetic) -> Any:
-    """The values after all steps."""
+    """Apply all steps to values."""
     for step in steps:
         values = step.on_values(values, rows)
     return values
@@ -216,40 +216,40 @@ def _gpu_values(codes: torch.Tensor | None, count: int, device: torch.device, ru
 
 
 def _take(array: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Some entries; torch indexes no unsigned numbers of more than a byte."""
+    """Index an array; torch does not index unsigned integers larger than a byte."""
     return array.view(_SAME_SIZE[array.itemsize])[places].view(array.dtype)
 
 
 class HostArithmetic:
-    """What transforms of values compute of rows: of rows of entries on the host, by NumPy."""
+    """Arithmetic of value transforms for sparse rows on the host, by NumPy."""
 
     def __init__(self, counts: np.ndarray) -> None:
         self._counts = counts
 
     def log1p(self, values: np.ndarray) -> np.ndarray:
-        """The logarithm of 1 + value."""
+        """Return the logarithm of 1 + value."""
         return np.log1p(values)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """The sum of each row."""
+        """Return the sum of each row."""
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
         return np.bincount(rows, values.astype(np.float64), len(self._counts))
 
     def lengths(self, values: np.ndarray) -> np.ndarray:
-        """The Euclidean length of each row."""
+        """Return the Euclidean length of each row."""
         return np.sqrt(self.sums(values.astype(np.float64) ** 2))
 
     def scaled(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
-        """The values of each row times the factor of the row."""
+        """Multiply the values of each row by the factor of the row."""
         return values * np.repeat(factors.astype(values.dtype), self._counts)
 
     def reciprocal(self, sums: np.ndarray, otherwise: float) -> np.ndarray:
-        """1 / sum of each row, and ``otherwise`` where the sum is 0."""
+        """Return 1 / sum for each row, and ``otherwise`` where the sum is 0."""
         return np.divide(1, sums, out=np.full(len(sums), otherwise), where=sums != 0)
 
 
 class DenseArithmetic:
-    """Dense rows, (rows, ...), by torch."""
+    """Arithmetic of value transforms for dense rows, (rows, ...), by torch."""
 
     def log1p(self, values: torch.Tensor) -> torch.Tensor:
         return torch.log1p(values)
@@ -268,7 +268,7 @@ class DenseArithmetic:
 
 
 class CsrArithmetic(DenseArithmetic):
-    """Rows of entries by torch; ``counts`` is how many entries each row has."""
+    """Arithmetic of value transforms for sparse rows, by torch; ``counts`` has the number of entries of each row."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self._counts = counts
@@ -287,9 +287,9 @@ RowArithmetic = Any  # HostArithmetic of NumPy arrays, or DenseArithmetic of ten
 
 
 def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> None:
-    """Make rows dense: ``out``, (rows, columns), is zero but for the entries.
+    """Make rows dense: ``out``, (rows, columns), is zero except at the entries.
 
-    On the host in parts of rows of about `DENSE_BYTES`, which ``map_parts`` may hand to several threads.
+    On the host this takes parts of about `DENSE_BYTES`, which ``map_parts`` may hand to several threads.
     """
     num_rows, num_columns = out.shape
     if out.device.type != "cpu":
@@ -318,9 +318,9 @@ def _rows_of_part(out: torch.Tensor) -> int:
 
 
 def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
-    """Make rows dense as `scatter` does, from the stored numbers, without Python's lock; says whether it is done.
+    """Make rows dense as `scatter` does, from the stored numbers, without Python's lock; return whether it was done.
 
-    It is where values follow from the stored numbers one by one, in one step.
+    It is possible if values follow from the stored numbers one by one, in one step.
     """
     one_by_one = rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
     if rule.steps or rule.least is not None or not one_by_one or not native.available():
@@ -344,14 +344,14 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
 
 
 def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """A sparse CSR tensor; nothing is copied, and nothing is checked."""
+    """Make a sparse CSR tensor, without copies or checks."""
     _silence_beta_warning()
     return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
 
 
 @cache
 def _silence_beta_warning() -> None:
-    """torch warns once per process that CSR tensors are in beta and unchecked; readers have checked these."""
+    """Silence torch's warning that CSR tensors are in beta and unchecked; readers have checked these."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)

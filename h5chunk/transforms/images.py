@@ -1,6 +1,6 @@
-"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, in one kernel where they follow each other.
+"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, in one kernel where they are adjacent.
 
-uint8 made floating counts as 0..1, as torchvision does it with ``scale=True``; other numbers are only cast.
+uint8 made floating is scaled to 0..1, as torchvision does with ``scale=True``; other numbers are only cast.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KEPT_CONVERTERS = 32  # of transforms that are called as functions
 class Normalize:
     """Subtract the mean and divide by the standard deviation.
 
-    uint8 counts as 0..1 and becomes float32; floats are taken as they are and keep their dtype. `ToDtype` before or
-    behind it chooses another one, at no cost.
+    uint8 is scaled to 0..1 and becomes float32; floats are taken unchanged and keep their dtype. An adjacent `ToDtype`
+    chooses another dtype at no cost.
 
     Parameters
     ----------
     mean, std : float, or sequence of float
-        A scalar, or one value per channel. Where a file does not say which axis holds the channels, it is the one of
-        1, 3 or 4.
+        A scalar, or one value per channel. If the file does not say which axis holds the channels, it is the axis of
+        length 1, 3 or 4.
     """
 
     mean: float | Sequence[float]
@@ -52,13 +52,13 @@ class Normalize:
 
 @dataclass(frozen=True)
 class ToDtype:
-    """Convert to another dtype; uint8 made floating becomes 0..1.
+    """Convert to another dtype; conversion from uint8 to a floating type scales to 0..1.
 
     Parameters
     ----------
     dtype : torch.dtype
     channels_last : bool
-        Memory format of batches of images of (C, H, W).
+        Memory format of (C, H, W) image batches.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class ToDtype:
 
 
 def leading_image_transforms(transforms: Sequence[Any]) -> int:
-    """How many of the first transforms `ImageConverter` takes together: at most one `Normalize` and one `ToDtype`."""
+    """Count the leading transforms that `ImageConverter` takes together: at most one `Normalize` and one `ToDtype`."""
     first = [type(each) for each in transforms[:2]]
     if first in ([Normalize, ToDtype], [ToDtype, Normalize]):
         return 2
@@ -81,10 +81,10 @@ def leading_image_transforms(transforms: Sequence[Any]) -> int:
 
 
 class ImageConverter:
-    """Converts stored samples to what transforms say, at most one `Normalize` and one `ToDtype`, in one kernel.
+    """Convert stored samples as transforms say, at most one `Normalize` and one `ToDtype`, in one kernel.
 
-    ``channel_axis`` is 0 for samples of (C, H, W) and 2 for (H, W, C); ``allocate`` gives host memory for batches.
-    Raise `OptionError` if the transforms do not fit each other, or the samples.
+    ``channel_axis`` is 0 for (C, H, W) samples and 2 for (H, W, C); ``allocate`` gives host memory for batches. Raise
+    `OptionError` if the transforms do not fit each other, or the samples.
     """
 
     makes_csr = False
@@ -114,11 +114,11 @@ class ImageConverter:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether batches are what the file has."""
+        """Whether batches are the same as in the file."""
         return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
     def prepare(self, device: torch.device, _example: object = None) -> None:
-        """Put the constants on the device, and compile for it."""
+        """Put the constants on the device, and compile the kernel for it."""
         if self._scaled:
             self._scale, self._shift = self._scale.to(device), self._shift.to(device)
         if device.type == "cuda" and self._kernel is None and self._scaled and self._stored == torch.uint8:
@@ -127,7 +127,7 @@ class ImageConverter:
                 self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
 
     def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
-        """The converted batch; ``keep``: the input may be handed on as it is."""
+        """Return the converted batch; with ``keep`` the input may be handed on without a copy."""
         unchanged = images.dtype == self.dtype and not self._scaled
         if keep and unchanged and images.is_contiguous(memory_format=self._format):
             return images
@@ -139,12 +139,12 @@ class ImageConverter:
         return torch.addcmul(self._shift, images, self._scale, out=out)
 
     def release(self) -> None:
-        """End the thread that compiles."""
+        """Stop the thread that compiles."""
         if self._kernel is not None:
             self._kernel.wait()
 
     def _empty(self, images: torch.Tensor) -> torch.Tensor:
-        """Room for the result. On a GPU torch keeps memory itself; on the CPU fresh pages would cost much."""
+        """Allocate the result. On a GPU torch caches memory itself; on the CPU fresh pages would be slow."""
         shape = images.shape
         if images.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=images.device, memory_format=self._format)
@@ -155,7 +155,7 @@ class ImageConverter:
 
 
 def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
-    """The axis of the channels in a sample, as a file's ``axes`` say, or the shape does: 1, 3 or 4 of them."""
+    """Find the axis of the channels in a sample, from a file's ``axes``, or the shape: a length of 1, 3 or 4."""
     if axes or len(sample_shape) != 3:
         return 2 if axes == "NHWC" else 0
     ends = [size in (1, 3, 4) for size in (sample_shape[0], sample_shape[2])]
@@ -177,7 +177,7 @@ def _converter(
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own."""
+    """Allocate a tensor in new memory."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -187,7 +187,7 @@ def _result_dtype(
     to_dtype: ToDtype | None,
     stored: torch.dtype,
 ) -> torch.dtype:
-    """The dtype of batches."""
+    """Return the dtype of batches."""
     if normalize is None:
         return stored if to_dtype is None else to_dtype.dtype
     given = to_dtype.dtype if to_dtype is not None and transforms[0] is to_dtype else stored
@@ -213,7 +213,7 @@ def _numbers(transform: Normalize, values: Any) -> torch.Tensor:
 def _scale_and_shift(
     normalize: Normalize, unit: int, sample_shape: tuple[int, ...], axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
+    """Write (x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
     means, stds = (torch.as_tensor(each, dtype=torch.float64) for each in (normalize.mean, normalize.std))
     scale, shift = 1 / (unit * stds), -means / stds
     shape = [1] * len(sample_shape)

@@ -1,4 +1,4 @@
-"""Kernels of Triton; imported only where there may be a GPU and Triton."""
+"""The Triton kernels; imported only where a GPU and Triton may exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scale_and_shift(  # type: ignore[no-untyped-def,unused-ignore]
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A block of pixels of one sample, all channels; ``source_*`` and ``out_*`` are strides within a sample."""
+    """Convert a block of pixels of one sample, all channels; ``source_*`` and ``out_*`` are strides within a sample."""
     blocks = tl.cdiv(num_pixels, block)
     sample = (tl.program_id(0) // blocks).to(tl.int64) * channels * num_pixels
     pixel = (tl.program_id(0) % blocks * block + tl.arange(0, block))[:, None]
@@ -54,7 +54,7 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
     block: tl.constexpr,
     zeros: tl.constexpr,
 ):
-    """One row of a sparse matrix: cleared, then its entries. See `h5chunk.transforms.compiled.DenseKernel`."""
+    """Clear one row of a sparse matrix, then set its entries. See `h5chunk.transforms.compiled.DenseKernel`."""
     place = tl.program_id(0).to(tl.int64)
     row = first + place
     if has_numbers:

@@ -1,8 +1,7 @@
-"""Transforms of rows of a matrix: the values (`Binarize`, `L2`, `Log1p`) and the layout (`Dense`, `Csr`).
+"""Transforms of matrix rows: values (`Binarize`, `L2`, `Log1p`) and layout (`Dense`, `Csr`).
 
-A row that has no entry in a column has a zero there, and all transforms of values leave zeros alone. So they mean the
-same before and after `Dense` or `Csr`, and are computed on the entries alone: where a GPU makes rows dense, in the
-same kernel.
+A missing entry is a zero, and all transforms of values leave zeros alone. So they mean the same before and after
+`Dense` or `Csr`, and are computed only on the entries: in the same kernel where a GPU makes rows dense.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Dense(_Layout):
     Parameters
     ----------
     dtype : torch.dtype
-        Floating types hold values as they can (float16 ends at 65,504). An integer type is refused where it could not
-        hold the values.
+        Floating types round values to what they can hold (float16 ends at 65,504). An integer type is refused if it
+        could not hold the values.
     """
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ class Csr(_Layout):
     Parameters
     ----------
     dtype : torch.dtype
-        Of the values; as for `Dense`.
+        Dtype of the values; as for `Dense`.
     """
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -84,7 +83,7 @@ class Csr(_Layout):
 
 
 class _Values:
-    """A transform of values, as a function of a batch."""
+    """Base of value transforms, which can be called as a function of a batch."""
 
     def on_values(self, values: Any, rows: RowArithmetic) -> Any:
         raise NotImplementedError
@@ -99,7 +98,7 @@ class _Values:
 
 @dataclass(frozen=True)
 class Binarize(_Values):
-    """Make values 1 from a threshold on, and others 0; in a CSR batch zeros stay among the entries.
+    """Set values to 1 from a threshold on, and others to 0; in a CSR batch zeros stay among the entries.
 
     Parameters
     ----------
@@ -130,13 +129,13 @@ class L2(_Values):
 
 @dataclass(frozen=True)
 class Log1p(_Values):
-    """Replace each value by ``log(1 + value)``, as is usual for counts of genes in cells.
+    """Replace each value by ``log(1 + value)``, as is usual for gene counts of cells.
 
     Parameters
     ----------
     target_sum : float, optional
-        First scale each row so that its values sum to this, as scanpy's ``normalize_total`` does; rows with a sum of 0
-        stay as they are. Default: no scaling.
+        First scale each row to this sum, as scanpy's ``normalize_total`` does; rows with a sum of 0 do not change.
+        Default: no scaling.
     """
 
     target_sum: float | None = None
@@ -156,7 +155,7 @@ ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p)
 
 
 def leading_row_transforms(transforms: Sequence[Any]) -> int:
-    """How many of the first transforms `RowConverter` takes together: those of rows, one `Dense` or `Csr` at most."""
+    """Count the leading transforms that `RowConverter` takes together: at most one of them `Dense` or `Csr`."""
     layouts = 0
     for number, transform in enumerate(transforms):
         layouts += isinstance(transform, (Dense, Csr))
@@ -166,11 +165,11 @@ def leading_row_transforms(transforms: Sequence[Any]) -> int:
 
 
 class RowConverter:
-    """Converts stored rows of a matrix, sparse or dense ones with a scale, to batches.
+    """Convert stored rows of a matrix, sparse, or dense with a scale, to batches.
 
-    What is stored is a code, and a value is the code over the file's scale. Arithmetic is in float32, or in float64
-    where that is the result. The transforms are of this module, at most one of them `Dense` or `Csr`; raise
-    `OptionError` if one does not fit the field. ``allocate`` gives host memory for dense batches.
+    The file stores codes, and a value is the code over the file's scale. Arithmetic is in float32, or in float64 if
+    that is the result. The transforms are of this module, at most one of them `Dense` or `Csr`; raise `OptionError` if
+    one does not fit the field. ``allocate`` gives host memory for dense batches.
     """
 
     changes_nothing = False
@@ -192,7 +191,7 @@ class RowConverter:
         self._process = 0
 
     def prepare(self, device: torch.device, example: CsrRows | None = None) -> None:
-        """Compile for rows such as ``example``, which lies on the host."""
+        """Compile the kernels for rows such as ``example``, which lies on the host."""
         if self._kernel is not None or self.makes_csr or example is None:
             return
         l2 = self.rule.steps == (L2(),)
@@ -200,7 +199,7 @@ class RowConverter:
             self._kernel = DenseKernel(lambda: example.to(device), self.num_columns, self.rule, l2=l2)
 
     def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor:
-        """The batch: (rows, columns), dense or CSR. ``keep``: parts of the input may be handed on."""
+        """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the input."""
         if isinstance(rows, torch.Tensor):
             return dense_values(rows, self.rule)
         if not self.makes_csr:
@@ -217,7 +216,7 @@ class RowConverter:
         return make_csr(starts, columns, values, (len(rows), self.num_columns))
 
     def release(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._kernel is not None:
             self._kernel.wait()
         if self._threads is not None and self._process == os.getpid():
@@ -225,7 +224,7 @@ class RowConverter:
         self._threads = None
 
     def _map_parts(self) -> MapParts:
-        """As many threads as there are cores, but few; a fork leaves them behind."""
+        """Return a map over a few threads, at most one per core; threads do not survive a fork."""
         if self._threads is None or self._process != os.getpid():
             count = min(DENSE_THREADS, available_cores())
             self._threads = ThreadPoolExecutor(count, thread_name_prefix="h5chunk-dense")
@@ -247,12 +246,12 @@ class RowConverter:
 
 
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor lies in the memory of another, contiguous one."""
+    """Return whether a tensor lies in the memory of another, contiguous tensor."""
     return 0 <= tensor.data_ptr() - other.data_ptr() < max(1, other.nbytes)
 
 
 def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:
-    """Bytes have a table of what they stand for, rounded once; leading steps that need no rows are done in it."""
+    """Make the rule of a field: bytes get a table of values, rounded once, which includes leading steps."""
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
         if steps and isinstance(steps[0], Binarize):
