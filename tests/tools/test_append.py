@@ -35,7 +35,8 @@ import h5chunk.store.write.old_file
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.convert.append import SET_BY_FILE, append, plan_append
+from h5chunk.tools.convert.append import append, plan_append
+from h5chunk.tools.convert.append_fit import SET_BY_FILE
 from h5chunk.tools.convert.options import append_options
 
 Make = Callable[..., Path]

@@ -14,8 +14,7 @@ from support.sample_sources import FIELDS, MemorySource, check_samples, job_of, 
 import h5chunk
 from h5chunk.errors import OutputError, SampleError, SourceError, WorkerError
 from h5chunk.source import SampleField
-from h5chunk.tools.convert.samples import is_complete, say_nothing, write_file
-from h5chunk.tools.convert.shards import split_job, write_shards
+from h5chunk.tools.convert.samples import is_complete, say_nothing, split_job, write_file, write_shards
 
 COUNT = 83
 COLUMNS = {"score": np.linspace(0, 1, COUNT), "labels": np.arange(COUNT) % 3, "kind": np.arange(COUNT) % 2}

@@ -14,7 +14,6 @@ from typing import Any
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.source import SampleSource
-from h5chunk.sources.images import ImageSource
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, describe, find_kind, open_kind
 from h5chunk.sources.options import flag_of
@@ -23,7 +22,7 @@ from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.write.old_file import OldFile, open_old
 from h5chunk.store.write.part_file import check_not_source, check_room
 from h5chunk.store.write.samples import SampleJob
-from h5chunk.tools.convert.append_fit import plan_addition, recorded_image_options
+from h5chunk.tools.convert.append_fit import SET_BY_FILE, plan_addition, recorded_options
 from h5chunk.tools.convert.options import AppendOptions, SampleOptions
 from h5chunk.tools.convert.report import AppendPlan, AppendReport
 from h5chunk.tools.convert.samples import (
@@ -44,7 +43,6 @@ from h5chunk.tools.verify.tables import look_at_tables
 AGAIN = (
     "this very command appended the same samples last: they are not appended twice (with another seed they would be)"
 )
-SET_BY_FILE = ("size", "color", "layout", "animated")  # options of images that are as when the file was made
 
 
 def append(
@@ -204,15 +202,9 @@ def _open_source(
     fixed = next((name for name in SET_BY_FILE if name in given and name in kind.Options.names()), None)
     if fixed is not None:
         raise OptionError(f"{flag_of(fixed)}: images are decoded as those of {old.shown} were: leave it out")
-    if kind is ImageSource:
-        recorded = recorded_image_options(old)
-        if "manifest" in given:
-            del recorded["split_folders"]
-    else:
-        names = [name for name in (*SET_BY_FILE, "fit") if name in kind.Options.names()]
-        recorded = {name: old.options[name] for name in names if name in old.options}
-        if recorded.get("size") is not None:
-            recorded["size"] = tuple(recorded["size"])
+    recorded = recorded_options(old, kind)
+    if "manifest" in given:
+        recorded.pop("split_folders", None)
     source_options, options = choose_options(kind, source, {**recorded, **given}, (kind.Options, AppendOptions))
     return open_kind(kind, source, source_options, open_context(options, progress)), options
 

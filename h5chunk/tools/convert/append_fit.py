@@ -12,29 +12,35 @@ from h5chunk.errors import FileError, SourceError, as_text
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.source import SampleSource, shape_text
-from h5chunk.sources.images import IMAGES
+from h5chunk.sources.images import IMAGES, ImageSource
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
-IMAGE_OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the file records them
+SET_BY_FILE = ("size", "color", "layout", "animated")  # options of images that are as when the file was made
+IMAGE_OPTIONS = (*SET_BY_FILE, "fit")  # of decoding, as the file records them
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
 
 
-def recorded_image_options(old: OldFile) -> dict[str, Any]:
-    """Return how new images are to be decoded: as those of the file, and to their size.
+def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
+    """Return the options with which a kind of source reads new samples as those of the file were read.
 
     Raises FileError if the file does not say.
     """
-    if IMAGES not in old.datasets or any(name not in old.options for name in IMAGE_OPTIONS):
-        what = "what its images were converted with" if IMAGES in old.datasets else repr(IMAGES)
-        raise FileError(f"{old.shown}: lacks {what}: only what h5chunk convert made can be appended to")
-    shape = old.datasets[IMAGES].shape
-    recorded = {name: old.options[name] for name in IMAGE_OPTIONS}
-    recorded["size"] = tuple(int(size) for size in (shape[2:] if recorded["layout"] == "nchw" else shape[1:3]))
-    return recorded | {"split_folders": str(old.options.get("split_folders", "auto"))}
+    known = kind.Options.names()
+    recorded = {name: old.options[name] for name in IMAGE_OPTIONS if name in known and name in old.options}
+    if kind is ImageSource:
+        if IMAGES not in old.datasets or len(recorded) < len(IMAGE_OPTIONS):
+            what = "what its images were converted with" if IMAGES in old.datasets else repr(IMAGES)
+            raise FileError(f"{old.shown}: lacks {what}: only what h5chunk convert made can be appended to")
+        shape = old.datasets[IMAGES].shape
+        recorded["size"] = shape[2:] if recorded["layout"] == "nchw" else shape[1:3]
+        recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
+    if recorded.get("size") is not None:
+        recorded["size"] = tuple(int(size) for size in recorded["size"])
+    return recorded
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:

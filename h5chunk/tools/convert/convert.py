@@ -28,6 +28,7 @@ from h5chunk.tools.convert.report import ConvertPlan, ConvertReport, MatrixPlan,
 from h5chunk.tools.convert.samples import (
     Notify,
     estimate_s,
+    folder_layout,
     is_complete,
     left_out,
     open_context,
@@ -35,9 +36,10 @@ from h5chunk.tools.convert.samples import (
     save_skipped,
     say_nothing,
     skipped_path,
+    split_job,
     write_file,
+    write_shards,
 )
-from h5chunk.tools.convert.shards import folder_layout, split_job, write_shards
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import COMPLETE
 

@@ -1,4 +1,4 @@
-"""Settle how the samples of a source are written, and write them into a file, continuing what was stopped.
+"""Settle how the samples of a source are written, and write them into a file or a folder of files.
 
 Samples are written task by task, and a journal beside the unfinished output claims what is done: the chunks that it
 claims are read and their checksums computed again, and the samples in them must have the stamps that they had. So only
@@ -11,6 +11,7 @@ import csv
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,23 @@ from typing import Any
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OutputError, SampleError, ShapeError, SourceError, printable
+from h5chunk.errors import OptionError, OutputError, SampleError, ShapeError, SourceError, human_bytes, printable
 from h5chunk.machine import available_cores
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext, SampleField, SampleSource
 from h5chunk.store.format.header import checksums_of
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.shard_names import shard_name
+from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.fill_task import Done, Failure, parse_record, stamp_of_samples
 from h5chunk.store.write.journal import Journal, key_of
-from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.new_file import NewFile, check_room
 from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder
 from h5chunk.store.write.samples import SampleJob, write_samples
-from h5chunk.tools.convert.options import ReadOptions, SampleOptions
+from h5chunk.tools.convert.options import MAX_SHARDS, ReadOptions, SampleOptions
 from h5chunk.tools.progress import Progress, count_up
 
 PROBES = 24  # samples read to estimate the time
@@ -110,6 +112,63 @@ def estimate_s(job: SampleJob) -> float:
     return (time.perf_counter() - started) / len(probes) * len(source) / max(1, min(job.num_workers, available_cores()))
 
 
+# ---- the shards of a folder
+
+
+def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, chosen: bool) -> list[SampleJob]:
+    """Divide a job into those of its shards: equal numbers of whole chunks, as far as possible.
+
+    A chunk size that was chosen, not asked for, may become smaller. Raises OptionError if there is not a chunk for each
+    shard, or a chunk is larger than a shard may be.
+    """
+    layout = job.layout
+    if shards is not None and chosen and layout.num_chunks < shards <= layout.num_samples:
+        smaller = plan_layout(layout.num_samples, layout.sample_bytes, layout.num_samples // shards)
+        layout = replace(smaller, reasons=(f"{smaller.chunk_samples} samples a chunk, so that each shard has one",))
+    if shards is None:
+        assert shard_bytes is not None
+        shards = _num_shards(job, layout, shard_bytes)
+    if layout.num_chunks < shards:
+        raise OptionError(
+            f"shards is {shards} but there are {layout.num_chunks} chunks of {layout.chunk_samples} samples: give "
+            "fewer shards, or fewer samples a chunk"
+        )
+    least, more = divmod(layout.num_chunks, shards)
+    jobs, first = [], 0
+    for number in range(shards):
+        last = min(first + (least + (number < more)) * layout.chunk_samples, layout.num_samples)
+        name = shard_name(job.path.name.removesuffix(".h5"), number, shards)
+        options = {**job.options, "shard": number, "shards": shards}
+        shard = replace(job, path=job.path / name, layout=layout, options=options)
+        jobs.append(shard.with_order(job.order[first:last]))
+        first = last
+    return jobs
+
+
+def folder_layout(jobs: list[SampleJob]) -> Layout:
+    """Return the layout of all shards together, with the plan as its last reason."""
+    first, num_samples = jobs[0], sum(len(job.order) for job in jobs)
+    size = human_bytes(first.spec().num_bytes)
+    reason = f"{len(jobs)} shards of up to {len(first.order):,} samples, {size}, such as {first.path.name}"
+    return replace(first.layout, num_samples=num_samples, reasons=(*first.layout.reasons, reason))
+
+
+def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
+    """Return the number of shards of which none is larger than ``shard_bytes``."""
+    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # with all fields and tables
+    chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
+    per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
+    if per_shard < 1:
+        raise OptionError(
+            f"shard_bytes is {shard_bytes} but a file of one chunk of {layout.chunk_samples} samples takes "
+            f"{chunk_bytes + HEADER_BYTES}: give more, or fewer samples a chunk"
+        )
+    shards = -(-layout.num_chunks // per_shard)
+    if shards > MAX_SHARDS:
+        raise OptionError(f"shard_bytes is {shard_bytes}, which makes {shards} shards: give more, for {MAX_SHARDS}")
+    return shards
+
+
 # ---- writing
 
 
@@ -122,19 +181,12 @@ def write_file(
     were skipped.
     """
     new = NewFile(job.path, overwrite)
-    with keeping(new, job, notify), new:
+    with _keeping(new, job, notify), new:
         if old is not None:
             old.check_unchanged()  # by who had the lock before
         new.journal.open(job_key(job, 1, old))
-        log = TaskLog(new.journal, [job], notify)
-        written, filled = write_samples(
-            new,
-            job,
-            claims=log.claims[0],
-            finished=partial(log.add, 0),
-            written=count_written(job, progress),
-            carried=count_up("copy", job.carried_bytes, progress),
-        )
+        log = _TaskLog(new.journal, [job], progress, notify)
+        written, filled = log.write(new, 0, carried=count_up("copy", job.carried_bytes, progress))
         log.finish()
         new.command_id = command_id(job, 1, filled.stamp)
         if old is not None:
@@ -144,41 +196,73 @@ def write_file(
     return written, filled
 
 
-def count_written(job: SampleJob, progress: Progress | None) -> Callable[[int], None]:
-    """Return a function that is told how many samples were written, and reports how many of all these are."""
-    written = count_up("convert", len(job.order), progress)
-    written(0)
-    return written
+def write_shards(
+    job: SampleJob, jobs: list[SampleJob], overwrite: bool, progress: Progress | None, notify: Notify
+) -> tuple[list[SampleJob], Filled]:
+    """Write all shards and put their folder in its place.
 
-
-class TaskLog:
-    """The tasks of several files, one per job, that a journal claims to be done, and where more are added.
-
-    ``claims`` are the claimed tasks of each file, by their first chunks.
+    Returns their jobs without the samples that were skipped, and what came of all of them: rows are those of all
+    shards, one behind the other.
     """
+    filled, kept, first_row = Filled(), [], 0
+    folder = NewFolder(job.path, overwrite)
+    with _keeping(folder, job, notify), folder:
+        folder.open_journal(job_key(job, len(jobs)))
+        log = _TaskLog(folder.journal, jobs, progress, notify)
+        taken = sum(file.stat().st_blocks * 512 for file in folder.part.iterdir())
+        check_room(job.path, sum(shard.spec().num_bytes for shard in jobs) - taken)
+        for number, shard in enumerate(jobs):
+            folder.reopen(shard.path.name)
+            with NewFile(folder.part / shard.path.name, journal=folder.journal) as new:
+                left, of_shard = log.write(new, number)
+                new.commit()
+            kept.append(left)
+            filled.notes.update(of_shard.notes)
+            filled.stamp ^= of_shard.stamp
+            filled.failures += [failure._replace(row=first_row + failure.row) for failure in of_shard.failures]
+            first_row += len(shard.order)
+        log.finish()
+        folder.command_id = command_id(job, len(jobs), filled.stamp)
+        folder.commit()
+    return kept, filled
 
-    def __init__(self, journal: Journal, jobs: Sequence[SampleJob], notify: Notify) -> None:
+
+class _TaskLog:
+    """The tasks of several files, one per job, that a journal claims to be done, and where more are added."""
+
+    def __init__(self, journal: Journal, jobs: Sequence[SampleJob], progress: Progress | None, notify: Notify) -> None:
         self._journal, self._jobs, self._notify = journal, jobs, notify
-        self.claims: list[dict[int, Done]] = [{} for _ in jobs]
+        num_samples = sum(len(job.order) for job in jobs)
+        self._written = count_up("convert", num_samples, progress)
+        self._written(0)
+        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # of each file, by their first chunks
         self._num_again = 0
         for record in journal.records:
             if isinstance(record, list) and record and record[0] in range(len(jobs)):
                 done = parse_record(record[1:])
                 if done is not None:
-                    self.claims[record[0]][done.chunks.start] = done
+                    self._claims[record[0]][done.chunks.start] = done
         if journal.was_of_another:
             notify("the unfinished conversion was of other options or sources: starting over")
         if journal.records:
-            there = sum(self._samples(i, done) for i, claims in enumerate(self.claims) for done in claims.values())
-            notify(f"continuing: {there:,} of {sum(len(job.order) for job in jobs):,} samples are there")
+            there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
+            notify(f"continuing: {there:,} of {num_samples:,} samples are there")
 
     def _samples(self, number: int, done: Done) -> int:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
-    def add(self, number: int, done: Done) -> None:
-        """Add a finished task of a file to the journal."""
-        if done.chunks.start in self.claims[number]:
+    def write(
+        self, new: NewFile, number: int, carried: Callable[[int], None] = lambda num_bytes: None
+    ) -> tuple[SampleJob, Filled]:
+        """Write a file, but for what the journal claims of it."""
+        claims, finished = self._claims[number], partial(self._add, number)
+        return write_samples(
+            new, self._jobs[number], claims=claims, finished=finished, written=self._written, carried=carried
+        )
+
+    def _add(self, number: int, done: Done) -> None:
+        if done.chunks.start in self._claims[number]:
             self._num_again += self._samples(number, done)
         self._journal.add([number, *done.record()])
 
@@ -189,7 +273,7 @@ class TaskLog:
 
 
 @contextmanager
-def keeping(new: NewFile | NewFolder, job: SampleJob, notify: Notify) -> Iterator[None]:
+def _keeping(new: NewFile | NewFolder, job: SampleJob, notify: Notify) -> Iterator[None]:
     """Report what becomes of an output that is not finished."""
     try:
         yield
