@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -35,9 +36,10 @@ LightningDataModule: Any = _find_base()
 __all__ = ["ChunkDataModule"]
 
 Data = str | os.PathLike[str] | ChunkDataset
+Parts = tuple[ChunkDataset, ChunkDataset | None, ChunkDataset | None]  # for training, validation and test
 SPLIT = (0.8, 0.1, 0.1)
 SPLIT_FIELD = "split"
-PARTS = (("train", "training"), ("val", "valid", "validation", "dev"), ("test", "testing", "eval", "evaluation"))
+NAMES = (("train", "training"), ("val", "valid", "validation", "dev"), ("test", "testing", "eval", "evaluation"))
 TRAINER_KNOWS = ("rank", "world_size", "shuffle")
 
 
@@ -123,32 +125,23 @@ class ChunkDataModule(LightningDataModule):
         self._batch_size, self._eval_batch_size = batch_size, eval_batch_size or batch_size
         self._device, self._options = device, options
         self._train_order, self._train_options = train_order or {}, train_options or {}
-        self._parts: list[ChunkDataset | None] = []
         self._loaders: list[ChunkLoader] = []
 
-    @property
-    def datasets(self) -> tuple[ChunkDataset, ChunkDataset | None, ChunkDataset | None]:
+    @cached_property
+    def datasets(self) -> Parts:
         """Return the data sets of training, validation and test."""
-        if not self._parts:
-            whole = self._dataset(self._path)
-            assert whole is not None
-            if self._is_whole:
-                self._parts = [whole, self._dataset(self._val), self._dataset(self._test)]
-            else:
-                self._parts = self._split_up(whole)
-        train, val, test = self._parts
-        assert train is not None
-        return train, val, test
-
-    def _split_up(self, whole: ChunkDataset) -> list[ChunkDataset | None]:
-        """Split one data set, by a field or by fractions."""
+        whole = self._dataset(self._path)
+        assert whole is not None
+        if self._is_whole:
+            return whole, self._dataset(self._val), self._dataset(self._test)
         if isinstance(self._split, str):
             return _split_by_field(whole, self._split)
         if self._split is None and self._stratify is None:
             with suppress(FieldError):
                 return _split_by_field(whole, SPLIT_FIELD)
         shares = SPLIT if self._split is None else tuple(self._split)
-        return [*whole.split(shares, seed=self._split_seed, stratify=self._stratify), None][:3]
+        train, val, *rest = whole.split(shares, seed=self._split_seed, stratify=self._stratify)
+        return train, val, rest[0] if rest else None
 
     def _dataset(self, data: Data | None) -> ChunkDataset | None:
         if data is None or isinstance(data, ChunkDataset):
@@ -193,23 +186,18 @@ class ChunkDataModule(LightningDataModule):
         self._loaders.clear()
 
 
-def _split_by_field(whole: ChunkDataset, field: str) -> list[ChunkDataset | None]:
+def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
     """Split by a field of part names; a part without samples is None.
 
-    Raises
-    ------
-    FieldError
-        The field does not exist.
-    OptionError
-        The field has other values, or no samples for training.
+    Raises FieldError if there is no such field, and OptionError if it has other values, or no samples for training.
     """
     names, numbers = np.unique(whole.values(field), return_inverse=True)
-    parts = {alias: part for part, aliases in enumerate(PARTS) for alias in aliases}
+    parts = {alias: part for part, aliases in enumerate(NAMES) for alias in aliases}
     unknown = [str(name) for name in names if str(name).lower() not in parts]
     if unknown:
         raise OptionError(f"field {field!r} says {unknown[0]!r}, which is no name of a split: give split as shares")
-    masks = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
-    found = [whole.subset(masks == part) if (masks == part).any() else None for part in range(len(PARTS))]
-    if found[0] is None:
+    part_of = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
+    train, val, test = (whole.subset(part_of == part) if (part_of == part).any() else None for part in range(3))
+    if train is None:
         raise OptionError(f"field {field!r} names no samples for training: give split as shares")
-    return found
+    return train, val, test

@@ -6,19 +6,11 @@ import os
 
 
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
-    """Return a stamp that changes when a file is written to or replaced.
+    """Return a stamp that changes when a file, given by path, descriptor or status, is written to or replaced.
 
-    Parameters
-    ----------
-    file : path, descriptor or os.stat_result
-    with_ctime : bool
-        Include the time of the last change of the inode, which a program cannot set, but which also changes with the
-        file's name, permissions and links.
-
-    Returns
-    -------
-    tuple of int
-        Device, inode, size in bytes, modification time in nanoseconds; empty if the file does not exist.
+    It has device, inode, size in bytes and modification time in nanoseconds; it is empty if the file does not exist.
+    ``with_ctime`` adds the time of the last change of the inode, which a program cannot set, but which also changes
+    with the file's name, permissions and links.
     """
     if not isinstance(file, os.stat_result):
         try:
