@@ -23,8 +23,9 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
+from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.reader import H5Reader, model_cache
-from h5chunk.store.read.several import NOTABLE, DirectField, direct_fields, read_amplification
+from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter
 
 LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
@@ -40,7 +41,7 @@ class DataSource:
     """The fields of a data set, and how to read them on their way to a device."""
 
     reader: H5Reader
-    direct: dict[str, DirectField]  # the fields that are read by byte ranges
+    direct: dict[str, ByteReader]  # the fields that are read by byte ranges
     why: dict[str, str]  # others are read through HDF5
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # the fields that are not in the file: see ReadPool
     layouts: Layouts
@@ -106,7 +107,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     return counts
 
 
-def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, DirectField], dict[str, str]]:
+def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the fields that can be read by byte ranges, and why the other fields cannot."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")

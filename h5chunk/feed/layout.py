@@ -16,7 +16,7 @@ import torch
 
 from h5chunk.errors import FieldError, printable
 from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
-from h5chunk.store.format.matrix import CSR
+from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms.csr import CsrRows

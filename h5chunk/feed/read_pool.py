@@ -27,10 +27,11 @@ from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import Part as ReadTask
 from h5chunk.store.hdf5.ranges import open_descriptor
-from h5chunk.store.read.csr import CsrBuffers, CsrField
+from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import DirectField, FileParts, OpenFiles, close_descriptors
+from h5chunk.store.read.several import FileParts, OpenFiles, close_descriptors
 
 WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
 WHOLE_BYTES = 64 << 20  # up to this size
@@ -175,7 +176,7 @@ class ReadPool:
     def __init__(
         self,
         reader: H5Reader,
-        direct: Mapping[str, DirectField],
+        direct: Mapping[str, ByteReader],
         num_threads: int,
         *,
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
@@ -376,20 +377,20 @@ class ReadPool:
                 task[0].drop()
 
 
-def is_kept_whole(field: DirectField) -> bool:
+def is_kept_whole(field: ByteReader) -> bool:
     """Return whether a `ReadPool` reads a field completely and keeps it in memory."""
-    return not isinstance(field, CsrField) and field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def read_whole_fields(
-    reader: H5Reader, direct: Mapping[str, DirectField], descriptor: Any, most_bytes: float = math.inf
+    reader: H5Reader, direct: Mapping[str, ByteReader], descriptor: Any, most_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
     """Read the fields that are kept in memory; the caller must check that the file did not change meanwhile."""
     try:
         return {
             name: field.read_all(descriptor)
             for name, field in direct.items()
-            if not isinstance(field, CsrField) and is_kept_whole(field) and field.num_bytes <= most_bytes
+            if is_kept_whole(field) and field.num_bytes <= most_bytes
         }
     except (FileError, ValueError, OSError):
         reader.check_unchanged()

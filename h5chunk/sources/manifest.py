@@ -50,15 +50,8 @@ def list_manifest(
 ) -> Listing:
     """List the images that a manifest names, in its order, with its columns as fields.
 
-    Parameters
-    ----------
-    manifest : path
-        .csv, .tsv or CelebA's list; first line: names of the columns. The path column is the one with a usual
-        name (`PATH_COLUMNS`), else the first.
-    source : path
-        The folder, .zip or .tar that its paths are relative to.
-    found : callable, optional
-        Called now and then with the number of lines read.
+    It is .csv, .tsv or CelebA's list; its paths, relative to the source, are in the column with a usual name
+    (`PATH_COLUMNS`), else in the first.
     """
     path, source = Path(manifest), Path(source)
     check_source(path)
@@ -81,11 +74,11 @@ def _list(table: _Table, source: Path, found: Found) -> Listing:
     else:
         container, members = open_archive(source)
         numbers = {posixpath.normpath(name): number for name, number in members if not name.endswith(b"/")}
-    chosen, columns = array("q"), _Columns(table)
+    chosen = array("q")
 
     def paths() -> Iterator[bytes]:
         for line, row in table.rows():
-            path = columns.add(line, row)
+            path = table.add(line, row)
             number = numbers.get(path, -1)
             if not (os.path.exists(os.path.join(root, path)) if is_folder else number >= 0):
                 raise table.error(line, f"{printable(path)} is not in {printable(source)}")
@@ -102,12 +95,12 @@ def _list(table: _Table, source: Path, found: Found) -> Listing:
     found(len(names))
     container.select(np.frombuffer(chosen, np.int64))
     listing = Listing(container, names)
-    columns.fill(listing)
+    table.fill(listing)
     return listing
 
 
 class _Table:
-    """The rows of a manifest, split into cells."""
+    """A manifest that is read row by row; the cells of all columns but that of the paths are kept, packed as bytes."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self.shown = printable(path)
@@ -124,7 +117,9 @@ class _Table:
             self._lines, self._skipped = chain([second], self._lines), 1
         self._check_columns()
         usual = [i for i, name in enumerate(self.columns) if name.lower() in PATH_COLUMNS]
-        self.path_column = usual[0] if usual else 0
+        self._path_column = usual[0] if usual else 0
+        self._rows: list[list[str]] = []
+        self._packed: list[list[np.ndarray]] = [[] for _ in self.columns]
 
     def _check_columns(self) -> None:
         line = self._skipped
@@ -173,31 +168,22 @@ class _Table:
         if stamp_of(self._file.fileno()) != self._stamp:
             raise SourceError(f"{self.shown}: changed while it was read")
 
-
-class _Columns:
-    """The cells of all columns but that of the paths, packed as bytes."""
-
-    def __init__(self, table: _Table) -> None:
-        self._table = table
-        self._rows: list[list[str]] = []
-        self._packed: list[list[np.ndarray]] = [[] for _ in table.columns]
-
     def add(self, line: int, row: list[str]) -> bytes:
         """Take the cells of a row; return its path."""
         if not all(row):
-            name = self._table.columns[row.index("")]
-            raise self._table.error(line, f"column {name!r} is empty: fill it or drop the column")
-        path = posixpath.normpath(os.fsencode(row[self._table.path_column]))
+            name = self.columns[row.index("")]
+            raise self.error(line, f"column {name!r} is empty: fill it or drop the column")
+        path = posixpath.normpath(os.fsencode(row[self._path_column]))
         if path.startswith((b"/", b"../")) or path in (b"..", b"."):
-            raise self._table.error(line, f"path {printable(path)} leads out of the source: give paths below it")
+            raise self.error(line, f"path {printable(path)} leads out of the source: give paths below it")
         self._rows.append(row)
         if len(self._rows) == PACKED_ROWS:
             self._pack()
         return path
 
     def _pack(self) -> None:
-        for number, name in enumerate(self._table.columns):
-            if number == self._table.path_column:
+        for number, name in enumerate(self.columns):
+            if number == self._path_column:
                 continue
             cells = [as_text(row[number]).encode() for row in self._rows]
             longest = max(map(len, cells), default=0)
@@ -212,7 +198,7 @@ class _Columns:
     def fill(self, listing: Listing) -> None:
         """Add the columns to a listing."""
         self._pack()
-        columns = {name: packed for name, packed in zip(self._table.columns, self._packed, strict=True) if packed}
+        columns = {name: packed for name, packed in zip(self.columns, self._packed, strict=True) if packed}
         label = next((name for name in columns if name.lower() in LABEL_COLUMNS), None)
         for name, packed in columns.items():
             values = _typed(np.concatenate(packed))

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from h5chunk import ChunkDataset, info, verify
 from h5chunk.errors import FileError, H5ChunkError, OptionError
-from h5chunk.store.hdf5 import library
+from h5chunk.store.hdf5 import chunk_table
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.rewrite.raw_rows import open_rows
 from h5chunk.tools.repack.repack import repack
@@ -269,7 +269,7 @@ def test_info_says_that_partial_chunks_are_plain(tmp_path):
 
 def test_a_build_that_hides_functions_of_hdf5_decodes_through_it(tmp_path, monkeypatch):
     make(tmp_path / "a.h5", partial_plain=True, filters=[odd.SHUFFLE], **PARTS)
-    monkeypatch.setattr(library, "_call", lambda *_: None)
+    monkeypatch.setattr(chunk_table, "_ask_library", lambda *_: None)
     check(tmp_path / "a.h5", Case("", "", HDF5, make))
 
 

@@ -15,8 +15,7 @@ from support.csr_specification import check_csr_file
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.plan.csr import ROW_CHUNK_BYTES, plan_csr
-from h5chunk.store.format.header import read_header
-from h5chunk.store.format.matrix import read_matrix
+from h5chunk.store.format.header import read_header, read_matrix
 from h5chunk.store.format.spec import create_file
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.write.csr import CsrWriter, csr_spec

@@ -22,9 +22,8 @@ from h5chunk.errors import FileError, SourceError, human_bytes, printable
 from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.block import MemoryLimit, RegularFile
 from h5chunk.store.hdf5.child import in_child, limited_memory
-from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, list_chunks
+from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, is_stored_as, list_chunks
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.library import is_stored_as
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
@@ -282,6 +281,6 @@ class Stored:
         assert self._chunks is not None
         if self._cached is None or self._cached[0] != number:
             data = np.empty(self._chunks.chunk_bytes, np.uint8)
-            self._chunks.read(number, data)
+            self._chunks.decode(number, data)
             self._cached = number, data.view(self.dtype).reshape(self._dataset.chunks)
         return self._cached[1]

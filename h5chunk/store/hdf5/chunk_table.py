@@ -7,6 +7,7 @@ listing of the running library is tried on a file in memory, and each table on t
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import math
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 
 import h5py
 import numpy as np
+from h5py._objects import phil
 
 from h5chunk.errors import FileError, as_text, printable
-from h5chunk.store.hdf5.library import ALL_FILTERS, EXTENSIBLE_ARRAY, chunk_index_type, partial_chunks_are_plain
 
 NUMBERS_AT_A_TIME = 1 << 17
 FILTER_BYTES = 64 << 10  # that filters add to a chunk at most, beside its length once more, for headers and tables
@@ -28,6 +29,9 @@ COMPARED_ELEMENTS = 64  # of a larger one, or of contiguous data
 PROBE = bytes(range(1, 33))
 PROBE_BLOCK = 512
 SEC2 = h5py.h5fd.SEC2
+DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
+ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped them all
+EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 
 
 class NotDirect(Exception):
@@ -38,20 +42,14 @@ class NotDirect(Exception):
 class ChunkTable:
     """The stored chunks of one dataset, in the order of their places in the dataset (row-major).
 
-    Attributes
-    ----------
-    offsets, sizes : (num_chunks,) int64
-        Byte range of each chunk in the file; offset -1: never written, its samples are the fill value.
-    filter_masks : (num_chunks,) uint32
-        Bit i set: filter i was skipped for this chunk. All bits are set for partial chunks at the edges of a dataset
-        that stores these without its filters.
-    chunk_shape, shape : tuple of int
-        Of a stored chunk, and of the dataset; edge chunks are stored in full. A contiguous dataset is one chunk.
+    Offset -1: never written, all its elements are the fill value. Bit i of a mask set: filter i was skipped for this
+    chunk; all bits are set for partial chunks at the edges of a dataset that stores these without its filters. Edge
+    chunks are stored in full. A contiguous dataset is one chunk.
     """
 
-    offsets: np.ndarray
-    sizes: np.ndarray
-    filter_masks: np.ndarray
+    offsets: np.ndarray  # in the file: (num_chunks,) int64
+    sizes: np.ndarray  # stored bytes: (num_chunks,) int64
+    filter_masks: np.ndarray  # (num_chunks,) uint32
     chunk_shape: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -71,6 +69,10 @@ class ChunkTable:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
+
+    def chunk_at(self, offset: int) -> int:
+        """Return the chunk that has a byte of the file."""
+        return int(np.where(self.offsets <= offset, self.offsets, -1).argmax())
 
     def start(self, chunk: int) -> tuple[int, ...]:
         """Return the first element of a chunk."""
@@ -114,7 +116,12 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     length = dataset.file.id.get_filesize()
     if end > length:
         raise FileError(f"{name} has a chunk that ends at byte {end}, but the file has only {length}: it is damaged")
-    _check_apart(table, name)
+    stored = np.flatnonzero(table.offsets >= 0)
+    order = stored[np.argsort(table.offsets[stored], kind="stable")]
+    over = table.offsets[order[:-1]] + table.sizes[order[:-1]] > table.offsets[order[1:]]
+    if over.any():
+        first = int(over.argmax())
+        raise FileError(f"{name}: its chunks {order[first]} and {order[first + 1]} overlap in the file: it is damaged")
     _check_sizes(dataset, table, name)
     _check_bytes(dataset, table, name)
     return table
@@ -128,7 +135,8 @@ def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
     """
     if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
         return False
-    return chunk_index_type(dataset) in (EXTENSIBLE_ARRAY, None)
+    index_type = _ask_library("H5Dget_chunk_index_type", dataset.id.id, ctypes.c_int)
+    return index_type in (EXTENSIBLE_ARRAY, None)
 
 
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
@@ -138,21 +146,33 @@ def is_variable(kind: h5py.h5t.TypeID) -> bool:
     return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
 
 
+def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
+    """Whether the partial chunks at the edges of a chunked dataset are stored without its filters.
+
+    Their filter masks do not say so. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
+    """
+    options = _ask_library("H5Pget_chunk_opts", properties.id, ctypes.c_uint)
+    return None if options is None else bool(options & DONT_FILTER_PARTIAL_CHUNKS)
+
+
+def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
+    """Whether the numbers of a dataset are stored bit by bit as NumPy has this type.
+
+    h5py gives types of other precisions and bit offsets, and other floats, the next NumPy type that holds their values.
+    """
+    stored = dataset.id.get_type()
+    if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
+        stored = stored.get_super()
+    plain = np.dtype(dtype.str)  # without the names of an enum's values
+    return bool(stored.equal(h5py.h5t.py_create(plain, logical=True)))
+
+
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
     """Return the bytes of one element in the file; of variable length, those of the pointer to it."""
     kind = dataset.id.get_type()
     if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
         return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])
     return int(kind.get_size())
-
-
-def _check_apart(table: ChunkTable, name: str) -> None:
-    stored = np.flatnonzero(table.offsets >= 0)
-    order = stored[np.argsort(table.offsets[stored], kind="stable")]
-    over = table.offsets[order[:-1]] + table.sizes[order[:-1]] > table.offsets[order[1:]]
-    if over.any():
-        first = int(over.argmax())
-        raise FileError(f"{name}: its chunks {order[first]} and {order[first + 1]} overlap in the file: it is damaged")
 
 
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
@@ -253,8 +273,8 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
         listed = np.array(numbers, np.int64).reshape(-1, len(grid) + 3)
         numbers.clear()
         scaled = listed[:, : len(grid)] // chunks
-        if (scaled >= grid).any():
-            raise IndexError(f"at {listed[(scaled >= grid).any(axis=1)][0, : len(grid)].tolist()} of {dataset.shape}")
+        if (wrong := (scaled >= grid).any(axis=1)).any():
+            raise IndexError(f"at {listed[wrong][0, : len(grid)].tolist()} of {dataset.shape}")
         places = scaled @ strides
         table.filter_masks[places], table.offsets[places], table.sizes[places] = listed[:, len(grid) :].T
 
@@ -307,3 +327,20 @@ def _has_fill_value(dataset: h5py.Dataset) -> bool:
     properties = dataset.id.get_create_plist()
     filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
     return filled and properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
+
+
+def _ask_library(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ctypes.c_int]) -> int | None:
+    """Call a function of HDF5 of the form ``herr_t name(hid_t identifier, kind *answer)``; return the answer.
+
+    The dynamic linker finds it in the libraries that h5py's extension module depends on, wherever a wheel or a
+    distribution keeps them. A build of h5py that hides them gives None: not known.
+    """
+    try:
+        function = getattr(ctypes.CDLL(h5py.h5p.__file__), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [ctypes.c_int64, ctypes.POINTER(kind)], ctypes.c_int
+    answer = kind()
+    with phil:  # HDF5 is not safe for several threads
+        failed = function(identifier, ctypes.byref(answer)) < 0
+    return None if failed else int(answer.value)

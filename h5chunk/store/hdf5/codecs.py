@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5chunk.store.hdf5.library import partial_chunks_are_plain
+from h5chunk.store.hdf5.chunk_table import partial_chunks_are_plain
 
 MAX_CHUNK_BYTES = 1 << 30  # the libraries count in 32 bits
 SLACK_BYTES = 64 << 10  # headers and block tables of small chunks
@@ -222,10 +222,6 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
     return body
 
 
-def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    return _call("lzf_decode", data, out)
-
-
 def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
     if bytes(data[:4]) != ZSTD_MAGIC:
         raise DecodeError(f"starts with {bytes(data[:4]).hex()}, not as a frame of Zstandard does")
@@ -332,7 +328,7 @@ _CODECS = {
     GZIP: _Codec(("deflate_decode", "deflate_adler32"), _ungzip),
     SHUFFLE: _Codec(("byteshuffle_decode",), _unshuffle),
     FLETCHER32: _Codec(("h5checksum_fletcher32",), _check_fletcher32),
-    LZF: _Codec(("lzf_decode",), _unlzf),
+    LZF: _Codec(("lzf_decode",), lambda data, values, out: _call("lzf_decode", data, out)),
     BLOSC: _Codec(("blosc_decode",), _unblosc),
     LZ4: _Codec(("lz4h5_decode",), _unlz4),
     BITSHUFFLE: _Codec(("bitshuffle_decode",), _unbitshuffle),

@@ -18,14 +18,9 @@ class RawChunks:
     """The chunks of one dataset of fixed-size elements, by number in row-major order; for any number of threads.
 
     Where HDF5 reads any of it, the dataset is kept and must stay open. ``descriptor`` is for what is read without
-    naming another one; ``where`` names the dataset in messages. Without a table, HDF5 reads all chunks.
-
-    Attributes
-    ----------
-    decodes : bool
-        Whether chunks pass filters, or HDF5 reads them: then they can only be read whole, of ``chunk_bytes``.
-    left_to_hdf5 : str
-        The reason why stored bytes are not decoded here; empty if they can be.
+    naming another one; ``where`` names the dataset in messages. Without a table, HDF5 reads all chunks. Chunks that
+    pass filters, or that HDF5 reads (``decodes``), can only be read whole, of ``chunk_bytes``. ``left_to_hdf5`` is the
+    reason why stored bytes are not decoded here; empty if they can be.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable | None) -> None:
@@ -59,13 +54,6 @@ class RawChunks:
         ends = np.flatnonzero(~(behind | (unwritten[1:] & unwritten[:-1]))) + first + 1
         return [*ends.tolist(), last]
 
-    def read(self, number: int, out: np.ndarray) -> None:
-        """Read a whole chunk, with or without filters, into ``out``, (chunk_bytes,) uint8."""
-        if self.decodes:
-            self.decode(number, out)
-        else:
-            self.read_part(number, 0, out)
-
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
         """Read bytes of a chunk without filters from its byte ``start`` on, and of those behind it in a run."""
         offset = int(self._table.offsets[number])
@@ -76,8 +64,10 @@ class RawChunks:
             read_bytes(self._descriptor, offset + start, view, lambda _: f"{self.where}, chunk {number}")
 
     def decode(self, number: int, out: np.ndarray) -> None:
-        """Read a whole chunk with filters into ``out``, (chunk_bytes,) uint8; raise FileError if it is damaged."""
-        if self._table.offsets[number] < 0 and self._is_listed:
+        """Read a whole chunk into ``out``, (chunk_bytes,) uint8; raise FileError if it is damaged."""
+        if not self.decodes:
+            self.read_part(number, 0, out)
+        elif self._table.offsets[number] < 0 and self._is_listed:
             self._put_fill(number, out)
         elif self.left_to_hdf5:
             self._decode_by_hdf5(number, out)

@@ -13,7 +13,6 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -61,8 +60,7 @@ class ChunkChecks:
     def __init__(
         self, path: Path, name: str, table: ChunkTable, sums: Checksums, indptr: np.ndarray | None = None
     ) -> None:
-        self._path, self._name, self._table, self._sums, self._indptr = path, name, table, sums, indptr
-        self.expected = sums.expected
+        self._path, self._name, self.table, self.sums, self._indptr = path, name, table, sums, indptr
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
@@ -71,7 +69,7 @@ class ChunkChecks:
         if counts is None:
             bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
         else:
-            steps = np.zeros(len(self._table) + 1, np.int64)
+            steps = np.zeros(len(self.table) + 1, np.int64)
             np.add.at(steps, bands, 1)
             np.add.at(steps, (rows + counts - 1) // self._chunk_rows + 1, -1)
             bands = np.flatnonzero(np.cumsum(steps[:-1]))
@@ -79,7 +77,7 @@ class ChunkChecks:
 
     def parts(self, chunks: np.ndarray) -> Iterator[CheckTask]:
         """Divide `check` into tasks for several threads."""
-        for some in self._divided(chunks[~self._sums.right[chunks]]):
+        for some in self._divided(chunks[~self.sums.right[chunks]]):
             yield CheckTask(self, some)
 
     def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
@@ -93,7 +91,7 @@ class ChunkChecks:
         follows = np.append(True, rows[1:] == rows[:-1] + 1)
         follows[firsts] = True
         whole = (counts == self._chunk_rows) & np.logical_and.reduceat(follows, firsts)
-        return np.repeat(whole & ~self._sums.right[chunks[firsts]], counts)
+        return np.repeat(whole & ~self.sums.right[chunks[firsts]], counts)
 
     def whole_parts(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
         """Yield the tasks that read chunks of which all rows are wanted, each to its vector, and check them.
@@ -102,95 +100,67 @@ class ChunkChecks:
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
-        firsts, offsets, sizes = np.arange(len(chunks)) * count, self._table.offsets[chunks], self._table.sizes[chunks]
+        firsts, offsets, sizes = np.arange(len(chunks)) * count, self.table.offsets[chunks], self.table.sizes[chunks]
         for some in self._divided(np.arange(len(chunks))):
             columns = (firsts[some], np.full(len(some), count), offsets[some], sizes[some])
             runs = list(zip(*(column.tolist() for column in columns), strict=True))
-            where = partial(self._where_at, chunks[some])
-            yield WholeChunks(self, chunks[some], VectorPart(runs, vectors, out, where))
+            yield WholeChunks(self, chunks[some], VectorPart(runs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
         """Divide an array with a number for each chunk into those of tasks."""
-        per_part = max(1, PART_BYTES // max(1, int(self._table.sizes.max(initial=0))))
+        per_part = max(1, PART_BYTES // max(1, int(self.table.sizes.max(initial=0))))
         return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
-
-    def jobs(self, descriptor: int, chunks: np.ndarray) -> np.ndarray:
-        """Return the look at some chunks as jobs of a `h5chunk.native.NativePool`: (n,) JOB."""
-        jobs = np.zeros(len(chunks), JOB)
-        jobs["kind"], jobs["descriptor"], jobs["expected"] = VERIFY, descriptor, self._sums.expected[chunks]
-        jobs["offset"], jobs["num_bytes"] = self._table.offsets[chunks], self._table.sizes[chunks]
-        return jobs
-
-    def error_of(self, chunks: np.ndarray, result: Result) -> FileError:
-        """Return the error that a job with one of these chunks ended with."""
-        chunk = self._chunk_at(chunks, result.offset)
-        if result.status == CHECKSUM:
-            return self._mismatch(chunk, result.error & 0xFFFFFFFF)
-        return read_error(self._where(chunk), result)
-
-    def _chunk_at(self, chunks: np.ndarray, offset: int) -> int:
-        """Return which of some chunks has a byte of the file."""
-        offsets = self._table.offsets[chunks]
-        return int(chunks[np.where(offsets <= offset, offsets, -1).argmax()])
-
-    def _where_at(self, chunks: np.ndarray, offset: int) -> str:
-        return self._where(self._chunk_at(chunks, offset))
-
-    def found_right(self, chunks: np.ndarray) -> None:
-        """Note that some chunks are right, so that they need no other look unless all are checked always."""
-        if not self._sums.always:
-            self._sums.right[chunks] = True
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
         """Read the stored bytes of chunks that are to be checked; FileError: one is not what it was when written."""
-        for chunk in chunks[~self._sums.right[chunks]].tolist():
-            self.compare(chunk, self._read(descriptor, chunk))
-
-    def _read(self, descriptor: int, chunk: int) -> int:
-        """Return the checksum of a chunk in the file."""
-        offset, size = int(self._table.offsets[chunk]), int(self._table.sizes[chunk])
-        if offset < 0:
-            raise FileError(f"{self._where(chunk)} was never written, though it has a checksum: {self._remedy}")
-        found = 0
-        for start in range(0, size, PIECE_BYTES):
-            piece = scratch(_local, "piece", PIECE_BYTES)[: size - start]
-            read_bytes(descriptor, offset + start, piece.data, lambda _: self._where(chunk))
-            found = crc32(piece, found)
-        return found
+        for chunk in chunks[~self.sums.right[chunks]].tolist():
+            offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
+            if offset < 0:
+                raise self._error(chunk, "was never written, though it has a checksum")
+            for start in range(0, size, PIECE_BYTES):
+                piece = scratch(_local, "piece", PIECE_BYTES)[: size - start]
+                read_bytes(descriptor, offset + start, piece.data, self._where_at)
+                found = crc32(piece, found)
+            self.compare(chunk, found)
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
         """Compare a chunk whose stored bytes are in memory."""
-        if not self._sums.right[chunk]:
+        if not self.sums.right[chunk]:
             self.compare(chunk, crc32(stored))
 
     def compare(self, chunk: int, found: int) -> None:
         """Raise FileError if what was found is not the checksum of a chunk; else note that it is right."""
-        if found != self._sums.expected[chunk]:
-            raise self._mismatch(chunk, found)
-        if not self._sums.always:
-            self._sums.right[chunk] = True
+        if found != self.sums.expected[chunk]:
+            raise self.mismatch(chunk, found)
+        self.note_right(chunk)
 
-    def _mismatch(self, chunk: int, found: int) -> FileError:
-        expected = int(self.expected[chunk])
-        return FileError(
-            f"{self._where(chunk)} does not match its checksum ({found:08x}, not {expected:08x}): its bytes are not "
-            f"those that were written: {self._remedy}"
-        )
+    def note_right(self, chunks: int | np.ndarray) -> None:
+        """Note that chunks are right, so that they need no other look unless all are checked always."""
+        if not self.sums.always:
+            self.sums.right[chunks] = True
 
-    @property
-    def _remedy(self) -> str:
-        return f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC writes them anew"
+    def mismatch(self, chunk: int, found: int) -> FileError:
+        """Return the error of a chunk whose checksum is another."""
+        what = f"does not match its checksum ({found:08x}, not {self.sums.expected[chunk]:08x})"
+        return self._error(chunk, f"{what}: its bytes are not those that were written")
 
-    def _where(self, chunk: int) -> str:
+    def _error(self, chunk: int, what: str) -> FileError:
+        remedy = f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC writes them anew"
+        return FileError(f"{self.where(chunk)} {what}: {remedy}")
+
+    def _where_at(self, offset: int) -> str:
+        return self.where(self.table.chunk_at(offset))
+
+    def where(self, chunk: int) -> str:
         """Name a chunk, and the first and the last sample with elements in it."""
-        first, last = self._table.rows(chunk)
+        first, last = self.table.rows(chunk)
         if self._indptr is not None:
             first, last = (np.searchsorted(self._indptr, (first, last), "right") - 1).tolist()
         return f"{printable(self._path)}: field {self._name!r}, chunk {chunk} (samples {first} to {last})"
 
 
 class CheckTask:
-    """A task that reads chunks from the file and checks them."""
+    """A task that reads chunks from the file and checks them, for threads as `VectorPart`."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks
@@ -199,16 +169,20 @@ class CheckTask:
         self._checks.check(descriptor, self._chunks)
 
     def jobs(self, descriptor: int) -> np.ndarray:
-        """As `VectorPart.jobs`."""
-        return self._checks.jobs(descriptor, self._chunks)
+        table, jobs = self._checks.table, np.zeros(len(self._chunks), JOB)
+        jobs["kind"], jobs["descriptor"] = VERIFY, descriptor
+        jobs["expected"] = self._checks.sums.expected[self._chunks]
+        jobs["offset"], jobs["num_bytes"] = table.offsets[self._chunks], table.sizes[self._chunks]
+        return jobs
 
     def end(self) -> None:
-        """As `VectorPart.end`."""
-        self._checks.found_right(self._chunks)
+        self._checks.note_right(self._chunks)
 
     def error_of(self, result: Result) -> FileError:
-        """As `VectorPart.error_of`."""
-        return self._checks.error_of(self._chunks, result)
+        chunk = self._checks.table.chunk_at(result.offset)
+        if result.status != CHECKSUM:
+            return read_error(self._checks.where(chunk), result)
+        return self._checks.mismatch(chunk, result.error & 0xFFFFFFFF)
 
 
 class WholeChunks(CheckTask):
@@ -221,15 +195,15 @@ class WholeChunks(CheckTask):
     def __call__(self, descriptor: int) -> None:
         self._read(descriptor)
         for chunk, places in zip(self._chunks.tolist(), self._read.places(), strict=True):
-            found = 0
-            for place in places:
-                found = crc32(place, found)
-            self._checks.compare(chunk, found)
+            if not self._checks.sums.right[chunk]:  # another task, of an earlier window, may have found it so meanwhile
+                found = 0
+                for place in places:
+                    found = crc32(place, found)
+                self._checks.compare(chunk, found)
 
     def jobs(self, descriptor: int) -> np.ndarray:
-        """As `VectorPart.jobs`, with checksums."""
         jobs = self._read.jobs(descriptor)
-        jobs["is_checked"], jobs["expected"] = 1, self._checks.expected[self._chunks]
+        jobs["is_checked"], jobs["expected"] = 1, self._checks.sums.expected[self._chunks]
         return jobs
 
 

@@ -52,7 +52,7 @@ class CsrField(ByteReader):
         group = file[field.dataset]
         if not all(same_file(group[part], file) for part in ("indices", "data")):
             raise NotDirect("a link leads to it in another file")
-        self.name, self.indptr = field.name, indptr
+        self.name, self._indptr = field.name, indptr
         self._entries: list[PlainField | ChunkedField] = []
         for part in field.lists if field.num_entries else ():
             dataset, name = group[part], f"{field.name}/{part}"
@@ -68,19 +68,12 @@ class CsrField(ByteReader):
         self.num_bytes = field.num_entries * field.entry_bytes
         self.forget()
 
-    def entry_counts(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of entries of each of these rows: (n,) int64."""
-        counts: np.ndarray = self.indptr[rows + 1] - self.indptr[rows]
-        return counts
-
     def parts(self, rows: np.ndarray, places: np.ndarray, out: CsrBuffers) -> Iterator[Part]:
-        """Yield the tasks that read row ``rows[i]`` to row ``places[i]`` of ``out``, for several threads.
-
-        ``out.starts`` is there already. Neighbours in the file stand side by side in ``rows``.
-        """
-        counts = self.entry_counts(rows)
+        """As `ByteReader.parts`; ``out.starts`` is there already. Neighbours in the file stand side by side."""
+        firsts = self._indptr[rows]
+        counts = self._indptr[rows + 1] - firsts
         some = counts > 0
-        firsts, counts, places = self.indptr[rows[some]], counts[some], out.starts[places[some]]
+        firsts, counts, places = firsts[some], counts[some], out.starts[places[some]]
         if len(firsts):
             for entries, target in zip(self._entries, (out.indices, out.values), strict=False):
                 if target is not None:
@@ -88,8 +81,8 @@ class CsrField(ByteReader):
                     yield from entries.parts(firsts, places, memory, counts)
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        """Return the bytes of the entries that are read, or decoded, for some rows, in any order."""
-        firsts, counts = self.indptr[rows], self.entry_counts(rows)
+        firsts = self._indptr[rows]
+        counts = self._indptr[rows + 1] - firsts
         return sum(entries.bytes_read(firsts, counts) for entries in self._entries)
 
 

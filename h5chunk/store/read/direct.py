@@ -23,10 +23,9 @@ from h5chunk.errors import printable
 from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import find_pieces
-from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.codecs import scratch
-from h5chunk.store.hdf5.library import is_stored_as
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, vector_parts, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
@@ -131,10 +130,26 @@ class ByteReader:
     """
 
     name: str
-    row_bytes: int
+    row_bytes: int = 1 << 62  # of a matrix: more than any limit, as its rows differ
     num_bytes: int
     is_plain = False
     chunks: Sequence[DecodedChunks] = ()
+
+    def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
+        """Yield the tasks that read row ``rows[i]`` to ``out[places[i]]``, for several threads.
+
+        There is at least one. Rows of a chunk stand side by side, ascending within it; no place comes twice. ``out``,
+        (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, must stay in place until the last part is done.
+        """
+        raise NotImplementedError
+
+    def read_all(self, descriptor: Any) -> np.ndarray:
+        """Read the whole field, for small ones that are no matrix."""
+        raise NotImplementedError
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        """Return the bytes that are read, or decoded, for some rows, in any order."""
+        raise NotImplementedError
 
     def scratch_bytes(self, num_threads: int) -> int:
         """Return the memory that so many threads take, beside that of the rows."""
@@ -181,20 +196,15 @@ class PlainField(ByteReader):
         self.name, self._path = name, path
         self.row_bytes, self.num_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize, dataset.nbytes
         self.is_one_run = table.is_one_run
-        self._chunk_rows, self._offsets = table.chunk_shape[0], table.offsets
+        self._table, self._chunk_rows = table, table.chunk_shape[0]
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
 
     def parts(
         self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[Part]:
-        """Yield the tasks that read row ``rows[i]`` to ``out[places[i]]``, for several threads.
-
-        There is at least one. Rows of a chunk stand side by side, ascending within it; no place comes twice. ``out``,
-        (m, row_bytes) uint8, must stay in place until the last part is done. With ``counts``, as many rows are read
-        from each of ``rows`` on, where all rows are one run of bytes.
-        """
+        """As `ByteReader.parts`; with ``counts``, as many rows are read from each, where all are one run of bytes."""
         chunks = rows // self._chunk_rows
-        offsets = self._offsets[chunks] + (rows - chunks * self._chunk_rows) * self.row_bytes
+        offsets = self._table.offsets[chunks] + (rows - chunks * self._chunk_rows) * self.row_bytes
         sizes = np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
         places = places * self.row_bytes
         if self._checks is None:
@@ -209,24 +219,21 @@ class PlainField(ByteReader):
         return parts
 
     def read_all(self, descriptor: int) -> np.ndarray:
-        """Read the whole field, for small ones."""
         values = np.empty(self._shape, self._dtype)
         flat = values.reshape(-1).view(np.uint8).data
         size = (self._shape[0] if self.is_one_run else self._chunk_rows) * self.row_bytes
         for number, start in enumerate(range(0, len(flat), size)):
-            read_bytes(descriptor, int(self._offsets[number]), flat[start : start + size], self._where)
+            read_bytes(descriptor, int(self._table.offsets[number]), flat[start : start + size], self._where)
         if self._checks is not None:
-            self._checks.check(descriptor, np.arange(len(self._offsets)))
+            self._checks.check(descriptor, np.arange(len(self._table)))
         return values
 
     def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """Return the bytes that are read, or decoded, for some rows, in any order; ``counts`` as for `parts`."""
         return (len(rows) if counts is None else int(counts.sum())) * self.row_bytes
 
     def _where(self, offset: int) -> str:
         """Name the chunk that holds a byte of the file."""
-        chunk = int(np.where(self._offsets <= offset, self._offsets, -1).argmax())
-        return f"{printable(self._path)}: field {self.name!r}, chunk {chunk}"
+        return f"{printable(self._path)}: field {self.name!r}, chunk {self._table.chunk_at(offset)}"
 
 
 class ChunkedField(ByteReader):
@@ -292,7 +299,6 @@ class ChunkedField(ByteReader):
             target[there] = values.view(self._dtype).reshape(self._chunk)[inside]
 
     def read_all(self, descriptor: int) -> np.ndarray:
-        """Read the whole field, for small ones."""
         values = np.empty(self._shape, self._dtype)
         rows = np.arange(self._shape[0])
         for part in self.parts(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
@@ -300,7 +306,6 @@ class ChunkedField(ByteReader):
         return values
 
     def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """As `PlainField.bytes_read`."""
         if counts is not None:
             return entries_read_with(rows, rows + counts, self._chunk[0], self._shape[0]) * self.row_bytes
         return read_with(rows, self._chunk[0], self._shape[0]) * self.row_bytes

@@ -18,8 +18,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
-from h5chunk.store.format.header import Header
-from h5chunk.store.format.matrix import CSR, DENSE
+from h5chunk.store.format.header import CSR, DENSE, Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.claims import MAX_RATIO, small_attribute
 from h5chunk.store.hdf5.guard import Guard

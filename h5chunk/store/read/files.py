@@ -26,22 +26,10 @@ def open_reader(
 ) -> H5Reader:
     """Open a file, or several as one data set.
 
-    Parameters
-    ----------
-    path : path or sequence of paths
-        A file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or several of
-        these, in this order. A folder of shards must have all of one set: name some of them by a pattern or a list.
-    fields, trusted, checksums
-        As for `H5Reader`.
-
-    Raises
-    ------
-    FileError
-        There is none, one of them cannot be opened, or a folder has not all its shards.
-    FieldError
-        Fields of the files differ.
-    OptionError
-        A file comes twice, or has no checksums although they shall be checked.
+    The path is a file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or
+    several of these, in this order. A folder of shards must have all of one set: name some of them by a pattern or a
+    list. Raises FileError if there is none, one cannot be opened, or a folder lacks shards; FieldError if the fields
+    of files differ; OptionError if a file comes twice, or has no checksums although they shall be checked.
     """
     files = list_files(path)
     _check_shards(path)

@@ -79,8 +79,10 @@ class FileSet(H5Reader):
         sizes = np.diff(starts)
         if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
             self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
-        self.main = self.fields[main.name] = _with_chunks(main, self.chunk_samples)  # as orders think, and caches
-        self.matrix = self.main if isinstance(self.main, MatrixField) else None
+        self.matrix = replace(main, chunk_samples=self.chunk_samples) if isinstance(main, MatrixField) else None
+        if isinstance(main, Field) and main.grid.chunks:  # as orders think, and caches
+            main = replace(main, grid=replace(main.grid, chunks=(self.chunk_samples, *main.grid.chunks[1:])))
+        self.main = self.fields[main.name] = self.matrix or main
         self.header = _joined_header(self)
         self._cache: CacheSettings | None = None
 
@@ -220,14 +222,6 @@ def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], 
                     f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(what, here)}, "
                     f"but in {printable(readers[0].path)} it is {_text(what, there)}: {remedy}"
                 )
-
-
-def _with_chunks(field: Field | MatrixField, chunk_samples: int) -> Field | MatrixField:
-    """Return a field as if its chunks were of so many samples; one without chunks stays so."""
-    if isinstance(field, MatrixField):
-        return replace(field, chunk_samples=chunk_samples)
-    chunks = (chunk_samples, *field.grid.chunks[1:]) if field.grid.chunks else None
-    return replace(field, grid=replace(field.grid, chunks=chunks))
 
 
 def _text(what: str, value: object) -> str:

@@ -40,23 +40,11 @@ class H5Reader:
     the matrix ``X``, and ``labels`` if there are any. With ``checksums`` "first", chunks are checked against the
     checksums of an h5chunk file when this process first reads of them; with "always", whenever it does.
 
-    Attributes
-    ----------
-    matrix : MatrixField or None
-        The field that is a sparse matrix; there may be one.
-    main : Field or MatrixField
-        The matrix, or the field of the largest samples.
-    chunk_samples : int
-        Samples of ``main`` that are read together.
-    chunk_starts : (num_chunks + 1,) int64, or None
-        The number of each chunk's first sample; None: all chunks are of ``chunk_samples``, but for the last one.
-    stamp : tuple of int
-        Of the file as it was first opened, see `h5chunk.stamp`.
-    starts : (num_files + 1,) int64
-        The number of each file's first sample, and that of all samples.
+    ``main`` is the ``matrix``, of which there may be one, or the field of the largest samples; ``chunk_samples`` of it
+    are read together. ``starts``, (num_files + 1,) int64, are the numbers of each file's first sample, and of all.
     """
 
-    chunk_starts: np.ndarray | None = None
+    chunk_starts: np.ndarray | None = None  # of each chunk's first sample; None: all but the last are of chunk_samples
     _readers: tuple[H5Reader, ...] = ()  # of the files of a set
 
     def __init__(

@@ -68,18 +68,10 @@ class CheckedDataset:
     """The chunks of a dataset, to be checked by number.
 
     The dataset is not virtual, has no external storage, and must stay open. ``expected``, (num_chunks,) uint32, is the
-    CRC-32 of the stored bytes of each chunk. Raises FileError if the index of its chunks makes no sense.
-
-    Attributes
-    ----------
-    table : ChunkTable
-        Of no chunks if nothing is stored outside of the header, or chunks are not listed.
-    num_unwritten : int
-        Chunks that were never written; ``reads_as`` is the value that readers give for these, if there are any.
-    unlisted : str
-        The reason why chunks are not listed, and so not checked; empty if they are.
-    by : {"checksum", "decoding", "reading"}
-        How a chunk is checked; reading shows no more than that the bytes are there.
+    CRC-32 of the stored bytes of each chunk. Raises FileError if the index of its chunks makes no sense. Where chunks
+    are not listed, for the reason in ``unlisted``, or nothing is stored outside of the header, ``table`` has none.
+    ``reads_as`` is the value that readers give for the ``num_unwritten`` chunks that were never written. ``by`` says
+    how a chunk is checked; reading shows no more than that the bytes are there.
     """
 
     def __init__(

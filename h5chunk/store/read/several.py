@@ -20,13 +20,12 @@ from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.read.csr import CsrField
-from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, ChunkedField, PlainField, direct_field
+from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, direct_field
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.reader import H5Reader
 
 NOTABLE = 1.01  # bytes read over bytes wanted: less is not worth saying
-FileField = PlainField | ChunkedField | CsrField  # what reads a field of one file by byte ranges
 
 
 class OpenFiles:
@@ -92,13 +91,12 @@ class FilesField(ByteReader):
     one would have.
     """
 
-    def __init__(self, reader: H5Reader, name: str, fields: Sequence[FileField | None]) -> None:
+    def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:
         self.name, self._reader = name, reader
-        self._fields: dict[int, Any] = {number: field for number, field in enumerate(fields) if field is not None}
+        self._fields = {number: field for number, field in enumerate(fields) if field is not None}
         self.num_bytes = sum(field.num_bytes for field in self._fields.values())
         self.is_plain = all(field.is_plain for field in self._fields.values())
-        if isinstance(reader.fields[name], Field):
-            self.row_bytes = next(iter(self._fields.values())).row_bytes
+        self.row_bytes = next(iter(self._fields.values())).row_bytes
         self.chunks = [chunks for field in self._fields.values() for chunks in field.chunks]
         for chunks in self.chunks:
             share = -(-chunks.num_kept // len(self.chunks))
@@ -106,7 +104,7 @@ class FilesField(ByteReader):
         self.forget()
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
-        """As `PlainField.parts`; small tasks of several files are joined."""
+        """As `ByteReader.parts`; small tasks of several files are joined."""
         joined: list[tuple[Part, int]] = []
         total = 0
         for number, some in self._reader.by_file(rows):
@@ -123,7 +121,6 @@ class FilesField(ByteReader):
             yield FileParts(joined)
 
     def read_all(self, opened: OpenFiles) -> np.ndarray:
-        """Read the whole field, for small ones."""
         values = []
         for number, field in self._fields.items():
             values.append(field.read_all(opened.of(number)))
@@ -131,22 +128,10 @@ class FilesField(ByteReader):
         return np.concatenate(values)
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        """As `PlainField.bytes_read`."""
         return sum(
             self._fields[number].bytes_read(rows[some] - self._reader.starts[number])
             for number, some in self._reader.by_file(rows)
         )
-
-
-class FilesMatrix(FilesField, CsrField):
-    """Reader of a matrix that lies in several files, as `CsrField` is of one."""
-
-    def __init__(self, reader: H5Reader, name: str, fields: Sequence[FileField | None]) -> None:
-        super().__init__(reader, name, fields)
-        self.indptr = reader.indptr
-
-
-DirectField = FileField | FilesField  # what reads a field by byte ranges
 
 
 class FileParts:
@@ -171,7 +156,7 @@ class FileParts:
             opened.check(number)
 
 
-def direct_fields(reader: H5Reader) -> tuple[dict[str, DirectField], dict[str, str]]:
+def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the fields that can be read by byte ranges, and the reasons why the others cannot.
 
     Raises FileError if a file is damaged, or was changed.
@@ -194,16 +179,15 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, DirectField], dict[str, s
                         found[name].append(direct_field(each.path, file, field, each.sums))
                 except NotDirect as error:
                     why.setdefault(name, f"{printable(each.path)}: {error}" if len(reader.readers) > 1 else str(error))
-    joined: dict[str, DirectField] = {}
-    for name, fields in found.items():
-        if name not in why:
-            kind = FilesMatrix if isinstance(reader.fields[name], MatrixField) else FilesField
-            joined[name] = fields[0] if len(fields) == 1 else kind(reader, name, fields)
-    return joined, why
+    return {
+        name: fields[0] if len(fields) == 1 else FilesField(reader, name, fields)
+        for name, fields in found.items()
+        if name not in why
+    }, why
 
 
 def read_amplification(
-    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, DirectField], kept: Collection[str] = ()
+    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], kept: Collection[str] = ()
 ) -> float:
     """Return the bytes read over the bytes of some samples; 1.0 if there are none, or all are read (``rows`` None).
 

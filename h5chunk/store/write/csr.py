@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.plan.csr import CsrLayout
-from h5chunk.store.format.header import header_attributes
-from h5chunk.store.format.matrix import CSR, MATRIX
+from h5chunk.store.format.header import CSR, MATRIX, header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec
 from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs
 

@@ -25,8 +25,7 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.sources.matrix.block import SparseSource, Transposed
-from h5chunk.store.format.header import header_attributes
-from h5chunk.store.format.matrix import DENSE, MATRIX, read_matrix
+from h5chunk.store.format.header import DENSE, MATRIX, header_attributes, read_matrix
 from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target

@@ -17,14 +17,12 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
-from h5chunk.store.format.header import read_header
-from h5chunk.store.format.matrix import CSR, MATRIX, read_matrix
+from h5chunk.store.format.header import CSR, MATRIX, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
-from h5chunk.store.hdf5.chunk_table import count_unwritten, unwritten_value
+from h5chunk.store.hdf5.chunk_table import count_unwritten, partial_chunks_are_plain, unwritten_value
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.library import partial_chunks_are_plain
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, find_matrix_groups, look_at_matrix
 from h5chunk.store.read.files import Paths, list_files, open_reader

@@ -19,7 +19,7 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.spec import Region
 from h5chunk.store.hdf5.child import limited_memory
-from h5chunk.store.hdf5.library import is_stored_as
+from h5chunk.store.hdf5.chunk_table import is_stored_as
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.read.scan import CheckedDataset, check_parts
 from h5chunk.store.rewrite.raw_rows import RawRows, open_rows

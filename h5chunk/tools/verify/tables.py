@@ -10,8 +10,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
-from h5chunk.store.format.header import Header
-from h5chunk.store.format.matrix import read_matrix
+from h5chunk.store.format.header import Header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.read.fields import look_at_matrix, read_indptr

@@ -18,15 +18,13 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, printable
 from h5chunk.machine import available_cores
-from h5chunk.store.format.header import Header, read_header
-from h5chunk.store.format.matrix import CSR, MATRIX
+from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
 from h5chunk.store.format.shard_names import NUMBERED, missing_shards, shard_numbers, wrong_counts
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
-from h5chunk.store.hdf5.chunk_table import count_unwritten
+from h5chunk.store.hdf5.chunk_table import count_unwritten, is_stored_as
 from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.library import is_stored_as
 from h5chunk.store.hdf5.open import DAMAGES, opened
 from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.fields import MATRIX_PARTS, find_matrix_groups
