@@ -1,1 +1,1 @@
-"""What users do with whole files: convert, info. Looks at all rooms; draws and prints nothing."""
+"""The commands on whole files: convert, append, info, tune, repack, verify and bench. They print nothing."""

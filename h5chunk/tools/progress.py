@@ -1,4 +1,4 @@
-"""Progress of a task, and the time that it may take."""
+"""Report the progress of a task, and limit the time of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_SLICE_S, MOST_SLICE_S = 0.05, 1.0
 
 
 def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
-    """A function to call with the size of each part that is done; it reports the sum, at most the total."""
+    """Return a function to call with the size of each finished part; it reports the sum, at most the total."""
     done = 0
 
     def told(count: int) -> None:
@@ -25,7 +25,7 @@ def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int
 
 
 class TimeBudget:
-    """Seconds that a measurement may take; ``progress`` is told the percentage of them that was taken."""
+    """Time limit of a measurement, in seconds; ``progress`` is called with the percentage used."""
 
     def __init__(
         self,
@@ -40,22 +40,22 @@ class TimeBudget:
 
     @property
     def taken_s(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the budget was made."""
         return self._clock() - self._started
 
     @property
     def slice_s(self) -> float:
-        """Seconds of one measurement of many."""
+        """Seconds for one of many measurements."""
         return min(MOST_SLICE_S, max(LEAST_SLICE_S, self.seconds / 75))
 
     def report(self) -> None:
-        """Report how much of the time was taken."""
+        """Report the percentage of the time used."""
         done = min(100, int(100 * self.taken_s / self.seconds))
         if self._progress is not None and done > self._reported:
             self._progress(self._stage, done, 100)
         self._reported = max(self._reported, done)
 
     def has(self, share: float) -> bool:
-        """Whether less than this share of the time was taken."""
+        """Return whether less than this share of the time was used."""
         self.report()
         return self.taken_s < share * self.seconds

@@ -1,4 +1,4 @@
-"""The base of every report: escaped lines for people, JSON for programs."""
+"""The base of all reports: escaped lines of text, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SHOWN = 6  # names in a line
 
 
 def list_some(names: Sequence[str]) -> str:
-    """Count names and list the first of them.
+    """Count names and list the first few.
 
     >>> list_some(["cat", "dog"]), list_some(list("abcdefghij"))
     ('2: cat, dog', '10: a, b, c, d, e, f, ...')
@@ -28,7 +28,7 @@ def list_some(names: Sequence[str]) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Count things.
+    """Format a count with its noun.
 
     >>> count_text(1, "chunk"), count_text(2000, "chunk")
     ('1 chunk', '2,000 chunks')
@@ -37,7 +37,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def codes_text(scale: float) -> str:
-    """Say how the values of a matrix are stored.
+    """Describe how the values of a matrix are stored.
 
     >>> codes_text(1.0), codes_text(2.0)
     ('stored as they are', 'stored times 2')
@@ -48,23 +48,23 @@ def codes_text(scale: float) -> str:
 class Report:
     """Base of the dataclasses that commands print.
 
-    A subclass gives `lines`. Names that come from files stand in them as they are: ``str()`` escapes control
-    characters in each line, so that no name can break a line or steer a terminal; ``to_json()`` keeps them.
+    A subclass implements `lines`. They contain names from files unescaped: ``str()`` escapes control characters in each
+    line, so that no name can break a line or steer a terminal; ``to_json()`` keeps them.
     """
 
     def lines(self) -> Iterable[str]:
-        """The report for people, line by line."""
+        """Return the report as lines of text."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """The report for programs."""
+        """Return the report's values for programs."""
         return asdict(self)  # type: ignore[call-overload]
 
     def __str__(self) -> str:
         return "\n".join(map(printable, self.lines()))
 
     def to_json(self) -> str:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return json.dumps(_plain(self.facts()), indent=2)
 
 
@@ -78,13 +78,13 @@ def shell_command(words: Iterable[str]) -> str:
 
 
 def _escaped(word: str) -> str:
-    """A word between the quotes of ``$''``."""
+    """Escape a word for use between the quotes of ``$''``."""
     bare = "".join(rf"\{each}" if each in "\\'" else each for each in word)
     return "".join(c if c.isprintable() else "".join(rf"\x{byte:02x}" for byte in os.fsencode(c)) for c in bare)
 
 
 def _plain(value: Any) -> Any:
-    """A value in the terms of JSON, which has no infinity, no NaN, and no bytes that are not UTF-8."""
+    """Convert a value to types of JSON, which has no infinity, no NaN, and no bytes that are not UTF-8."""
     if isinstance(value, dict):
         return {as_text(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -682,7 +682,7 @@ def test_info(tmp_path: Path) -> None:
     assert "matrix 300 x 40, dense rows" in cli("info", tmp_path / "y.h5").stdout
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         file["X/indptr"][5] = 1 << 40
-    with pytest.raises(H5ChunkError, match="damaged: indptr goes down"):
+    with pytest.raises(H5ChunkError, match="damaged: indptr decreases"):
         h5chunk.info(tmp_path / "x.h5")
 
 
@@ -695,5 +695,7 @@ def test_sizes(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "much", "1 e", "inf", "nan"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(OptionError, match=f"^'{text}' is no number of bytes: give one, or such as 1.0 GiB"):
+    with pytest.raises(
+        OptionError, match=f"^'{text}' is not a number of bytes: give a number, or a size such as 1.0 GiB"
+    ):
         parse_bytes(text)

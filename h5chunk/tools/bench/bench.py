@@ -55,15 +55,15 @@ def bench(
         A file; or several as one data set, named as for `ChunkDataset`.
     batch_size : int
     device : str
-        Where `ChunkLoader` brings batches: ``"cpu"`` or ``"cuda"``.
+        Device that `ChunkLoader` brings batches to: ``"cpu"`` or ``"cuda"``.
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`.
     budget_s : float
-        Seconds to take, about. Each stage gets turns in several rounds; figures are medians.
+        Approximate duration in seconds. All stages are measured in several rounds; figures are medians.
     workers : sequence of int, optional
         DataLoader worker counts to try. Default: 0, and one per core up to 4.
     cold : bool
-        Whether to read from the disk as well: parts of the file are dropped from the page cache, and read again.
+        Whether to measure the disk too: parts of the file are dropped from the page cache, and read again.
     trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
@@ -76,7 +76,7 @@ def bench(
     WorkerError
         A DataLoader's worker died.
     OptionError
-        A number is out of range, the device is not there, or a batch does not fit in memory.
+        A number is out of range, the device does not exist, or a batch does not fit in memory.
     """
     from h5chunk.feed.sample_reader import field_mapping
 
@@ -126,7 +126,7 @@ def bench(
 def _measure(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
 ) -> tuple[list[Stage], list[str], int | None]:
-    """Measure all stages; returns them with notes and the stored bytes, None if these do not lie in the file."""
+    """Measure all stages; return them with notes and the stored bytes, None if these lie outside the file."""
     notes, stored = [], None
     try:
         stored = locate(subject.reader)

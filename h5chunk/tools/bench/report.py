@@ -29,13 +29,13 @@ class BenchReport(Report):
     Attributes
     ----------
     sample_bytes : int
-        Of a decoded sample, all fields together.
+        Bytes of a decoded sample, all fields together.
     stored_bytes : int or None
-        Of the fields, in the file; None if they do not lie in it.
+        Bytes of the fields in the file; None if they lie elsewhere.
     measured_samples : int
-        The first samples, which figures from the page cache are of.
+        Number of leading samples that were measured from the page cache.
     seconds : float
-        Time that measuring took.
+        Duration of the measurement.
     verdict : str
         The slowest stage, and what to do about it.
     """
@@ -56,7 +56,7 @@ class BenchReport(Report):
     versions: dict[str, str]
 
     def figure(self, group: str, name: str) -> Figure:
-        """One figure by its names."""
+        """Return a figure by its group and name."""
         return next(each for each in self.figures if (each.group, each.name) == (group, name))
 
     def lines(self) -> list[str]:
@@ -86,7 +86,7 @@ def _line(figure: Figure) -> str:
 
 
 def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tuple[str, ...]]) -> list[Figure]:
-    """Relate figures to the lowest of their limits that was measured, or to copying memory if none was."""
+    """Relate figures to the lowest of their measured limits, or to copying memory if none was measured."""
     figures = list(figures)
     rates = {each.name: each.samples_per_s for each in figures if each.group == LIMITS and each.samples_per_s}
     found = []
@@ -103,7 +103,7 @@ def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tupl
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
     """Name the slowest stage, and what to do about it.
 
-    ``not_direct`` says why the file cannot be read by byte ranges, if it cannot; ``fits``: whether it fits in memory.
+    ``not_direct`` is the reason if the file cannot be read by byte ranges; ``fits``: whether it fits in memory.
     """
     rates = {(each.group, each.name): each.samples_per_s for each in figures if each.samples_per_s}
     measured = [each for each in figures if each.samples_per_s and each.name != RESIDENT]
@@ -127,7 +127,7 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Name the slowest of the stages after the page cache."""
+    """Name the slowest stage after the page cache."""
     share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)

@@ -1,1 +1,1 @@
-"""`h5chunk convert`: images or a sparse matrix into a file, or a folder of shards."""
+"""`h5chunk convert`: convert images or a sparse matrix to a file, or to a folder of shards."""

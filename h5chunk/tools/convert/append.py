@@ -1,4 +1,4 @@
-"""Append samples to a file that h5chunk converted. The longer file replaces it when it is complete and on disk."""
+"""Append samples to a file that h5chunk converted. A longer file replaces it when it is complete and on disk."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def append(
 ) -> AppendReport:
     """Append the samples of a source to a file that `h5chunk.convert` made.
 
-    A sparse matrix is not appended to: convert new rows into one more file, as several files are one data set.
+    A sparse matrix cannot be appended to: convert new rows to another file, as several files are one data set.
 
-    The old samples keep their places; the new ones come behind them. A longer file is written beside the old one, of
-    which all chunks are checked on the way, and takes its place in one step: so room for both is needed, and the old
-    samples can be read all the while. A process that has the old file open keeps it; h5chunk's readers notice, and end
-    with a FileError that says that it was replaced, rather than mix the two. Equal file, source and options give equal
-    bytes, with any number of workers.
+    The old samples keep their places; the new samples follow them. A longer file is written beside the old one, whose
+    chunks are all checked on the way, and replaces it in one step: so the disk needs room for both, and the old samples
+    stay readable. A process that has the old file open keeps it; h5chunk's readers notice, and raise a FileError that
+    says that the file was replaced, rather than mix the two. Equal file, source and options give equal bytes, with any
+    number of workers.
 
-    New samples are permuted among themselves only. So the file no longer counts as shuffled, and windows are made as
-    for one that is not: `h5chunk repack --shuffle` mixes old and new.
+    New samples are permuted only among themselves. The file therefore no longer counts as shuffled, and its windows are
+    those of an unshuffled file: `h5chunk repack --shuffle` mixes old and new samples.
 
     Parameters
     ----------
@@ -74,26 +74,26 @@ def append(
     source : path or object
         As for `h5chunk.convert`, with the fields of the file; or a `h5chunk.source.SampleSource`.
     format : str, optional
-        The kind of the source, where its name and first bytes do not tell.
+        The kind of the source, if its name and first bytes do not show it.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
     notify : callable, optional
-        Called with a line for people: that what an earlier call had done of the same samples is used, or is kept.
+        Called with a line of text: earlier work on the same samples is used, or is kept.
     **options
         The fields of `h5chunk.tools.convert.options.AppendOptions`, and options of the kind of source as for
-        `h5chunk.convert`. Images are decoded as those of the file were, and get their size; ``fit`` and
-        ``split_folders`` may be given anew.
+        `h5chunk.convert`. Images are decoded and sized as those of the file were; ``fit`` and ``split_folders`` may
+        differ.
 
     Raises
     ------
     FileError
-        The file is missing, damaged, or not made of samples by convert.
+        The file is missing, damaged, or was not made from samples by convert.
     SourceError, SampleError
         The source cannot be used, or differs from the file in fields or classes.
     OutputError
         The new file cannot be written, or another process is writing it.
     OptionError
-        An option is invalid. The file is as it was after any of these.
+        An option is invalid. After any of these errors the file is unchanged.
     """
     started = time.perf_counter()
     with _settled(path, source, format, progress, options) as (old, job, new_classes):
@@ -135,11 +135,11 @@ def plan_append(
     notify: Notify | None = None,
     **options: Any,
 ) -> AppendPlan:
-    """Predict what `append` would do with the same arguments; writes nothing.
+    """Predict what `append` would do with the same arguments, without writing.
 
     Raises
     ------
-    As `append`, as far as a look at the source and at a few samples shows it.
+    As `append`, as far as the source and a few of its samples show.
     """
     with _settled(path, source, format, progress, options) as (old, job, new_classes):
         num_bytes = job.spec().num_bytes
@@ -160,7 +160,7 @@ def plan_append(
 def _settled(
     path: str | os.PathLike[str], source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> Iterator[tuple[OldFile, SampleJob, list[str]]]:
-    """Open the file and the source, and compare them; yield the job of the longer file and the new classes, too."""
+    """Open and compare file and source; yield the job of the longer file, and the new classes."""
     given = {name: value for name, value in given.items() if value is not None}
     with _open_checked(Path(path), source, given.get("manifest")) as old:
         if hasattr(source, "read_into"):
@@ -175,7 +175,7 @@ def _settled(
 
 @contextmanager
 def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
-    """Open the file that is appended to; its tables must agree."""
+    """Open the file to append to, and check that its tables agree."""
     if not path.exists():
         raise FileError(f"{printable(path)}: no such file: h5chunk convert makes it")
     if path.is_dir():
@@ -195,7 +195,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
 def _open_source(
     old: OldFile, source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
-    """Open a source of any kind; images as the file's own were read."""
+    """Open a source of any kind, with images decoded as those of the file were."""
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(f"{describe(source)}: {kind.noun} are not appended to: convert it into one more file")
@@ -210,7 +210,7 @@ def _open_source(
 
 
 def _duplicate_names(job: SampleJob) -> list[str]:
-    """Return a warning of new samples with names that the file has, as if they had been appended before."""
+    """Return a warning if the file already has samples with the new names, which may have been appended before."""
     old, source = job.old, job.source
     if source.names is None:
         return []
@@ -229,7 +229,7 @@ def _unmixed(shown: str) -> str:
 
 
 def _small_chunks(layout: Layout) -> list[str]:
-    """Return a note if chunks are much smaller than a longer file needs."""
+    """Return a note if chunks are much smaller than is good for the longer file."""
     size, chosen = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
     if chosen < 4 * size:
         return []

@@ -1,4 +1,4 @@
-"""Compare new samples with a file that they are appended to: fields, types, and what labels mean."""
+"""Compare new samples with the file that they are appended to: fields, types, and the meaning of labels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
-    """Make the job of the new samples alone one of the longer file; return it and the names of new classes.
+    """Turn the job of the new samples into one of the longer file; return it and the names of new classes.
 
     Raises FileError if the file is not as convert writes it, or is damaged, and SourceError if the source, which is
     called ``source`` in messages, does not agree with it.
@@ -79,7 +79,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
 
 
 def _check_file(old: OldFile) -> None:
-    """Raise FileError unless a file is as convert writes it."""
+    """Raise FileError unless a file is in the form that convert writes."""
     known = {*(f"{GROUP}/{name}" for name in TABLES), *old.fields, *(f"{CATEGORIES}{name}" for name in old.fields)}
     known |= {f"{GROUP}/checksums/{name}" for name in old.fields}
     old.check_known(lambda name: name in known)
@@ -97,7 +97,7 @@ def _check_file(old: OldFile) -> None:
 
 
 def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
-    """Raise SourceError unless the fields that a source reads one by one are those of the file."""
+    """Raise SourceError unless the fields that a source reads sample by sample are those of the file."""
     for name, field in source.fields.items():
         if name not in old.fields:
             raise SourceError(f"{shown}: has the field {name!r}, which {old.shown} does not have: fields must be equal")
@@ -113,7 +113,7 @@ def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
-    """Return what the codes of each field mean in the file."""
+    """Return the meaning of the codes of all fields in the file."""
     categories = {"labels": list(old.header.class_names)} if old.header.class_names else {}
     for path in old.datasets:
         if path.startswith(CATEGORIES):
@@ -122,7 +122,7 @@ def _old_categories(old: OldFile) -> dict[str, list[str]]:
 
 
 def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> list[str]:
-    """Return the names of classes that the file does not have; raise SourceError if that is an error."""
+    """Return the names of classes that the file lacks; raise SourceError if new classes are not allowed."""
     twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
     if twice is not None:
         raise SourceError(f"{shown}: two of its class names are {twice!r}: which of them is meant cannot be told")
@@ -137,7 +137,7 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, sho
 
 
 def _longer_layout(header: Header, num_samples: int, sample_bytes: int) -> tuple[Layout, CacheSettings | None]:
-    """Return layout and cache of a longer file: its own chunks; its own window and cache where a tuner settled them."""
+    """Return layout and cache of a longer file: its own chunks, and its window and cache if a tuner chose them."""
     size = header.chunk_samples
     was, layout = (plan_layout(count, sample_bytes, size) for count in (header.num_samples, num_samples))
     if header.window_chunks != was.window_chunks:
@@ -146,7 +146,7 @@ def _longer_layout(header: Header, num_samples: int, sample_bytes: int) -> tuple
 
 
 def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None) -> OldSamples:
-    """Read the samples of the old file that come first."""
+    """Read the samples of the old file, which come first."""
     index, ends, names = (old.table(name) for name in ("source_index", "source_name_ends", "source_names"))
     assert index is not None
     return OldSamples(
@@ -167,10 +167,10 @@ def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None
 def _fit_columns(
     old: Mapping[str, np.dtype], new: Mapping[str, np.ndarray], *, shown: str, source: str
 ) -> dict[str, np.ndarray]:
-    """Return the columns of a source in the types and the order that the file has, or raise SourceError.
+    """Convert the columns of a source to the types and the order of the file, or raise SourceError.
 
-    The type of a column follows from its values, and those of a part may all be small: what the file's type holds
-    exactly becomes that.
+    The type of a column follows from its values, and the new values may all be small: they are converted to the file's
+    type if that holds them exactly.
     """
     lacking = [name for name in old if name not in new]
     more = [name for name in new if name not in old]

@@ -59,9 +59,9 @@ def convert(
     """Convert a source of any kind into one HDF5 file, or samples into a folder of several.
 
     The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
-    equal bytes, with any number of workers. What was done when it is stopped, by Ctrl-C, a full disk, a sample that
-    cannot be used or a signal, is kept in ``.NAME.h5chunk-part`` beside it: the same call continues. A matrix is
-    started anew.
+    equal bytes, with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a
+    signal, its work is kept in ``.NAME.h5chunk-part`` beside the output: the same call continues. The conversion of a
+    matrix starts over.
 
     Parameters
     ----------
@@ -74,15 +74,15 @@ def convert(
     output : path
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     format : str, optional
-        The kind of the source, where its name and first bytes do not tell: see `h5chunk.sources.kinds.KINDS`.
+        The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
     overwrite : bool
         Whether to replace a file at ``output``, or a folder that holds nothing but shards.
     progress : callable, optional
         Called as ``progress(stage, done, total)``.
     notify : callable, optional
-        Called with a line for people: that an unfinished conversion is continued, or kept.
+        Called with a line of text: an unfinished conversion is continued, or kept.
     **options
-        Options of the kind of source: the fields of `h5chunk.sources.kinds.ImageSourceOptions` and its like. Options
+        Options of the kind of source: the fields of classes such as `h5chunk.sources.kinds.ImageSourceOptions`. Options
         of the file: the fields of `h5chunk.tools.convert.options.SampleOptions`, or of `MatrixOptions` for a sparse
         matrix. ``h5chunk convert --help`` lists all of them.
 
@@ -93,10 +93,9 @@ def convert(
     Raises
     ------
     SourceError, SampleError
-        The source cannot be used; names the sample and the reason.
+        The source cannot be used; the message names the sample and the reason.
     OutputError
-        The file cannot be made, or something else than what the same call made stands at ``output``, which is as it
-        was.
+        The file cannot be made, or ``output`` exists and was not made by the same call; it is unchanged.
     OptionError
         An option does not exist, does not apply to the source, or has an invalid value.
     """
@@ -188,7 +187,7 @@ def _convert_samples(
 
 
 def _read_back(files: list[SampleJob], job: SampleJob) -> tuple[list[SampleJob], Filled]:
-    """What was written of files that are complete, without what only reading all of their samples could tell."""
+    """Report on files that are already complete, except what only reading all of their samples would show."""
     written = []
     for each in files:
         with opened(each.path) as file:
@@ -207,11 +206,11 @@ def plan_convert(
     notify: Notify | None = None,
     **options: Any,
 ) -> ConvertPlan | MatrixPlan:
-    """Predict what `convert` would do with the same arguments; writes nothing.
+    """Predict what `convert` would do with the same arguments, without writing.
 
     Raises
     ------
-    As `convert`, as far as a look at the source and at a few samples shows it.
+    As `convert`, as far as the source and a few of its samples show.
     """
     source, path, how, given = _open(source, output, format, overwrite, options, progress)
     if isinstance(how, MatrixOptions):

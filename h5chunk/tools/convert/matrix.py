@@ -1,7 +1,7 @@
 """Convert a sparse matrix into one HDF5 file: read, sort by row, choose the codes, write.
 
-Entries are read once and sorted within ``memory_bytes``; what does not fit waits on disk, beside the output, in files
-without names, which the system takes back however this ends. The bytes of the output do not depend on the memory.
+Entries are read once and sorted within ``memory_bytes``; the rest waits on disk beside the output, in unnamed files
+that the system removes when the process ends. The bytes of the output do not depend on the memory.
 
 A conversion that is stopped starts over.
 """
@@ -55,9 +55,9 @@ def convert_matrix(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> MatrixReport:
-    """Write a matrix to one HDF5 file, or report that the same call has done so before.
+    """Write a matrix to one HDF5 file, or report that the same call has already written it.
 
-    ``how`` are the options that the source was opened with. Raises as `h5chunk.convert` does.
+    ``how`` are the options that the source was opened with. The errors are those of `h5chunk.convert`.
     """
     started = time.perf_counter()
     source, options, command_id, complete = _settle(source, path, options, how, overwrite)
@@ -102,7 +102,7 @@ def _settle(
 
 @contextmanager
 def naming_memory(memory_bytes: int) -> Iterator[None]:
-    """Turn the system's refusal of memory into an error that says how to go on."""
+    """Turn a failed memory allocation into an error with a remedy."""
     try:
         yield
     except MemoryError:
@@ -113,7 +113,7 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
 
 
 def _report(path: Path, source: SparseSource, started: float, **known: Any) -> MatrixReport:
-    """Report what a complete file holds, as far as it tells; more is known of what was converted just now."""
+    """Report on a complete file from its header; a file that was converted just now has more to report."""
     with opened(path) as file:
         matrix, checksums = read_matrix(file), file[f"{GROUP}/checksums"]
         assert matrix is not None
@@ -157,7 +157,7 @@ def fields_of(kept: Selection) -> dict[str, np.ndarray]:
 
 
 def field_name(name: str) -> str:
-    """The name of a dataset at the root for a column of a source.
+    """Return the name of the dataset at the root for a column of a source.
 
     >>> field_name("cell type"), field_name("n/a"), field_name("X")
     ('cell type', 'n_a', 'X_')
@@ -195,7 +195,7 @@ def tables_of(kept: Selection) -> dict[str, np.ndarray]:
 def _write_csr(
     new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
 ) -> int:
-    """Write compressed rows; return the rows of a nominal chunk."""
+    """Write compressed rows; return the number of rows in a nominal chunk."""
     options = kept.matrix.options
     layout = plan_csr(
         kept.num_rows, kept.num_columns, kept.num_entries, pattern=kept.pattern, chunk_samples=options.chunk_samples
@@ -213,7 +213,7 @@ def _write_csr(
 def _write_dense(
     new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
 ) -> int:
-    """Write rows of uint8, in compressed chunks of whole rows; return the rows of a chunk."""
+    """Write rows of uint8, in compressed chunks of whole rows; return the number of rows in a chunk."""
     options = kept.matrix.options
     layout = plan_layout(kept.num_rows, kept.num_columns, options.chunk_samples)
     threads, memory_bytes = available_cores(), options.memory_bytes
@@ -293,9 +293,9 @@ def plan_matrix(
     how: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
 ) -> MatrixPlan:
-    """Predict what `convert_matrix` would do; reads the start of the source, for a second, and writes nothing.
+    """Predict what `convert_matrix` would do from the start of the source, which takes a second; write nothing.
 
-    Raises as that, as far as the start of the source shows it.
+    Raises the errors of `convert_matrix` that the start of the source shows.
     """
     source, options, _, complete = _settle(source, path, options, how, overwrite)
     with naming_memory(options.memory_bytes):

@@ -39,8 +39,8 @@ def check_shape(
 ) -> None:
     """Refuse a matrix whose rows and columns alone do not fit in memory, however few entries it has.
 
-    ``id_bytes`` is the memory that ids take, ``part_read`` the part of the source that all this was found in, from 0
-    to 1.
+    ``id_bytes`` is the memory that ids take, ``part_read`` the fraction of the source that was read so far, from 0 to
+    1.
     """
     column_bytes = COLUMN_BYTES if options.min_column_count or source.has_ids else 0
     MemoryLimit(source.path, options.memory_bytes).check(
@@ -133,7 +133,7 @@ class SortedMatrix:
                 self.entries.append(destination[records["row"]], numbers, records["value"], made)
 
     def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
-        """Settle the order of rows, and get ready to sort; return the row in the file of each row of the source."""
+        """Choose the order of rows, and prepare to sort; return the row in the file of each row of the source."""
         if num_rows < 1 or num_columns < 1:
             raise SourceError(
                 f"{printable(self.source.path)}: {num_rows} rows and {num_columns} columns: nothing to convert"
@@ -156,7 +156,7 @@ class SortedMatrix:
         return inverse_of(self.order) if options.shuffle else self.order
 
     def _units(self, block: Block) -> np.ndarray:
-        """The units of all entries, zeros among them: a zero may be the last of some duplicates."""
+        """Return the units of all entries, including zeros: a zero may be the last of several duplicates."""
         values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
         units, unfit = self.coding.units(values)
         if unfit is not None:
@@ -166,14 +166,14 @@ class SortedMatrix:
         return units
 
     def ids_of(self, source_row: int, column: int) -> tuple[object, object]:
-        """What the source calls a row and a column: their ids, or else their numbers."""
+        """Return the ids of a row and a column in the source, or else their numbers."""
         return (
             source_row if self.row_ids is None else self.row_ids[source_row],
             column if self.column_ids is None else self.column_ids[column],
         )
 
     def place(self, row: int, column: int) -> str:
-        """Name a place for people; ``row`` is one of the file."""
+        """Describe a place in a message; ``row`` is a row of the file."""
         return place_text(*self.ids_of(int(self.order[row]), column))
 
     def unfit_error(self, place: str, value: float, *, why: str = "") -> SourceError:
@@ -200,7 +200,7 @@ class SortedMatrix:
 
 
 def place_text(row: object, column: object) -> str:
-    """A row and a column for people; ids of bytes as text."""
+    """Describe a row and a column in a message; ids of bytes as text."""
     shown = [
         repr(name.decode("utf-8", "backslashreplace")) if isinstance(name, bytes) else str(name)
         for name in (row, column)
@@ -285,14 +285,14 @@ class Ids:
         return np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids in ascending order, and the place there of each number."""
+        """Return the ids in ascending order, and the rank of every number."""
         ids = self._in_order_of_numbers()
         order = np.argsort(ids, kind="stable")
         return ids[order], inverse_of(order)
 
 
 def inverse_of(order: np.ndarray) -> np.ndarray:
-    """The place of each number in a permutation."""
+    """Return the inverse of a permutation."""
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order), dtype=np.int64)
     return places

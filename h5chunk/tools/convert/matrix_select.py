@@ -19,7 +19,7 @@ Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows, columns and entries of a matrix that are kept."""
+    """The rows, columns and entries of a matrix that are written."""
 
     matrix: SortedMatrix
     rows: np.ndarray  # (rows,) bool: of the rows in the order of the file
@@ -42,7 +42,7 @@ class Selection:
         return int(self.row_entries.sum())
 
     def parts(self, index_dtype: np.dtype) -> Iterator[Part]:
-        """The entries: rows as they are in the file, columns of ``index_dtype``, codes uint8."""
+        """Yield the entries: rows as in the file, columns of ``index_dtype``, codes uint8."""
         codes = self.matrix.coding.codes(self.scale)
         new_rows = None if self.rows.all() else np.cumsum(self.rows) - 1
         new_columns = None if self.columns is None else (np.cumsum(self.columns) - 1).astype(index_dtype)
@@ -55,10 +55,10 @@ class Selection:
 
 
 def select(matrix: SortedMatrix) -> Selection:
-    """Count entries, settle on the scale, and leave out columns, then rows, with too few entries.
+    """Count entries, choose the scale, and leave out columns, then rows, with too few entries.
 
-    The scale is chosen before that. Where a source has ids, rows and columns without entries do not exist. Raises
-    SourceError if a value has no code, or nothing is left.
+    The scale is chosen before any are left out. If a source has ids, rows and columns without entries do not exist.
+    Raises SourceError if a value has no code, or if no rows or columns remain.
     """
     coding, options, source = matrix.coding, matrix.options, matrix.source
     least = int(source.has_ids)
@@ -101,7 +101,7 @@ def select(matrix: SortedMatrix) -> Selection:
 
 
 def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
-    """Add the entries of each row; ``rows`` ascend."""
+    """Add the entries of each row; ``rows`` is ascending."""
     if len(rows):
         starts = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
         row_entries[rows[starts]] += np.diff(starts, append=len(rows))
@@ -110,7 +110,7 @@ def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
 def _settled(
     matrix: SortedMatrix, columns_kept: np.ndarray | None, tally: Counter[str] | None = None
 ) -> Iterator[Part]:
-    """The entries that are not dropped, in the order of the file, with their units; counts all places in ``tally``."""
+    """Yield the entries that are kept, in the order of the file, with their units; counts all places in ``tally``."""
     coding = matrix.coding
     for places in matrix.entries.sorted():
         rows, columns, values = places.rows, places.columns, _combined(matrix, places)
@@ -131,7 +131,7 @@ def _settled(
 
 
 def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
-    """The value of each place, in units; entries that share one are averaged, or refused, where that was asked for."""
+    """Combine duplicates, and return the value of each place in units; they are averaged or refused on request."""
     values, counts = places.values, places.counts
     if counts is None:
         return values
@@ -153,7 +153,7 @@ def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
 def _duplicate_error(matrix: SortedMatrix) -> SourceError:
     """Describe the first place, by row and column of the source, that has more than one entry.
 
-    Entries are read again for it, as only the source knows where they are and what they were.
+    Entries are read again for this, because only the source knows their lines and original values.
     """
     num_places, repeated = 0, []
     for rows, columns, _, counts in matrix.entries.sorted():
@@ -170,7 +170,7 @@ def _duplicate_error(matrix: SortedMatrix) -> SourceError:
 
 
 def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
-    """The first two entries of a place, with their lines, or else their numbers."""
+    """Return the first two entries of a place, with their lines, or else their numbers."""
     entries: list[str] = []
     num_before = 0
     for block, _ in matrix.source.blocks(matrix.options.memory_bytes // READ_SHARE):
@@ -185,7 +185,7 @@ def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
 
 
 def _no_scale(matrix: SortedMatrix, units: np.ndarray) -> SourceError:
-    """The error of values of which each has a code, but not with one scale for all: names the first in the way."""
+    """Return the error of values that have codes, but no common scale; it names the first that does not fit."""
     unfit = np.zeros(matrix.coding.max_unit + 1, bool)
     unfit[matrix.coding.unfit_units(units)] = True
     found = []

@@ -1,8 +1,8 @@
-"""Sort the entries of a matrix by row and column in bounded memory, and combine those that share a place.
+"""Sort the entries of a matrix by row and column in bounded memory, and combine duplicates.
 
-They come in any order. What fits in memory is sorted there, at once. Else each part that fits is sorted and put on
-disk, with every so many-th of its keys kept in memory; those tell where to cut the range of keys so that what lies
-between two cuts fits in memory, and where it lies in each part. So rows of any length are cut evenly.
+Entries come in any order. If they fit in memory, they are sorted there, at once. Otherwise each part that fits is
+sorted and written to disk, and keys at regular steps are kept in memory; they show where to cut the range of keys so
+that the entries between two cuts fit in memory, and where these lie in each part. So rows of any length are cut evenly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PART_ENTRIES = 1 << 19  # entries handed on at a time: a few MB
 
 
 class _Run(NamedTuple):
-    """Sorted records on disk: the number of the first, how many, and every so many-th of their keys."""
+    """A sorted part on disk: the number of its first record, its length, and its keys at regular steps."""
 
     first: int
     size: int
@@ -32,9 +32,9 @@ class _Run(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Sorted places of a matrix, (n,) each: rows and columns as int64, and the combined values of their entries.
+    """Sorted places of a matrix, as (n,) arrays: rows and columns as int64, and the combined values of their entries.
 
-    ``counts`` are the entries of each place; None if there is one in each.
+    ``counts`` has the number of entries of each place; None if every place has one.
     """
 
     rows: np.ndarray
@@ -46,9 +46,9 @@ class Places(NamedTuple):
 class Entries:
     """Context manager around (row, column, number) records, of which ``memory_bytes`` are kept in memory.
 
-    Numbers with a bound of ``num_bits`` are sorted together with their place, if both fit in 64 bits. Numbers of one
-    place are combined as ``duplicates`` says (see `combine`), in the order of their times, or else in that in which
-    they come. Raises OptionError for a matrix of more than 2**64 places.
+    Numbers bounded by ``num_bits`` are sorted together with their place, if both fit in 64 bits. Numbers of one place
+    are combined as ``duplicates`` says (see `combine`), in the order of their times, or else of arrival. Raises
+    OptionError for a matrix of more than 2**64 places.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Entries:
 
     @property
     def num_ranges(self) -> int:
-        """In how many ranges of keys they are sorted."""
+        """Number of ranges of keys that are sorted separately."""
         return len(self._cuts) + 1
 
     def append(
@@ -119,7 +119,7 @@ class Entries:
             self._num_waiting += len(part)
 
     def finish(self) -> None:
-        """Sort what was appended; nothing is appended afterwards."""
+        """Sort the records that were appended; no more can be appended."""
         if not self._runs:
             self._sorted = self._sort_waiting()
             return
@@ -141,7 +141,7 @@ class Entries:
         return self._sort(records)
 
     def _sort(self, records: np.ndarray) -> np.ndarray:
-        """Sort by key, then by time; records alike in both stay as they came, so that floats have one sum."""
+        """Sort by key, then by time; the sort is stable, so that sums of floats are reproducible."""
         if self._bits:
             records.sort()
             return records
@@ -160,7 +160,7 @@ class Entries:
             self._spool.append(records)
 
     def sorted(self) -> Iterator[Places]:
-        """All places in the order of rows, then columns. May be called again."""
+        """Yield all places in the order of rows, then columns. May be called again."""
         if self._sorted is not None:
             yield from self._combined(self._sorted)
             return
@@ -168,7 +168,7 @@ class Entries:
             yield from self._combined(self._sort(self._range(low, high)))
 
     def _range(self, low: int, high: int | None) -> np.ndarray:
-        """The records of keys from ``low`` to ``high`` (excluded), of all runs in turn.
+        """Return the records with keys from ``low`` to ``high`` (excluded), part by part.
 
         Raises OptionError if one place has more entries than fit in memory: no cut can part them, and ``low`` is its
         key.
@@ -217,12 +217,12 @@ class Entries:
 
 
 def _first_at(keys: np.ndarray, key: int) -> int:
-    """The number of the first key that is at least ``key``."""
+    """Return the index of the first key that is at least ``key``."""
     return int(np.searchsorted(keys, np.uint64(key), "left"))
 
 
 def combine(how: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Combine each run of values into one; gives the sum for ``error`` and ``mean``, which need the counts as well.
+    """Combine each run of values into one value; ``error`` and ``mean`` return sums, and also need the counts.
 
     >>> values, starts = np.array([4, 2, 3, 5]), np.array([0, 1])  # 4 alone; 2, 3 and 5 share a place
     >>> {how: combine(how, values, starts).tolist() for how in ("sum", "first", "last", "max")}

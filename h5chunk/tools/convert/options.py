@@ -1,4 +1,4 @@
-"""Options of `h5chunk.convert` and `h5chunk.append` that say how files are written, whatever kind of data is read."""
+"""Options of `h5chunk.convert` and `h5chunk.append` for writing files, for any kind of data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IN_ORDER = ("last", "first")  # those that depend on the order of the entries
 
 @dataclass(frozen=True)
 class WriteOptions(Options):
-    """Options of every file."""
+    """Options of writing any file."""
 
     heading: ClassVar[str] = "Layout"
 
@@ -127,7 +127,7 @@ class MatrixOptions(WriteOptions):
         self.coding()
 
     def coding(self) -> Coding:
-        """Return how values become codes."""
+        """Return the conversion of values to codes."""
         from h5chunk.plan.codes import Coding
 
         return Coding(self.scale, self.clip, self.binarize)
@@ -137,7 +137,7 @@ class MatrixOptions(WriteOptions):
         return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
 
     def duplicates_text(self, time_name: str | None) -> str:
-        """Say what is done with duplicates, for reports.
+        """Describe the treatment of duplicates, for reports.
 
         >>> MatrixOptions(duplicates="last").duplicates_text("timestamp")
         'reduced to the last by timestamp'
@@ -146,7 +146,7 @@ class MatrixOptions(WriteOptions):
         return DUPLICATES[self.duplicates] + (order if self.duplicates in IN_ORDER else "")
 
     def recorded(self) -> dict[str, Any]:
-        """Return what a file records of the options: all that its bytes depend on."""
+        """Return the options that a file records: all that determine its bytes."""
         left_out = ("memory_bytes", *(() if self.dense else ("compression",)))
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
@@ -163,7 +163,7 @@ def append_options() -> list[type[Options]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes as people write it; raises OptionError.
+    """Parse a number of bytes, with or without a unit; OptionError if it is invalid.
 
     >>> parse_bytes("1GiB"), parse_bytes("512M"), parse_bytes("1048576")
     (1073741824, 536870912, 1048576)
@@ -174,4 +174,4 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(number) * units[stripped[len(number) :]])
     except (ValueError, KeyError, OverflowError):
-        raise OptionError(f"{text!r} is no number of bytes: give one, or such as 1.0 GiB") from None
+        raise OptionError(f"{text!r} is not a number of bytes: give a number, or a size such as 1.0 GiB") from None

@@ -1,4 +1,4 @@
-"""Plans and reports of converting and appending, for people (``str``) and for scripts (``to_json``)."""
+"""Plans and reports of converting and appending, as text (``str``) and for scripts (``to_json``)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ConvertPlan(Report):
     already_complete: bool = False  # the same command has made the output: it would do nothing
 
     def facts(self) -> dict[str, Any]:
-        """The plan for programs, with what follows from the layout."""
+        """Return the plan for programs, with the values that follow from the layout."""
         plan = super().facts()
         plan["layout"] |= {
             "num_chunks": self.layout.num_chunks,
@@ -62,7 +62,7 @@ class ConvertPlan(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class _SampleReport(Report):
-    """What reports of converting and of appending samples have in common."""
+    """Base of the reports of converting and appending samples."""
 
     path: str
     num_samples: int  # in the file, or in all shards
@@ -76,15 +76,15 @@ class _SampleReport(Report):
     already_complete: bool  # the same command had done it before: nothing was done, and counts are not known
 
     def rate(self, count: int, noun: str) -> str:
-        """The size of the output, and how fast it was made."""
+        """Describe the size of the output, and the speed of writing it."""
         return f"{human_bytes(self.num_bytes)}, {_rate(count, self.seconds, noun, self.already_complete)}"
 
     def classes(self) -> list[str]:
-        """The line of the classes, if there are any."""
+        """Return the line about the classes, if the file has classes."""
         return [f"classes {list_some(self.class_names)}"] if self.class_names else []
 
     def remarks(self) -> list[str]:
-        """What was ignored and skipped, and the notes."""
+        """Return the lines about ignored and skipped samples, and the notes."""
         lines = [f"ignored {what}" for what in self.ignored]
         if self.skipped:
             name, reason = self.skipped[0]
@@ -248,7 +248,7 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 
 
 def _axes_line(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
-    """Say which axis of the source became the samples.
+    """Describe which axis of the source became the samples.
 
     >>> _axes_line(138493, 26744, ("userId", "movieId"))
     'samples: 138,493 rows (userId); columns: 26,744 (movieId)'

@@ -1,8 +1,8 @@
 """Settle how the samples of a source are written, and write them into a file or a folder of files.
 
-Samples are written task by task, and a journal beside the unfinished output claims what is done: the chunks that it
-claims are read and their checksums computed again, and the samples in them must have the stamps that they had. So only
-what changed is done again.
+Samples are written task by task, and a journal beside the unfinished output claims which tasks are done. Claimed chunks
+are read and their checksums computed again, and the samples in them must have their old stamps. So only what changed is
+written again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def say_nothing(line: str) -> None:
 
 
 def open_context(how: ReadOptions, progress: Progress | None) -> OpenContext:
-    """Return what opening a source of samples may use."""
+    """Return the context in which a source of samples is opened."""
 
     def report_found(count: int) -> None:
         if progress:
@@ -59,7 +59,7 @@ def open_context(how: ReadOptions, progress: Progress | None) -> OpenContext:
 
 
 def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
-    """Settle layout and order of a new file; raise SourceError if a file cannot hold what the source has."""
+    """Choose layout and order of a new file; raise SourceError if a file cannot hold the source's data."""
     check_fields(source)
     largest = max(field.sample_bytes for field in source.fields.values())
     # what readers read by default is recorded, but for images and their labels
@@ -96,7 +96,7 @@ def check_fields(source: SampleSource) -> None:
 
 
 def estimate_s(job: SampleJob) -> float:
-    """Return the seconds that writing will take, from reading a few samples spread over the source."""
+    """Estimate the seconds that writing will take, from reading a few samples spread over the source."""
     source, out = job.source, job.sample_buffers()
     probes = np.unique(np.linspace(0, len(source) - 1, PROBES).astype(np.int64))
     started = time.perf_counter()
@@ -175,10 +175,10 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
 def write_file(
     job: SampleJob, overwrite: bool, progress: Progress | None, notify: Notify, old: OldFile | None = None
 ) -> tuple[SampleJob, Filled]:
-    """Write one file and put it in its place, continuing what was done of it before.
+    """Write one file and put it in its place, continuing earlier work on it.
 
-    ``old`` is the file that ``job`` appends to, whose place the new one takes. Returns the job without the samples that
-    were skipped.
+    ``old`` is the file that ``job`` appends to, and that the new file replaces. Returns the job without the skipped
+    samples.
     """
     new = NewFile(job.path, overwrite)
     with _keeping(new, job, notify), new:
@@ -298,9 +298,9 @@ def facts_of_all() -> dict[str, Any]:
 
 
 def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str | None:
-    """Return the key of a journal: all that decides the bytes of new chunks but the samples' own bytes.
+    """Return the key of a journal: everything that determines the bytes of new chunks, except the samples' own bytes.
 
-    None if the source has no identity: then nothing that was done can be used again.
+    None if the source has no identity: then earlier work cannot be reused.
     """
     identity = job.source.identity()
     if identity is None:
@@ -317,7 +317,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
 
 
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
-    """Identify the command: equal ones make equal files. None if the source has no identity.
+    """Return the identity of the command: equal commands make equal files. None if the source has no identity.
 
     ``stamp`` is that of all samples: see `h5chunk.store.write.fill_task.stamp_of_samples`.
     """
@@ -332,7 +332,7 @@ def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
 
 
 def is_complete(job: SampleJob, num_files: int) -> bool:
-    """Whether the output is there, and this command made it of the samples as they are now."""
+    """Return whether the output exists, and this command made it from the samples as they are now."""
     if not has_command_id(job.path):
         return False
     command = command_id(job, num_files, stamp_of_samples(job.source, job.order))
@@ -340,7 +340,7 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
 
 
 def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
-    """Return the samples that are not among those that were kept, and why, as reading them again shows."""
+    """Return the samples that were not kept, and the reasons, by reading them again."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():
@@ -358,14 +358,14 @@ def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
 
 
 def skipped_path(output: Path) -> Path:
-    """Return the path of the list of the samples that were left out of an output."""
+    """Return the path of the list of skipped samples of an output."""
     return output.with_name(output.name + ".skipped.csv")
 
 
 def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, behind: bool = False) -> str | None:
-    """Write the list of (name, reason) beside the output; return its path, or None if nothing was left out.
+    """Write the list of (name, reason) beside the output; return its path, or None if no sample was left out.
 
-    With ``behind``, they are put behind those of an earlier list, unless that ends with them.
+    With ``behind``, append them to an earlier list, unless it already ends with them.
     """
     target, rows = skipped_path(output), [list(each) for each in skipped]
     if not rows:

@@ -1,4 +1,4 @@
-"""Describe the contents of HDF5 files, and how well their samples lie for training."""
+"""Describe the contents of HDF5 files, and how well their samples are laid out for training."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ LAYOUTS = {
 
 
 def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | FolderInfo | MachineInfo:
-    """Describe all datasets of a file, without reading their data; or the machine.
+    """Describe all datasets of a file, without reading their data; or describe the machine.
 
-    Only of the sparse matrix in an h5chunk file are the lengths of rows and the values read.
+    Row lengths and values are read only for the sparse matrix of an h5chunk file.
 
     Parameters
     ----------
     path : path or sequence of paths, optional
-        Several files, named as for `ChunkDataset`, are also checked for being one data set. Default: what this process
-        may use of its machine is described.
+        For several files, named as for `ChunkDataset`, also check whether they form one data set. Default: describe
+        what this process may use of its machine.
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
 
@@ -60,7 +60,7 @@ def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | Fold
     Raises
     ------
     FileError
-        It is missing, not HDF5, or cut short; or there is no file in the folder.
+        A file is missing, not HDF5, or cut short; or the folder has no such file.
     """
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
@@ -79,7 +79,7 @@ def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | Fold
 
 
 def _together(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Describe the data set that the files are together, or say why they are none."""
+    """Describe the data set that the files form together, or say why they do not."""
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
@@ -126,7 +126,7 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
 
 
 def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
-    """List the datasets by name, without those of the group /h5chunk; and the errors of those that are refused."""
+    """List the datasets by name, without the group /h5chunk; and the errors of refused datasets."""
     found, refused = [], []
     for name, item in sorted(guard.walk(file), key=lambda each: each[0]):
         if by_h5chunk and name.startswith(f"{GROUP}/"):
@@ -193,16 +193,16 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[
 
 
 def _find_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[MatrixInfo]:
-    """Describe the groups of another HDF5 file that hold what a sparse matrix is made of.
+    """Describe the groups of another HDF5 file that hold the parts of a sparse matrix.
 
-    Only the datasets of these names are looked at, which were checked.
+    Only datasets with these names, which were checked, are examined.
     """
     groups = [name for name in find_matrix_groups(names) if isinstance(file[name], h5py.Group)]
     return [_describe_group(file[name], path, name, _convert_command(file, path, name)) for name in groups]
 
 
 def _convert_command(file: h5py.File, path: Path, name: str) -> str:
-    """The command that converts a matrix, if it is one of AnnData or 10x; else nothing."""
+    """Return the command that converts a matrix of AnnData or 10x; empty for others."""
     members, (parent, _, last) = {*file}, name.rpartition("/")
     layer: list[str] | None = None
     if {"X", "obs", "var"} <= members and (parent == "layers" or name in ("X", "raw/X")):
@@ -229,7 +229,7 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
 
 
 def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
-    """Describe the matrix of an h5chunk file; None if there is none. Raises FileError if it is damaged."""
+    """Describe the matrix of an h5chunk file; None if it has none. Raises FileError if it is damaged."""
     matrix = read_matrix(file)
     if matrix is None:
         return None
@@ -249,7 +249,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         return about
     sizes = np.diff(item["indptr"][()])
     if (sizes < 0).any():
-        raise FileError(f"{printable(file.filename)}: damaged: indptr goes down")
+        raise FileError(f"{printable(file.filename)}: damaged: indptr decreases")
     data, value_range = item["data"], None
     if data.size and data.nbytes <= LOOK_BYTES:
         parts = (data[start : start + PART_ROWS] for start in range(0, len(data), PART_ROWS))

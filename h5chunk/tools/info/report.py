@@ -1,4 +1,4 @@
-"""Reports on the contents of HDF5 files and on the machine: for people (``str``) and for programs (``to_json``)."""
+"""Reports on the contents of HDF5 files and on the machine, as text (``str``) and for programs (``to_json``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 20  # files in what people read; JSON has all
 
 @dataclass(frozen=True)
 class DatasetInfo(Report):
-    """One dataset."""
+    """The report on one dataset."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class DatasetInfo(Report):
 
 @dataclass(frozen=True)
 class MatrixInfo(Report):
-    """A sparse matrix, or the dense rows of one in an h5chunk file."""
+    """A sparse matrix, or a matrix with dense rows, in an h5chunk file."""
 
     name: str
     kind: str  # csr or dense; empty if the file does not say that rows are compressed
@@ -93,7 +93,7 @@ class MatrixInfo(Report):
 
 @dataclass(frozen=True)
 class FileInfo(Report):
-    """The contents of a file."""
+    """The report on the contents of a file."""
 
     path: str
     num_bytes: int
@@ -123,7 +123,7 @@ class FileInfo(Report):
         return lines
 
     def _advice(self) -> list[str]:
-        """What holds for all datasets, said once."""
+        """Return the advice that holds for all datasets, once."""
         lines = []
         fields = [each for each in self.datasets if each.verdict.startswith(("good", "bad"))]
         worst = max(fields, key=lambda each: each.amplification, default=None)
@@ -142,7 +142,7 @@ class FileInfo(Report):
 
 @dataclass(frozen=True)
 class FolderInfo(Report):
-    """The contents of the files in a folder, or of those that match a pattern."""
+    """The report on the files in a folder, or on files that match a pattern."""
 
     path: str
     num_bytes: int
@@ -156,7 +156,7 @@ class FolderInfo(Report):
     why_not: str = ""  # why the files are no data set; empty if they are one
 
     def facts(self) -> dict[str, Any]:
-        """The report for programs, with the samples of all files."""
+        """Return the report for programs, with the number of samples in all files."""
         return {**super().facts(), "total_samples": sum(self.num_samples)}
 
     def lines(self) -> list[str]:
@@ -183,7 +183,7 @@ class FolderInfo(Report):
 
 @dataclass(frozen=True)
 class MachineInfo(Report):
-    """What this process may use of its machine."""
+    """The resources of the machine that this process may use."""
 
     num_cores: int
     available_bytes: int  # of memory, reclaimable page cache included

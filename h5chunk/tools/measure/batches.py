@@ -1,6 +1,6 @@
 """Measure the batch rates of `ChunkLoader`, torch's DataLoader and plain h5py.
 
-Each way stays open between measurements, so that several can be measured in turns.
+Every loader stays open between measurements, so that several can be measured in turns.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # how long idle threads are waited for, an
 
 
 class BatchRate:
-    """Measures the rate of batches, epoch after epoch, each of at least one batch of fields.
+    """Measure the rate of batches, epoch after epoch; an epoch has at least one batch of fields.
 
-    The work of ``device`` is waited for before a clock is read; ``read_ahead`` samples may have been read before.
-    ``close`` ends what gives the batches, also if the first one fails.
+    The clock is read after the work of ``device`` is done; ``read_ahead`` samples may have been read before. ``close``
+    stops the loader, also if the first batch fails.
     """
 
     def __init__(self, epochs: Iterable[Any], device: str, read_ahead: int, close: Callable[[], None]) -> None:
@@ -46,9 +46,9 @@ class BatchRate:
             raise
 
     def rate(self, seconds: float, lead_s: float) -> float:
-        """Samples/s over about this many seconds, and at least one batch.
+        """Measure samples/s over about this many seconds, and at least one batch.
 
-        Before that, what was read ahead is used up, as far as ``lead_s`` seconds allow.
+        Samples that were read ahead are used up before that, for at most ``lead_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
@@ -80,7 +80,7 @@ def _endless(epochs: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def settle() -> None:
-    """Wait until reading threads are idle, so that they do not disturb the next measurement."""
+    """Wait until reader threads are idle, so that they do not disturb the next measurement."""
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
         used = time.process_time()
@@ -114,7 +114,7 @@ def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Ba
 
 
 def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> Order:
-    """The default order of a data set, restricted to its first samples."""
+    """Return the default order of a data set, restricted to its first samples."""
     order = ChunkSampler(dataset, batch_size).order
     if order.selection is None or num_samples == order.num_samples:
         return replace(order, num_samples=num_samples)
@@ -124,9 +124,9 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 
 
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
-    """Samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
+    """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
 
-    The samples are random ones of the first ``num_samples``; at least one is read.
+    It reads random samples among the first ``num_samples``; at least one.
     """
     rng, done = np.random.default_rng(0), 0
     with open_file(reader.path) as file:

@@ -1,4 +1,4 @@
-"""Validate the arguments of bench and tune, and whether a file can be read by byte ranges."""
+"""Validate the arguments of bench and tune, and find out whether a file can be read by byte ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h5chunk.store.read.several import direct_fields
 
 
 def check_counts(**counts: int) -> None:
-    """Raise OptionError unless all are whole numbers of at least 1."""
+    """Raise OptionError unless all arguments are whole numbers of at least 1."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} is {value!r}: give a whole number, at least 1")
@@ -24,7 +24,7 @@ def check_budget(budget_s: float) -> None:
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-    """DataLoader worker counts, sorted, without duplicates; OptionError if one of them is no such number."""
+    """Return DataLoader worker counts, sorted, without duplicates; OptionError if a count is invalid."""
     given = default if workers is None else workers
     for number in given:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -33,7 +33,7 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
 
 
 def why_not_direct(reader: H5Reader) -> str:
-    """Why a field cannot be read by byte ranges; empty if all can. Strings and matrices are left out."""
+    """Return why a field cannot be read by byte ranges; empty if all can. Strings and matrices are ignored."""
     for name, why in direct_fields(reader)[1].items():
         field = reader.fields[name]
         if isinstance(field, Field) and field.dtype.kind != "S":

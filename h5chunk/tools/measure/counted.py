@@ -25,7 +25,7 @@ MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is eno
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Predicted and measured reads of chunks of the largest field, and their stored bytes, for batches of an order."""
+    """Predicted and measured reads of chunks of the largest field, and their stored bytes, for some batches."""
 
     predicted_reads: int
     measured_reads: int
@@ -38,7 +38,7 @@ class ReadCounts:
 
     @property
     def agrees(self) -> bool:
-        """Whether the model was right."""
+        """Whether the model's prediction was right."""
         return (self.predicted_reads, self.predicted_bytes) == (self.measured_reads, self.measured_bytes)
 
 
@@ -57,7 +57,7 @@ class CountingFile:
         return getattr(self._file, name)
 
     def take(self, table: ChunkTable) -> tuple[int, int]:
-        """Number and bytes of the reads of chunks since the last call; reads of metadata do not count."""
+        """Return number and bytes of the reads of chunks since the last call; reads of metadata do not count."""
         starts, sizes = np.array(self.reads, np.int64).reshape(-1, 2).T
         self.reads.clear()
         turn = np.argsort(table.offsets)
@@ -68,9 +68,9 @@ class CountingFile:
 
 
 def count_reads(reader: H5Reader, order: Order, cache: CacheSettings, seconds: float) -> ReadCounts:
-    """Read batches of an order through HDF5, with this cache of the largest field, and count the reads.
+    """Read batches of an order through HDF5, with this cache for the largest field, and count the reads.
 
-    After ``seconds`` no further batch is begun.
+    No batch is begun after ``seconds``.
     """
     triple, main = (cache.nslots, cache.nbytes, cache.w0), reader.main
     table = _chunk_table(reader)
@@ -99,7 +99,7 @@ def count_reads(reader: H5Reader, order: Order, cache: CacheSettings, seconds: f
 
 
 def _chunk_table(reader: H5Reader) -> ChunkTable | str:
-    """Where the chunks of the largest field lie, or why there is nothing to count."""
+    """List the chunks of the largest field, or return why there are no reads to count."""
     main = reader.main
     if isinstance(main, MatrixField) or main.grid.chunks is None:
         what = "a sparse matrix is" if isinstance(main, MatrixField) else "data without chunks is"

@@ -1,4 +1,4 @@
-"""Measure reads of chunks by their byte ranges, from the page cache and from the disk."""
+"""Measure reads of chunks by byte ranges, from the page cache and from the disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ByteRange(NamedTuple):
-    """Consecutive bytes of a file, which is named by its number."""
+    """Consecutive bytes of a file, which is identified by its number."""
 
     file: int
     offset: int
@@ -46,9 +46,9 @@ Ranges = Sequence[ByteRange]
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of the bytes of some fields in one or several files, chunk by chunk in the order of their samples.
+    """Location of the bytes of several fields in one or several files, chunk by chunk in the order of their samples.
 
-    ``files``, ``offsets``, ``sizes`` and ``first_samples`` are (n,) int64: of each chunk, or run of rows.
+    ``files``, ``offsets``, ``sizes`` and ``first_samples`` are (n,) int64, with an entry per chunk, or run of rows.
     """
 
     paths: tuple[Path, ...]
@@ -67,20 +67,20 @@ class Stored:
         return Stored(self.paths, num_samples, *(each[chosen] for each in arrays))
 
     def head(self, num_samples: int) -> Stored:
-        """Only chunks that hold some of the first samples."""
+        """Return only the chunks that hold the first samples."""
         return self._select(self.first_samples < num_samples, num_samples)
 
     def ranges(self) -> Ranges:
-        """All chunks."""
+        """Return the byte ranges of all chunks."""
         return list(map(ByteRange, self.files.tolist(), self.offsets.tolist(), self.sizes.tolist()))
 
     def chunks(self) -> Ranges:
-        """The chunks, without those that are smaller than a page if there are others."""
+        """Return the byte ranges of chunks, without those smaller than a page if there are others."""
         large = self.sizes >= mmap.PAGESIZE
         return (self._select(large, self.num_samples) if large.any() else self).ranges()
 
     def runs(self) -> Ranges:
-        """All bytes, in as few reads as READ_BYTES allows."""
+        """Return the ranges of all bytes, in as few reads as READ_BYTES allows."""
         merged: list[ByteRange] = []
         for file, offset, size in sorted(self.ranges()):
             last = merged[-1] if merged else None
@@ -101,7 +101,7 @@ def cut(ranges: Ranges) -> Ranges:
 
 
 def locate(reader: H5Reader) -> Stored:
-    """Locate the chunks of all fields; NotMeasured if they do not lie in the reader's files, or nowhere yet."""
+    """Locate the chunks of all fields; NotMeasured if they lie outside the reader's files, or were never written."""
     parts, first = [], 0
     for number, each in enumerate(reader.readers):
         with opened(each.path) as file:
@@ -112,13 +112,13 @@ def locate(reader: H5Reader) -> Stored:
         first += each.num_samples
     files, offsets, sizes, firsts = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not sizes.sum():
-        raise NotMeasured("nothing was written into it yet")
+        raise NotMeasured("its data was never written")
     paths, order = tuple(each.path for each in reader.readers), np.argsort(firsts, kind="stable")
     return Stored(paths, reader.num_samples, files[order], offsets[order], sizes[order], firsts[order])
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Offsets, sizes and first samples of a field's chunks, or of runs of so many rows if it has none."""
+    """Return offsets, sizes and first samples of a field's chunks; of runs of ``rows`` rows if it is contiguous."""
     dataset = file[field.dataset]
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
@@ -141,7 +141,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Reads byte ranges of files in threads, into reused memory."""
+    """Read byte ranges of files in threads, into reused memory."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -156,7 +156,7 @@ class FileReads:
         self.num_read = 0  # ranges, by the last call
 
     def rate(self, ranges: Ranges, num_threads: int, seconds: float, *, again: bool) -> float:
-        """Bytes/s; ``again``: from the first range on after the last one."""
+        """Measure bytes/s; with ``again``, restart at the first range after the last."""
         while len(self._buffers) < num_threads:
             self._buffers.append(np.zeros(READ_BYTES, np.uint8))
         numbers = itertools.count()
@@ -176,7 +176,7 @@ class FileReads:
     def fill_page_cache(self, stored: Stored, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read the first chunks into the page cache, as many as memory and time allow.
 
-        Returns the number of samples, at least one, that are there now, and whether the time sufficed for all that fit.
+        Returns the number of samples in the page cache, at least one, and whether time sufficed for all that fit.
         """
         fitting = int(np.searchsorted(np.cumsum(stored.sizes), memory_bytes, side="right"))
         done = 0
@@ -187,7 +187,7 @@ class FileReads:
         return max(1, samples), done == fitting
 
     def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
-        """Read a range into a buffer; FileError if it cannot be read, or the file ends before."""
+        """Read a range into a buffer; FileError if it cannot be read, or the file ends too early."""
         done = 0
         while done < wanted.size:
             try:
@@ -201,7 +201,7 @@ class FileReads:
             done += more
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges from the page cache; if neighbours keep them there, all of the file; NotMeasured if they stay."""
+        """Drop ranges, or if necessary whole files, from the page cache; NotMeasured if they stay there."""
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
@@ -220,11 +220,11 @@ class FileReads:
 
     @property
     def can_be_checked(self) -> bool:
-        """Whether the system says what is cached: it does so for files that this process may write."""
+        """Whether the system reports what is cached, as it does for files that this process may write."""
         return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:
-        """Fraction of the pages of some ranges that is in the page cache; 0 if unknown. Source: mincore(2)."""
+        """Return the fraction of these ranges' pages that is in the page cache; 0 if unknown. Source: mincore(2)."""
         if not self.can_be_checked or not ranges:
             return 0.0
         cached = pages = 0
@@ -246,9 +246,9 @@ class FileReads:
 
 
 def disk_rates(reads: FileReads, chunks: Ranges, seconds: float) -> Iterator[float]:
-    """Bytes/s of chunks in shuffled order, each read after it was dropped from the page cache, of turn after turn.
+    """Yield bytes/s of chunks in shuffled order, which are dropped from the page cache before each turn reads them.
 
-    A turn takes about so many seconds; the next one goes on where it ended. NotMeasured if the page cache keeps them.
+    A turn takes about this many seconds; the next turn continues after it. NotMeasured if the page cache keeps chunks.
     """
     shuffled = itertools.cycle([chunks[place] for place in np.random.default_rng(0).permutation(len(chunks))])
     while True:

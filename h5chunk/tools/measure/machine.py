@@ -24,11 +24,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class NotMeasured(Exception):
-    """Something cannot be measured; the message says why."""
+    """A measurement is impossible; the message says why."""
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """Numbers of threads to try: the powers of two, and one thread per core.
+    """Return the numbers of threads to try: the powers of two, and one thread per core.
 
     >>> thread_counts(6)
     [1, 2, 4, 6]
@@ -37,7 +37,7 @@ def thread_counts(num_cores: int) -> list[int]:
 
 
 def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -> float:
-    """Bytes/s of threads that each call ``work(thread)``, which returns the bytes that it moved, 0 when all is done."""
+    """Measure bytes/s of threads that call ``work(thread)``, which returns the bytes moved, 0 at the end."""
 
     def loop(thread: int) -> int:
         moved = 0
@@ -55,7 +55,7 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
 
 
 def repeated_rate(work: Callable[[], int], seconds: float) -> float:
-    """Bytes/s of calls that each return the bytes that they moved; at least one call."""
+    """Measure bytes/s of repeated calls, at least one, that return the bytes that they moved."""
     started, done = time.perf_counter(), 0
     while True:
         done += work()
@@ -65,10 +65,10 @@ def repeated_rate(work: Callable[[], int], seconds: float) -> float:
 
 
 def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """One rate for each key of the first turn, from rates that were measured in turns on a machine with other load.
+    """Return one rate per key of the first turn, from rates that were measured in turns on a machine with other load.
 
-    A machine that does other things is slow for a while, for all alike. So rates are compared within each turn, and the
-    median is taken of each key's share of that turn. A key in the last turn is in all; others may have left before.
+    A busy machine slows down a whole turn. So rates are compared within each turn, and the median of each key's share
+    is used. The last turn has the keys that are in all turns; other keys may leave earlier.
 
     >>> found = interleaved_rates([{"a": 100.0, "b": 90.0}, {"a": 50.0, "b": 45.0}, {"a": 98.0, "b": 99.0}])
     >>> round(found["a"] / found["b"], 2)  # twice a is ahead by a ninth, once they are level
@@ -86,9 +86,9 @@ def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:
-    """A function of threads, up to so many, and seconds: bytes/s of copying within memory that is used again.
+    """Return a function of (number of threads, seconds) that measures bytes/s of copying within reused memory.
 
-    A piece is larger than ``piece_bytes`` if that is very small, and smaller if not each thread could have one.
+    Pieces are larger than ``piece_bytes`` if that is very small, and smaller if memory is short for all threads.
     """
     region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
     piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
@@ -105,7 +105,7 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
 
 @contextmanager
 def device_copy(device: str) -> Iterator[Callable[[float], float]]:
-    """A function of seconds: bytes/s of copying pinned memory to a GPU, both of which are given back in the end."""
+    """Yield a function of seconds that measures bytes/s of copying pinned memory to a GPU; free both at the end."""
     import torch
 
     from h5chunk.feed.memory import PinnedMemory
@@ -133,7 +133,7 @@ def device_copy(device: str) -> Iterator[Callable[[float], float]]:
 
 
 def describe_device(device: str) -> str:
-    """Human-readable name of a device; OptionError if it is not there, or neither the CPU nor a CUDA device."""
+    """Return the name of a device; OptionError if it is missing, or neither the CPU nor a CUDA device."""
     import torch
 
     from h5chunk.feed.budget import find_device
@@ -143,7 +143,7 @@ def describe_device(device: str) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of h5chunk and the libraries that affect its speed."""
+    """Return the versions of h5chunk and of the libraries that affect its speed."""
     import platform
 
     import h5py
@@ -156,7 +156,7 @@ def library_versions() -> dict[str, str]:
 
 
 def available_bytes() -> int:
-    """Memory available to this process in bytes, reclaimable page cache included."""
+    """Return the memory available to this process in bytes, including reclaimable page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -170,7 +170,7 @@ def available_bytes() -> int:
 
 
 def cuda_device() -> str | None:
-    """Name of the CUDA device that torch uses by default; None if there is none."""
+    """Return the name of the CUDA device that torch uses by default; None if there is no CUDA device."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

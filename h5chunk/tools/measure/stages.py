@@ -31,7 +31,7 @@ LEAD_SHARE = 0.15  # of a slice, to use up batches that were read ahead during a
 class Figure:
     """The measured rate of a stage, or the reason why it was not measured.
 
-    Rates are medians; bytes are of decoded samples, but as stored for reads of the file.
+    Rates are medians; bytes are of decoded samples, except for reads of the file, which count stored bytes.
     """
 
     group: str
@@ -46,7 +46,7 @@ class Figure:
 
 @dataclass
 class Stage:
-    """A stage to measure: ``rate`` takes seconds and returns bytes/s; None if it cannot be measured."""
+    """A stage to measure: ``rate`` takes seconds and returns bytes/s; it is None if the stage cannot be measured."""
 
     group: str
     name: str
@@ -58,7 +58,7 @@ class Stage:
     first_rate: float = 0.0  # of the first look, in bytes/s
 
     def figure(self) -> Figure:
-        """Its figure, without a limit."""
+        """Return the figure of this stage, without a limit."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         rates = self.rates[1:] or self.rates
@@ -68,7 +68,7 @@ class Stage:
 
 @dataclass
 class Subject:
-    """The data under measurement, the time for that, and what closes the stages that stay open."""
+    """The data to measure, the time for it, and the exit stack that closes the stages."""
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
@@ -91,7 +91,7 @@ class Subject:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Limits of stages that deliver batches on the CPU: reading, and writing of decoded chunks."""
+        """The limits of stages that deliver batches on the CPU: reading, and writing of decoded chunks."""
         return (CACHED, MEMORY) if self.is_compressed else (CACHED,)
 
     @property
@@ -100,7 +100,7 @@ class Subject:
 
 
 def disk_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
-    """Measure disk reads, of chunks that are first dropped from the page cache."""
+    """Return the stage that reads from the disk chunks that were dropped from the page cache."""
     note = f"{DISK_THREADS} threads, the file's chunks in shuffled order"
     stage = Stage(LIMITS, DISK, stored.num_bytes / stored.num_samples, note=note)
     turns = disk_rates(reads, stored.chunks(), COLD_SHARE * subject.budget.seconds / ROUNDS)
@@ -116,7 +116,7 @@ def disk_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
 
 
 def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads) -> list[str]:
-    """Read the measured samples into the page cache, as many as memory and time allow; returns notes."""
+    """Read the measured samples into the page cache, as far as memory and time allow; return notes."""
     samples, all_that_fit = reads.fill_page_cache(
         stored, subject.num_cores, WARM_SHARE * subject.budget.seconds, subject.memory_bytes // 2
     )
@@ -131,7 +131,7 @@ def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads) -> list[
 
 
 def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
-    """The stage that reads from the page cache."""
+    """Return the stage that reads from the page cache."""
     runs = stored.head(subject.num_samples).runs()
     limits = () if subject.is_compressed else (MEMORY,)
     stage = Stage(LIMITS, CACHED, stored.num_bytes / stored.num_samples, limits=limits)
@@ -139,13 +139,13 @@ def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads) -> Sta
 
 
 def memory_stage(subject: Subject) -> Stage:
-    """The stage that copies memory, in pieces of a batch."""
+    """Return the stage that copies memory, in pieces of a batch."""
     rate = memory_copy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
     return _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), rate)
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
-    """Choose the fastest number of threads; each is tried twice."""
+    """Choose the fastest number of threads, after two trials of every number."""
     counts = thread_counts(subject.num_cores)
     seconds = CHOICE_SHARE * subject.budget.seconds / 3 / 2 / len(counts)
     found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
@@ -156,7 +156,7 @@ def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, floa
 
 
 def device_stage(subject: Subject) -> Stage:
-    """The stage that copies to the GPU, if one is used."""
+    """Return the stage that copies to the GPU, if one is used."""
     stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
     if not subject.on_gpu:
         return replace(stage, note="the device is the CPU")
@@ -164,7 +164,7 @@ def device_stage(subject: Subject) -> Stage:
 
 
 def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
-    """All stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
+    """Open all stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
     cached, loader = subject.limits, partial(_open, subject)
     loaders = [loader(DATALOADER, f"{n} worker{'' if n == 1 else 's'}", cached, num_workers=n) for n in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
@@ -185,7 +185,7 @@ def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy
 
 
 def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str = "", **options: Any) -> Stage:
-    """A loader that is open up to its first batch, unless it cannot be measured."""
+    """Open a loader up to its first batch; the stage says so if it cannot be measured."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, settle
 
@@ -211,7 +211,7 @@ def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_
 
 
 def _why_not_resident(subject: Subject, copy_rate: float) -> str:
-    """Why data is not kept resident on the device; empty if it is."""
+    """Return why data is not kept on the device; empty if it is."""
     import torch
 
     from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
@@ -230,7 +230,7 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
 
 
 def measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
-    """Measure stages in rounds; the first round is short, and counted only if time is up."""
+    """Measure stages in rounds; the first round is short, and only counts if time is up."""
     left_s = max(LEAST_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
     until = budget.taken_s + left_s
     slice_s = left_s / max(1, len(stages)) / (ROUNDS + 0.5) / (1 + LEAD_SHARE)

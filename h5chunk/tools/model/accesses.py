@@ -1,15 +1,15 @@
-"""List the chunks that HDF5 visits, in order, and the bytes that it needs of each, to read samples or batches.
+"""List the chunks that HDF5 visits to read samples or batches, in order, and the bytes needed from each chunk.
 
-HDF5 reads a range of samples chunk by chunk, in row-major order of the chunks' coordinates. A chunk's number here is
-its place in that order.
+HDF5 reads a range of samples chunk by chunk, in row-major order of the chunks' coordinates. Chunks are numbered in that
+order.
 
 >>> grid = ChunkGrid(shape=(10, 6), chunks=(4, 3), itemsize=2)
 >>> accesses = range_accesses(grid, starts=[5, 2], stops=[6, 5])
 >>> accesses.chunks.tolist(), accesses.bytes_each.tolist()  # sample 5; then samples 2 and 3, and sample 4
 ([2, 3, 0, 1, 2, 3], [6, 6, 12, 12, 6, 6])
 
-The rows of a batch are sorted by `h5chunk.store.read.reader`. Of the rows in one chunk, those that lie close are read
-in one call and copied out, others one by one:
+`h5chunk.store.read.reader` sorts the rows of a batch. Rows of one chunk that are close together are read in one call
+and copied out, other rows one by one:
 
 >>> rows = np.array([9, 0, 1, 2, 40])
 >>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # first sample of each call, and the one behind it
@@ -36,10 +36,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Accesses:
-    """Chunks in the order in which HDF5 visits them for one read after another: (n,) int64 each.
+    """Chunks in the order in which HDF5 visits them, over consecutive reads, as (n,) int64 arrays.
 
-    ``runs`` is the number of contiguous pieces in which the wanted bytes lie, both in the chunk and in the result: HDF5
-    makes as many reads of a chunk that passes no filter and does not fit the cache.
+    ``runs`` is the number of contiguous pieces that hold the wanted bytes, both in the chunk and in the result: HDF5
+    makes as many reads of a chunk that has no filter and does not fit the cache.
     """
 
     chunks: Integers
@@ -58,13 +58,13 @@ def chunk_counts(grid: ChunkGrid) -> tuple[int, ...]:
 
 
 def sample_accesses(grid: ChunkGrid, samples: npt.ArrayLike) -> Accesses:
-    """Accesses of reading single samples, ``dataset[sample]`` each, in this order."""
+    """List the accesses of reading single samples, ``dataset[sample]``, in this order."""
     starts = np.asarray(samples, np.int64)
     return range_accesses(grid, starts, starts + 1)
 
 
 def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike) -> Accesses:
-    """Accesses of reading ranges of samples, ``dataset[start:stop]`` each, in this order.
+    """List the accesses of reading ranges of samples, ``dataset[start:stop]``, in this order.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike)
 
 
 def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
-    """For each chunk that a sample touches: elements, contiguous pieces, and whether the next sample joins them."""
+    """Return, per chunk of a sample: elements, contiguous pieces, and whether the next sample continues them."""
     elements, runs, joined = np.ones(1, np.int64), np.ones(1, np.int64), np.ones(1, bool)
     assert grid.chunks is not None
     for length, chunk in zip(reversed(grid.shape[1:]), reversed(grid.chunks[1:]), strict=True):
@@ -109,9 +109,9 @@ def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[
 
 
 def find_reads(rows: Integers, *, band_samples: int, row_bytes: int, whole: bool) -> tuple[Integers, Integers]:
-    """First sample, and the one behind the last, of each call that reads a batch: (m,) int64 each.
+    """Return the first sample, and the end, of each call that reads a batch, as (m,) int64 arrays.
 
-    ``rows`` come in any order. ``whole``: chunks are decoded anew at every call; then each is read once, however far
+    ``rows`` come in any order. ``whole``: chunks are decoded in every call, so that each is read once, however far
     apart its rows are.
     """
     if not len(rows):
@@ -130,7 +130,7 @@ def find_reads(rows: Integers, *, band_samples: int, row_bytes: int, whole: bool
 
 
 def batch_accesses(grid: ChunkGrid, cache: CacheSettings, rows: Integers) -> tuple[int, Accesses]:
-    """Number of calls that read a batch through a cache, and the chunks that they visit."""
+    """Return the number of calls that read a batch through a cache, and the chunks that they visit."""
     whole = grid.filtered and grid.band_bytes > cache.nbytes
     starts, stops = find_reads(rows, band_samples=grid.band_samples or 1, row_bytes=grid.sample_bytes, whole=whole)
     return len(starts), range_accesses(grid, starts, stops)

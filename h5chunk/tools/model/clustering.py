@@ -1,11 +1,10 @@
-"""Measure how similar neighbouring samples of a file are: of one class, patient, video or other group.
+"""Measure how similar neighbouring samples of a file are: how often they share a class, patient, video or other group.
 
-Pairs are counted: how much likelier two samples of a piece of the file, such as a chunk, are of one group than any two
-samples. So there is no table of pieces and groups, the short last piece counts for what it has, and in a shuffled file
-the answer is 0 on average, whatever the number of groups and pieces. How far chance strays from that follows from the
-pairs as well.
+Pairs are counted: how much likelier two samples of a piece of the file, such as a chunk, are to share a group than any
+two samples. This needs no table of pieces and groups, weights the short last piece correctly, and in a shuffled file
+gives 0 on average, whatever the number of groups and pieces. The pairs also show how far chance deviates from 0.
 
-Six samples, pieces of three: of the 6 pairs within a piece 4 are of one group, of all 15 pairs 6.
+Six samples, pieces of three: of the 6 pairs within a piece 4 share a group; of all 15 pairs 6 do.
 
 >>> find_clustering(np.array([7, 7, 7, 8, 9, 9]), 3).correlation == (4 / 6 - 4 / 15) / (1 - 4 / 15)
 True
@@ -46,19 +45,19 @@ class Clustering:
 
     @property
     def h_y(self) -> float:
-        """1 in a shuffled file, ``piece_samples`` if each piece has one group."""
+        """1 in a shuffled file, ``piece_samples`` if every piece has only one group."""
         return 1 + (self.piece_samples - 1) * self.correlation
 
 
 def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
-    """Measure how often two samples of a piece belong to one group (1 to 2 s for 10**8 samples of few groups).
+    """Measure how often two samples of a piece share a group (1 to 2 s for 10**8 samples of few groups).
 
     Parameters
     ----------
     groups : (num_samples,) array of integers, bool or fixed-length strings
         The group of each sample, in the order of the file; up to as many groups as samples.
     piece_samples : int
-        Consecutive samples that are taken together, such as a chunk. The last piece may be short.
+        Length of a piece, such as a chunk, in consecutive samples. The last piece may be short.
 
     Examples
     --------
@@ -84,7 +83,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
 
 
 def _codes_of(groups: Groups) -> Groups:
-    """Integers that are equal where groups are; strings beyond 8 bytes by a hash of 64 bits."""
+    """Convert groups to integers that are equal where groups are; strings over 8 bytes by a 64-bit hash."""
     if groups.dtype.kind in "iu":
         return groups
     octets = np.ascontiguousarray(groups).view(np.uint8).reshape(len(groups), -1)
@@ -98,7 +97,7 @@ def _codes_of(groups: Groups) -> Groups:
 
 
 def _alike_in_pieces(groups: Groups, piece: int) -> int:
-    """Pairs of samples of one piece that are of one group."""
+    """Count the pairs of samples in one piece that share a group."""
     found = 0
     for codes in map(_codes_of, _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece)):
         whole = len(codes) // piece * piece
@@ -107,7 +106,7 @@ def _alike_in_pieces(groups: Groups, piece: int) -> int:
 
 
 def _alike_in_rows(rows: Groups) -> int:
-    """Pairs of equal numbers in the rows of (n, m)."""
+    """Count the pairs of equal numbers in the rows of an (n, m) array."""
     if not rows.size:
         return 0
     rows = np.sort(rows, axis=1)
@@ -118,7 +117,7 @@ def _alike_in_rows(rows: Groups) -> int:
 
 
 def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
-    """Histogram of group sizes, as (samples, groups); at most sqrt(2 num_samples) entries."""
+    """Return the histogram of group sizes, as (samples, groups); at most sqrt(2 num_samples) entries."""
     low, high = (int(groups.min()), int(groups.max())) if groups.dtype.kind in "iu" else (0, MAX_TABLE)
     if high - low < MAX_TABLE:
         counts = np.zeros(high - low + 1, np.int64)
@@ -137,10 +136,10 @@ def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
 
 
 def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> float:
-    """Upper bound of the probability that a random order has this many pairs of one piece and one group.
+    """Bound the probability that a random order has this many pairs that share a piece and a group.
 
-    Mean and variance of their number over all permutations are exact (Mantel); the bound is Chernoff's for the gamma
-    distribution that has these, from the least number of pairs on.
+    The mean and variance of that number over all permutations are exact (Mantel); the bound is Chernoff's for the gamma
+    distribution with this mean and variance, shifted to the least number of pairs.
     """
     if size < 4:
         return 1.0
@@ -163,6 +162,6 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> 
 
 
 def _pairs_and_forks(sizes: list[tuple[int, int]]) -> tuple[int, int]:
-    """Pairs within sets, and ordered pairs of those that share one member."""
+    """Count pairs within sets, and ordered pairs of such pairs that share one member."""
     pairs = sum(count * math.comb(members, 2) for members, count in sizes)
     return pairs, sum(count * math.perm(members, 3) for members, count in sizes)

@@ -1,7 +1,7 @@
 """Model the time of each stage of a setting from the probed rates of the machine.
 
-The times are seconds per sample, shared among the threads or processes that work at a stage. A whole setting takes
-their sum times a factor, which measured settings of the same way correct: nearby ones count most.
+Times are seconds per sample, divided by the threads or processes of a stage. A setting takes their sum times a factor,
+which is learned from measured settings of its kind: similar ones have the largest weight.
 
 >>> from h5chunk.plan.cache import ChunkGrid
 >>> machine = Machine(num_cores=2, read_rate=4e9, copy_rate=8e9, call_s=20e-6, decode_rate=400e6, hop_rate=2e9)
@@ -61,7 +61,7 @@ class Reads:
 def stage_times(
     setting: Setting, facts: DataFacts, window_samples: int, reads: Reads, machine: Machine
 ) -> dict[str, float]:
-    """Seconds per sample of each stage."""
+    """Estimate the seconds per sample of each stage."""
     hdf5 = uses_hdf5(setting, facts)
     one_core = machine.read_rate / machine.num_cores if hdf5 else machine.read_rate
     sharing = max(1, min(setting.num_workers, machine.num_cores)) if hdf5 else machine.num_cores
@@ -83,39 +83,39 @@ def stage_times(
 
 
 def slowest(stages: Mapping[str, float]) -> str:
-    """The stage that takes most of the time."""
+    """Return the stage that takes most of the time."""
     return max(stages, key=lambda name: stages[name])
 
 
 class _Spot(NamedTuple):
-    """What kind of setting it is, and where it lies among settings of its kind."""
+    """The kind of a setting, and its position among settings of its kind."""
 
     kind: tuple[str, int, bool]
     place: tuple[float, float]
 
 
 class Correction:
-    """Learns the model's error from measured settings, as a factor of the rate of similar settings."""
+    """Learn the model's error from measured settings, as a factor of the rate of similar settings."""
 
     def __init__(self, facts: DataFacts) -> None:
         self._facts = facts
         self._known: list[tuple[_Spot, float]] = []
 
     def _spot(self, setting: Setting) -> _Spot:
-        """Of `ChunkLoader`, what byte ranges give says nothing of reads through HDF5: they are of another kind."""
+        """Locate a setting; `ChunkLoader` through HDF5 is another kind than by byte ranges."""
         through = " through HDF5" if setting.way == LOADER and uses_hdf5(setting, self._facts) else ""
         window_bytes = window_samples(setting, self._facts) * self._facts.sample_bytes
         place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1, window_bytes))
         return _Spot((setting.way + through, setting.num_workers, setting.repack), place)
 
     def learn(self, setting: Setting, ratio: float) -> None:
-        """Add a measured setting: its rate over that of the model."""
+        """Add a measured setting, with the ratio of measured to predicted rate."""
         self._known.append((self._spot(setting), math.log(ratio)))
 
     def factor(self, setting: Setting, *, alone: bool = False) -> float:
-        """Correction factor of the model's rate; 1 where no setting of this way was measured.
+        """Return the correction factor of the predicted rate; 1 if no setting of this kind was measured.
 
-        ``alone`` leaves out what was measured of this very setting: the model is judged by what others say.
+        With ``alone``, measurements of this setting itself are left out, to judge the model by the other settings.
         """
         spot = self._spot(setting)
         known = [each for each in self._known if not (alone and each[0] == spot)]

@@ -2,8 +2,8 @@
 
 The rules, for reading chunks that exist in the file:
 
-- A chunk has one slot, a hash of its coordinates modulo ``nslots``; of two chunks with one slot the later evicts the
-  earlier, even if there is room.
+- A chunk has one slot, a hash of its coordinates modulo ``nslots``; if two chunks share a slot, the later one evicts
+the earlier one, even if there is room.
 - The entries form a list. A miss appends at its end, a hit moves its entry one step towards the end.
 - Every entry costs the full decoded size of a chunk, chunks at the edge too. A miss first evicts the occupant of its
   slot, then prunes the list if there is no room.
@@ -11,14 +11,13 @@ The rules, for reading chunks that exist in the file:
   ``int(num_entries * w0)`` steps a second one starts at the front, which evicts anything, the first taking its turn
   before it. As all entries cost the same, one eviction is always enough. So: the first entry among the foremost
   ``int(num_entries * w0) + 1`` that was read in full, else the foremost.
-- "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request takes off what it wants,
-  the same bytes again too.
+- "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request subtracts the bytes that it
+wants, even the same bytes again.
 - A chunk larger than ``nbytes`` bypasses the cache: with a filter it is read and decoded whole at every access;
   without one, only what is wanted is read, one read for each contiguous run.
 
-Not modelled: chunks that were never written (they cost no read, but may take a place), writing, files in which
-chunks at the edge are left unfiltered, MPI. While a miss is under way, one decoded chunk more and its stored bytes are
-in memory than the cache holds.
+Not modelled: chunks that were never written (they cost no read, but may take a place), writing, files whose edge chunks
+are left unfiltered, MPI. During a miss, one more decoded chunk and its stored bytes are in memory than the cache holds.
 
 Room for two chunks, and no collisions: 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
 
@@ -60,7 +59,7 @@ _NOTHING = -1
 class CacheReplay:
     """Result of replaying accesses through a chunk cache.
 
-    Stored bytes of filtered chunks that were read: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
+    Stored bytes read, for filtered chunks: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
     """
 
     hits: int
@@ -72,9 +71,9 @@ class CacheReplay:
 
 
 class ChunkCache:
-    """The chunk cache of one open dataset; its content stays from one `access` to the next.
+    """The chunk cache of one open dataset; its content is kept between calls of `access`.
 
-    As in HDF5, its memory grows with the slots: about 50 bytes each, of no more slots than chunks can use.
+    As in HDF5, its memory grows with the slots: about 50 bytes per slot, for at most as many slots as chunks can use.
     OptionError if the dataset has no chunks, or settings are out of range.
     """
 
@@ -95,7 +94,7 @@ class ChunkCache:
         return self._entries.size * self.grid.chunk_bytes
 
     def slots(self, chunks: Integers) -> Integers:
-        """Slots of chunks, by their row-major numbers: (n,) int64 each. Source: H5D__chunk_hash_val."""
+        """Return the slots of chunks, by their row-major numbers: (n,) int64. Source: H5D__chunk_hash_val."""
         if not len(chunks):
             return np.empty(0, np.int64)
         hashed = np.zeros(len(chunks), np.uint64)
@@ -121,7 +120,7 @@ class ChunkCache:
         )
 
     def _visit(self, chunks: Integers, bytes_each: Integers) -> list[int]:
-        """Numbers of the accesses that miss."""
+        """Return the numbers of the accesses that miss."""
         resident, entries, room = self._resident, self._entries, self._room
         promote, take_off = entries.promote, entries.take_off if entries.depth else None
         missed = []
@@ -145,10 +144,10 @@ class ChunkCache:
 
 
 class _EntryList:
-    """The cache's list of entries, foremost first, each named by its slot.
+    """The cache's list of entries, foremost first, each identified by its slot.
 
-    It is a ring of ``after`` and ``before``, which the index behind the last slot closes. Every step takes O(1) time;
-    a victim is searched for as HDF5 does, among the foremost and ``depth`` entries behind it.
+    It is a circular list in the arrays ``after`` and ``before``, closed by the index after the last slot. Every step
+    takes O(1) time; a victim is searched for as in HDF5, among the foremost entry and ``depth`` entries behind it.
     """
 
     def __init__(self, num_slots: int, chunk_bytes: int, depth: int) -> None:
@@ -162,7 +161,7 @@ class _EntryList:
         self._num_finished = 0  # entries that do
 
     def append(self, slot: int) -> None:
-        """Add an entry at the end, with nothing read of it."""
+        """Add an entry at the end, of which no bytes were read."""
         before, after, end = self._before, self._after, self._end
         last = before[end]
         after[last] = before[end] = slot
@@ -170,7 +169,7 @@ class _EntryList:
         self.size += 1
 
     def remove(self, slot: int) -> None:
-        """Take an entry out."""
+        """Remove an entry."""
         if not self._left[slot]:
             self._num_finished -= 1
         self._left[slot] = self._chunk_bytes
@@ -190,14 +189,14 @@ class _EntryList:
         after[slot], before[beyond] = beyond, slot
 
     def take_off(self, slot: int, wanted: int) -> None:
-        """Count bytes that were read of an entry."""
+        """Subtract bytes that were read from an entry."""
         left = self._left[slot]
         if left:
             self._left[slot] = max(0, left - wanted)
             self._num_finished += left <= wanted
 
     def victim(self) -> int:
-        """The entry that pruning evicts: the list has more than ``depth`` entries."""
+        """Return the entry that pruning evicts: the list has more than ``depth`` entries."""
         foremost = slot = self._after[self._end]
         if self._num_finished:
             for _ in range(self.depth + 1):
@@ -209,7 +208,7 @@ class _EntryList:
 
 @dataclass(frozen=True)
 class BatchReads:
-    """Reads of some batches through HDF5: their samples, calls of HDF5, visits of chunks, and what these read."""
+    """Reads of some batches through HDF5: samples, calls of HDF5, visits of chunks, and the resulting reads."""
 
     num_samples: int
     num_calls: int

@@ -1,15 +1,15 @@
 """Model shuffle quality: the effective batch size when neighbouring samples are similar.
 
-Chunks are shuffled whole, so samples of one chunk share a window, and a batch, more often than others do. The cost of
-that follows from pairs: how much likelier two samples of one chunk are of the same group than any two samples
-(`h5chunk.tools.model.clustering`), and how much likelier two samples of one batch are of the same chunk. Every batch
+Whole chunks are shuffled, so samples of one chunk share a window, and a batch, more often than other samples do. The
+cost follows from pairs: how much likelier two samples of one chunk are to share a group than any two samples
+(`h5chunk.tools.model.clustering`), and how much likelier two samples of one batch are to share a chunk. Every batch
 comes from one window, however many windows alternate (`h5chunk.plan.order`).
 
-The variance is against a full shuffle of the same samples, and exact but for the place of a short last chunk (a part in
-num_chunks), where windows hold whole chunks, or a part of a chunk is no more alike than the whole.
+The variance is relative to a full shuffle of the same samples. It is exact, except for the place of a short last chunk
+(an error of 1 / num_chunks), if windows hold whole chunks, or parts of chunks are no more similar than whole chunks.
 
 Four classes in order, chunks of 4, batches of 4 from windows of 8. Two samples of a batch share a chunk, and so a
-class, 3 times in 7, in a full shuffle 3 in 15:
+class, in 3 of 7 cases; in a full shuffle in 3 of 15:
 
 >>> from h5chunk.tools.model.clustering import find_clustering
 >>> order = Order(num_samples=16, chunk_samples=4, batch_size=4, window_chunks=2, interleave=2)
@@ -38,10 +38,10 @@ Integers = npt.NDArray[np.int64]
 
 
 def effective_batch(clustering: Clustering, order: Order) -> float:
-    """Size of the fully shuffled batch whose group shares vary as much; at most the batch size.
+    """Return the size of the fully shuffled batch whose group shares vary as much; at most the batch size.
 
-    Clustering that a shuffled file might show by chance, such as one of few chunks, counts as none: shuffling it would
-    change nothing.
+    Clustering that a shuffled file might show by chance, for example with few chunks, is ignored: shuffling that file
+    would change nothing.
     """
     batch = float(min(order.batch_size, order.num_samples))
     if clustering.chance >= LEAST_CHANCE:
@@ -51,7 +51,7 @@ def effective_batch(clustering: Clustering, order: Order) -> float:
 
 
 def design_effect(clustering: Clustering, order: Order) -> float:
-    """Variance of a batch's group shares over that of a full shuffle, mean over the batches of an epoch.
+    """Return the variance of a batch's group shares over that of a full shuffle, averaged over an epoch.
 
     For whole chunks of b in windows of W, batches of B and M samples
     ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. OptionError if ``clustering`` is of
@@ -75,10 +75,10 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 
 
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
-    """Smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
+    """Find the smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
-    The smallest to within a few percent, for `h5chunk.plan.order.with_full_windows` of the order, whose
-    ``window_chunks`` does not matter; None if no window short of all chunks will do.
+    It is exact to within a few percent, for the order with `h5chunk.plan.order.with_full_windows`, whose own
+    ``window_chunks`` is ignored; None if only a window of all chunks suffices.
     """
     if not 0 < min_share < 1:
         raise OptionError(f"min_share is {min_share}: give a share of the batch above 0 and below 1, such as 0.95")
@@ -97,7 +97,7 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
 
 
 def _windows(order: Order) -> tuple[Integers, Integers]:
-    """First sample of each window in the line of chunks, and the one behind its last: (num_windows,) each."""
+    """Return the first sample of each window in the sequence of chunks, and its end, as (num_windows,) arrays."""
     if not order.shuffle:
         raise OptionError("shuffle is False: the order is the file's, give one with shuffle=True")
     if not order.num_batches:
@@ -109,7 +109,7 @@ def _windows(order: Order) -> tuple[Integers, Integers]:
 
 
 def _pairs_in(start: Integers, stop: Integers, piece: int) -> Integers | npt.NDArray[np.float64]:
-    """Ordered pairs of samples of one piece in the part [start, stop) of a line of pieces."""
+    """Count ordered pairs of samples that share a piece, in the part [start, stop) of a sequence of pieces."""
     first, last = -(-start // piece) * piece, stop // piece * piece
     head, tail = first - start, stop - last
     cut = head * (head - 1) + (last - first) * (piece - 1) + tail * (tail - 1)

@@ -1,7 +1,7 @@
 """Tuning settings: enumerate them, derive their order, cache and memory, and choose one.
 
-A setting says how samples lie (as they do, or repacked in other chunks), how many chunks are shuffled together, and who
-reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in workers of a DataLoader through HDF5's chunk cache.
+A setting says how samples are laid out (as they are, or repacked), how many chunks are shuffled together, and who
+reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
 
 >>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
 >>> facts = DataFacts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
@@ -11,7 +11,7 @@ reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in workers of a DataLoade
 >>> order_of(settings[0], facts).window_batches
 1
 
-The fastest setting that mixes well enough and fits in memory is chosen, or a simpler one that is as good:
+The fastest setting that mixes well enough and fits in memory is chosen, or a simpler setting of nearly the same rate:
 
 >>> slow, fast, sorted_ = (
 ...     Candidate(Setting("loader", 8, 9), 900.0, 1 << 20, 250.0),
@@ -46,7 +46,7 @@ STAY = 0.97  # of the best rate: from here on a setting is taken that needs no n
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about the data, and about how it is trained."""
+    """Facts about the data, and about how it is used for training."""
 
     grid: ChunkGrid  # of the field with the largest samples
     sample_bytes: int  # of all fields together
@@ -65,12 +65,12 @@ class DataFacts:
 
     @property
     def batch_samples(self) -> int:
-        """Samples of a batch, of which there may be fewer than ``batch_size``."""
+        """Samples of a batch: ``batch_size``, or all samples if there are fewer."""
         return min(self.batch_size, self.num_samples)
 
     @property
     def is_good(self) -> bool:
-        """Whether chunks hold whole samples and pass no filter."""
+        """Whether chunks hold whole samples and have no filter."""
         return not self.grid.filtered and self.grid.chunks_per_sample == 1
 
 
@@ -98,7 +98,7 @@ def uses_hdf5(setting: Setting, facts: DataFacts) -> bool:
 
 
 def grid_of(setting: Setting, facts: DataFacts) -> ChunkGrid:
-    """Chunk grid of the largest field."""
+    """Return the chunk grid of the largest field."""
     if not setting.repack:
         return facts.grid
     return ChunkGrid(facts.grid.shape, (setting.chunk_samples, *facts.grid.shape[1:]), facts.grid.itemsize)
@@ -109,7 +109,7 @@ def _band_bytes(grid: ChunkGrid, chunk_samples: int) -> int:
 
 
 def order_of(setting: Setting, facts: DataFacts) -> Order:
-    """The order of an epoch, as readers of the file choose it by default when it recommends this window."""
+    """Return the order of an epoch that readers choose by default if the file recommends this window."""
     band_bytes = _band_bytes(grid_of(setting, facts), setting.chunk_samples)
     order = Order(
         num_samples=facts.num_samples,
@@ -122,13 +122,13 @@ def order_of(setting: Setting, facts: DataFacts) -> Order:
 
 
 def window_samples(setting: Setting, facts: DataFacts) -> int:
-    """Samples of a full window; there may be fewer in all."""
+    """Return the samples of a full window, or all samples if there are fewer."""
     order = order_of(setting, facts)
     return order.window_batches * order.batch_size
 
 
 def cut_order(order: Order, num_samples: int) -> Order:
-    """Cut an order to fewer samples for measuring: it keeps the size of windows and has fewer of them."""
+    """Cut an order to fewer samples for measuring: it has fewer windows of the same size."""
     if num_samples >= order.num_samples:
         return order
     batches = max((each.window_batches for each in order.rounds()), default=1)
@@ -137,14 +137,14 @@ def cut_order(order: Order, num_samples: int) -> Order:
 
 
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
-    """Chunk cache of each process that reads through HDF5; by default there are as many as workers."""
+    """Return the chunk cache of each process that reads through HDF5; by default one process per worker."""
     order = order_of(setting, facts)
     workers = max(1, setting.num_workers if num_workers is None else num_workers)
     return grid_of(setting, facts).cache_for(order.open_chunks_of(workers), order.cache_w0)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Memory in bytes that feeding takes beside the interpreters: windows or batches under way, and chunk caches."""
+    """Return the bytes of feeding, without the interpreters: windows or batches under way, and chunk caches."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.given_bytes or facts.sample_bytes)
     if setting.way == DATASET:
@@ -157,7 +157,7 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
 
 
 def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
-    """Enumerate the settings to consider, today's first; ``windows``: further ones of the file as it is, in chunks."""
+    """Enumerate the settings to consider, the current one first; ``windows``: more windows for the file as it is."""
     found: dict[Setting, None] = {}
     for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
         grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
@@ -172,9 +172,9 @@ def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Ite
 
 
 def _other_chunks(facts: DataFacts) -> list[int]:
-    """Samples per chunk that a repacked file may have.
+    """Return the numbers of samples per chunk that a repacked file may have.
 
-    None between 2 MiB and what HDF5 caches by default: of those, plain h5py reads a whole chunk for each sample.
+    None is between 2 MiB and HDF5's default cache size: plain h5py would read a whole chunk for each sample.
     """
     if facts.fixed:
         return []
@@ -190,7 +190,7 @@ def _other_chunks(facts: DataFacts) -> list[int]:
 
 
 def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -> list[int]:
-    """Windows in chunks, those wanted first: the default, a quarter of it, four times as much, and four batches."""
+    """Return windows in chunks, ``wanted`` first: the default, a quarter of it, four times it, and four batches."""
     num_chunks = math.ceil(facts.num_samples / chunk_samples)
     default = choose_window_chunks(_band_bytes(facts.grid, chunk_samples), num_chunks)
     sizes = [*wanted, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
@@ -223,22 +223,22 @@ class TriedSetting(Candidate):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a setting: the least effective batch, in samples, and the most memory."""
+    """Limits of a setting: the minimum effective batch, in samples, and the maximum memory."""
 
     effective_batch: float
     memory_bytes: int
 
     def allow(self, candidate: Candidate) -> bool:
-        """Whether a candidate fits in memory and mixes well enough."""
+        """Return whether a candidate fits in memory and mixes well enough."""
         mixes = candidate.effective_batch is None or candidate.effective_batch >= self.effective_batch
         return mixes and candidate.memory_bytes <= self.memory_bytes
 
 
 def choose(candidates: Iterable[Candidate], limits: Limits) -> Candidate | None:
-    """The candidate to take, or None if none is allowed.
+    """Choose a candidate; None if none is allowed.
 
-    Of those within 3 % of the fastest, the one that changes least: the file as it is, then `ChunkLoader`, then fewer
-    workers, then smaller chunks, of which a single sample wants less, then less memory.
+    Among the candidates within 3 % of the fastest, it is the one that changes least: the file as it is, then
+    `ChunkLoader`, then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
     """
     fitting = [each for each in candidates if limits.allow(each)]
     if not fitting:
@@ -255,7 +255,7 @@ def _effort(each: Candidate) -> tuple[bool, bool, bool, int, int, int, float]:
 
 
 def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits) -> Candidate | None:
-    """The second choice: without a new file if the first one needs that, else the other way of reading, or any."""
+    """Return the second choice: without a new file if the first needs one, else another way of reading, or any."""
     others = [each for each in candidates if each.setting != chosen.setting]
     kinds = [
         [each for each in others if chosen.setting.repack and not each.setting.repack],
@@ -268,7 +268,7 @@ def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits
 
 
 def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Pareto frontier of rate and effective batch size, by growing rate."""
+    """Return the Pareto frontier of rate and effective batch size, by increasing rate."""
     found: list[Candidate] = []
     best = -1.0
     for each in sorted(candidates, key=lambda each: (-each.rate, -(each.effective_batch or 0.0))):

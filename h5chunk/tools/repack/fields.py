@@ -1,7 +1,7 @@
 """Find the datasets of a file that hold samples, and plan their chunks.
 
-A field is a dataset whose first axis counts samples: as long as the one that was named, or as ``images``, ``X`` of
-AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
+A field is a dataset whose first axis counts samples: as long as the named dataset, or as ``images``, ``X`` of AnnData,
+or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SparseGroup:
 
 @dataclass(frozen=True)
 class Samples:
-    """The fields and matrices of a file that is repacked."""
+    """The fields and matrices of the file to repack."""
 
     num_samples: int  # of the main field; 0 if nothing in the file has samples
     main: str  # its name
@@ -66,7 +66,7 @@ class Samples:
 
     @property
     def layout(self) -> Layout | CsrLayout | None:
-        """Of the main field."""
+        """The layout of the main field."""
         return self.layouts.get(self.num_samples)
 
 
@@ -163,7 +163,7 @@ def _plan(
 
 
 def is_anndata(file: h5py.File) -> bool:
-    """Return whether a file has the layout of AnnData's."""
+    """Return whether a file has the layout of AnnData."""
     return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
 
 

@@ -1,4 +1,4 @@
-"""Options of repack, also those that a tuner found (``--tuned FILE.json``), and names of compressions."""
+"""Options of repack, including tuned options (``--tuned FILE.json``), and the names of compressions."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class RepackOptions:
 
     @property
     def filters(self) -> tuple[Filter, ...]:
-        """Of the fields' chunks."""
+        """The filters of the fields' chunks."""
         return parse_compression(self.compression)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that are recorded in the file: all that its bytes depend on."""
+        """Return the options that are recorded in the file: all that determine its bytes."""
         names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
         return {name: getattr(self, name) for name in names}
 
     def with_tuned(self, tuned: Tuned) -> RepackOptions:
-        """Fill in options that were not given with those that a tuner found."""
+        """Fill in options that were not given from a tuner's recommendation."""
         names = ("chunk_samples", "window_chunks", "cache", "compression")
         missing = {name: getattr(tuned, name) for name in names if getattr(self, name) is None}
         return replace(self, shuffle=self.shuffle or tuned.shuffle, **missing)
@@ -67,7 +67,7 @@ class RepackOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Options that a tuner found best for a file; None where it has no recommendation."""
+    """Options that a tuner recommends for a file; None where it has no recommendation."""
 
     chunk_samples: int | None = None
     window_chunks: int | None = None
@@ -78,9 +78,9 @@ class Tuned:
 
 
 def read_tuned(path: str | os.PathLike[str]) -> Tuned:
-    """Read the options that a tuner found, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
+    """Read tuned options, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
 
-    Every key may be missing or null; others are ignored.
+    Every key may be missing or null; unknown keys are ignored.
     """
     shown = printable(path)
     try:

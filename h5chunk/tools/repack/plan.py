@@ -1,4 +1,4 @@
-"""Plan what repack does with each dataset of a file, and refuse what it cannot do, before anything is written."""
+"""Plan what repack does with each dataset of a file, and refuse what is impossible before writing."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Move:
-    """A dataset that is laid out anew.
+    """A dataset that gets a new layout.
 
     Its ``kind`` is "copy", in its order; "rows", permuted; "runs", permuted in runs of different lengths; or
-    "pointers", which say where such runs begin, or end, and are computed anew.
+    "pointers", which are the starts or ends of such runs, and are recomputed.
     """
 
     facts: DatasetFacts
@@ -50,12 +50,12 @@ class Move:
 
     @property
     def unit_rows(self) -> int:
-        """Rows of a chunk."""
+        """Rows per chunk."""
         return self.layout.chunks[0] if self.layout.chunks else self.facts.num_rows
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, or of all that is contiguous."""
+        """Bytes of a chunk, or of the whole dataset if it is contiguous."""
         return self.unit_rows * self.facts.grid.sample_bytes
 
     @property
@@ -83,7 +83,7 @@ class RepackPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What every report says of it."""
+        """Return the plan's entries in every report."""
         layout = self.samples.layout
         return {
             "num_samples": self.samples.num_samples,
@@ -95,13 +95,13 @@ class RepackPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Stored bytes of all that is not moved."""
+        """Stored bytes of all datasets that keep their layout."""
         moved = {move.facts.path for move in self.moves}
         return sum(facts.stored_bytes for path, facts in self.survey.datasets.items() if path not in moved)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of disk, about, with those that wait in another file meanwhile."""
+        """Approximate bytes of disk, including temporary files."""
         plain = [move for move in self.moves if move.layout.written and not move.layout.filters]
         waiting = [move.facts.num_bytes for move in self.moves if move.layout.filters and move.kind != "copy"]
         moved = sum(move.num_chunks * move.chunk_bytes for move in plain) + max(waiting, default=0)
@@ -117,7 +117,7 @@ def plan_moves(
     num_threads: int,
     notes: list[str],
 ) -> RepackPlan:
-    """Plan a repack; add its checksums to ``header``, and to ``notes`` what should be known."""
+    """Plan a repack; add its checksums to ``header``, and warnings to ``notes``."""
     shown = printable(file.filename)
     moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
     if options.shuffle:
@@ -202,7 +202,7 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
 
 
 def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
-    """Raise OptionError of files that cannot be shuffled; yield notes about what is not shuffled."""
+    """Raise OptionError for files that cannot be shuffled; yield notes about data that is not shuffled."""
     shown = printable(file.filename)
     if samples.anndata:
         raise OptionError(
@@ -239,8 +239,8 @@ def plan_header(
 ) -> NewHeader | None:
     """Plan the group ``/h5chunk`` of the new file; None if it needs none.
 
-    An h5chunk file keeps its group. Another HDF5 file gets one if it is shuffled, or if a window or cache is
-    recommended. Its fields may then lie in groups; ``checksums`` names them by their paths.
+    An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
+    recommended. Its fields may then lie in groups; ``checksums`` lists them by their paths.
     """
     wanted = options.shuffle or options.window_chunks is not None or options.cache is not None
     if header is None and not wanted:

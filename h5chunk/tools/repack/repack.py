@@ -1,4 +1,4 @@
-"""Rewrite any HDF5 file so that samples lie in it as training reads them; all else is kept."""
+"""Rewrite any HDF5 file so that its samples are laid out for training; everything else is kept."""
 
 from __future__ import annotations
 
@@ -49,39 +49,39 @@ def repack(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> RepackReport:
-    """Write an HDF5 file anew with whole samples in its chunks.
+    """Rewrite an HDF5 file with whole samples in its chunks.
 
-    A field is a dataset of fixed-size elements whose first axis is as long as that of the main one: ``images``, ``X``
-    of AnnData, or the largest; or those that are named. Fields get chunks of whole samples, uncompressed unless asked
-    for. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups, attributes, links,
-    references and dimension scales are kept as they are. Of a file that has checksums, what gets new ones is compared
-    with those first.
+    A field is a dataset of fixed-size elements whose first axis is as long as that of the main field: ``images``, ``X``
+    of AnnData, or the largest dataset; or of the fields that are named. Fields get chunks of whole samples,
+    uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups,
+    attributes, links, references and dimension scales are kept unchanged. If the file has checksums, data is compared
+    with them before it gets new ones.
 
     Parameters
     ----------
     source, path : path
-        The file to read, and the one to write; it appears under its name when it is complete and on disk.
+        The file to read, and the file to write, which appears under its name when it is complete and on disk.
     chunk_samples : int, optional
-        Samples in one chunk; chosen if not given.
+        Samples in one chunk; default: chosen automatically.
     window_chunks : int, optional
         Recommended number of chunks to shuffle together, stored in the file's group ``/h5chunk``.
     cache : CacheSettings or (nslots, nbytes, w0), optional
-        Recommended chunk cache, stored there as well.
+        Recommended chunk cache, stored in the same group.
     shuffle : bool
         Permute the samples of all fields alike. The permutation is kept in ``/h5chunk/source_index``.
     seed : int
-        Of the permutation; the same one as when images are converted.
+        Seed of the permutation; the same permutation as for images that are converted.
     compression : {"none", "gzip", "gzip:0" to "gzip:9", "lzf", "zstd", "zstd:1" to "zstd:22", "lz4", "blosc"}
-        Of the fields' chunks; all but gzip and lzf need hdf5plugin.
+        Compression of the fields' chunks; all but gzip and lzf need hdf5plugin.
     tuned : path, optional
-        JSON file of what was found best: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
-        what is given here counts more. Of AnnData's files, only what these can have.
+        JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
+        explicit arguments take precedence. For AnnData files, only the options that these can have.
     fields : sequence of str
-        Datasets that say how many samples there are; without shuffle, of several lengths.
+        Datasets whose lengths are the number of samples; without shuffle, the lengths may differ.
     keep : sequence of str
-        Datasets that are no fields, though as long as one.
+        Datasets to copy unchanged although their length matches.
     memory_bytes : int
-        About the most memory to take. The output does not depend on it.
+        Approximate upper limit on memory. The output does not depend on it.
     overwrite : bool
         Whether to replace a file at ``path``.
     progress : callable, optional
@@ -90,11 +90,11 @@ def repack(
     Raises
     ------
     FileError, FieldError
-        The source is missing, damaged, leads to other files, or has something that cannot be kept.
+        The source is missing or damaged, refers to other files, or has content that cannot be kept.
     OutputError
-        The file cannot be made; what stood at ``path`` is as it was.
+        The file cannot be made; a file that existed at ``path`` is unchanged.
     OptionError
-        An argument cannot be.
+        An argument is invalid.
     """
     options = _parse(
         cache=cache,
@@ -145,7 +145,7 @@ def _parse(*, cache: Any = None, fields: Sequence[str] = (), keep: Sequence[str]
 
 
 def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Return the output, if it may be written."""
+    """Validate the path of the output, and return it."""
     parsed = parse_output(path)
     check_not_source(parsed, source)
     check_output(parsed, overwrite or has_command_id(parsed))
@@ -155,7 +155,7 @@ def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], ov
 def _repack(
     source: Source, path: Path, options: RepackOptions, tuned: Tuned | None, progress: Progress | None
 ) -> RepackReport:
-    """Repack in child processes, so that HDF5 never opens the source in this one."""
+    """Repack in child processes, so that HDF5 never opens the source in this process."""
     started = time.perf_counter()
     command = options.recorded() | {"cache": repr(options.cache), "tuned": repr(tuned)}
     source, plan = in_child(lambda _: _plan(source, options, tuned), lambda: source.shown)
@@ -190,7 +190,7 @@ def _repack(
 
 
 def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[list[FieldReport], list[str]]:
-    """Write the new file; return what became of the fields, and what could not be kept."""
+    """Write the new file; return the changes of its fields, and what could not be kept."""
     with source:
         run = Run(source, plan, new, lambda *progress: say(progress))
         with translate_errors(source.shown):

@@ -1,4 +1,4 @@
-"""The report of repack: for people (``str``) and for programs (``to_json``)."""
+"""The report of repack, as text (``str``) and for programs (``to_json``)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FieldPlan(Report):
 
 @dataclass(frozen=True)
 class RepackSummary(Report):
-    """The plan of a repack, for people and programs."""
+    """The plan of a repack, as text and for programs."""
 
     path: str
     num_samples: int
@@ -94,10 +94,10 @@ class RepackReport(Report):
     """The result of a repack.
 
     ``num_samples``, 0 if no dataset counts samples, is the length of the field ``main``. ``chunk_samples`` and
-    ``window_chunks`` were planned; the window is in the file only if that has the group ``/h5chunk`` (``has_header``).
-    ``fields`` are the datasets that were laid out anew, beside ``num_copied`` others. ``notes`` say what could not be
-    kept, or should be known. If ``already_complete``, the same command had made the file before, and nothing was done;
-    what could not be kept is not known then.
+    ``window_chunks`` are the planned ones; the window is stored only if the file has the group ``/h5chunk``
+    (``has_header``). ``fields`` are the datasets with a new layout, besides ``num_copied`` others. ``notes`` are
+    warnings, such as what could not be kept. If ``already_complete``, the same command had made the file before, and
+    nothing was done; it is not known then what could not be kept.
     """
 
     path: str

@@ -1,6 +1,6 @@
 """Check the source of a repack against its checksums, and write the new file.
 
-New checksums of damaged values would declare these right: so what is moved is compared with its old checksums first.
+New checksums of damaged values would make them look right: so data is compared with its old checksums first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from h5chunk.tools.repack.report import FieldReport, LaidOut
 
 
 class Source:
-    """The source: a context manager in which it is open in HDF5 and as bytes. It pickles when closed."""
+    """The source file, open in HDF5 and as bytes inside this context manager. It can be pickled when closed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.shown = path, printable(path)
@@ -54,17 +54,17 @@ class Source:
         del self.file
 
     def open(self, path: bytes) -> h5py.Dataset:
-        """Open a dataset, whatever bytes its path has."""
+        """Open a dataset; its path may be any bytes."""
         return h5py.Dataset(h5d.open(self.file.id, path))
 
     def check_unchanged(self) -> None:
-        """Raise FileError if the file was written to meanwhile."""
+        """Raise FileError if the file was modified since it was opened."""
         if stamp_of(self.descriptor, with_ctime=True) != self.stamp:
             raise FileError(f"{self.shown}: changed while it was read: start again")
 
 
 class Run:
-    """Writer of the new file from a source, which is open."""
+    """Write the new file from an open source."""
 
     def __init__(self, source: Source, plan: RepackPlan, new: NewFile, progress: Progress) -> None:
         self._source, self._plan, self._new = source, plan, new
@@ -76,14 +76,14 @@ class Run:
         self._told(0)
 
     def _moves_with_checksums(self) -> Iterator[Move]:
-        """Yield the moves of what has checksums in the source."""
+        """Yield the moves of datasets with checksums in the source."""
         for move in self._plan.moves:
             table = self._plan.survey.datasets.get(f"{CHECKSUMS}/".encode() + move.facts.path)
             if move.checked and move.facts.num_bytes and table is not None and len(table.shape or ()) == 1:
                 yield move
 
     def check_source(self) -> None:
-        """Compare the chunks of all that is moved with the checksums that the source holds of them, if it does."""
+        """Compare the chunks of all moved datasets with their checksums in the source, if it has checksums."""
         shares, shown = self._plan.shares, self._source.shown
         for move in self._moves_with_checksums():
             name = checksum_name(move.facts.path, shown)
@@ -106,7 +106,7 @@ class Run:
                 self._told(came.num_bytes)
 
     def create(self) -> list[str]:
-        """Write everything but the data that are moved; return what could not be kept."""
+        """Write everything except the data of moved datasets; return what could not be kept."""
         plan, lost = self._plan, []
         others = plan.samples.others if self._order is not None else []
         changes = Changes(
@@ -127,7 +127,7 @@ class Run:
         return lost
 
     def move_all(self) -> None:
-        """Write the data that are moved, and the tables beside them."""
+        """Write the data of moved datasets, and the tables beside them."""
         tables: dict[str, np.ndarray] = {}
         if self._order is not None and all(move.facts.path != SOURCE_INDEX.encode() for move in self._plan.moves):
             tables[SOURCE_INDEX] = self._order.order
@@ -181,9 +181,9 @@ class Run:
         return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
-        """Read where rows of different lengths begin, and where the last one ends: (num_samples + 1,) int64.
+        """Read the starts of rows of different lengths, and the end of the last row: (num_samples + 1,) int64.
 
-        HDF5 does not read them, as it believes the lengths of chunks.
+        They are not read through HDF5, which would trust damaged chunk lengths.
         """
         name, dataset = f"{self._source.shown}: {printable(path)!r}", self._source.open(path)
         if not is_stored_as(dataset, dataset.dtype):

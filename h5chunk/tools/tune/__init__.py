@@ -1,1 +1,1 @@
-"""`h5chunk tune`: settings found by a model and by measurement."""
+"""`h5chunk tune`: find the best settings with a model and measurements."""

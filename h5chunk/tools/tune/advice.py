@@ -1,4 +1,4 @@
-"""Detect problems of a file and of its reading settings, each with figures and a remedy."""
+"""Detect problems of a file and of its reading settings, and give figures and a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Advice:
 
 
 def default_cache() -> CacheSettings:
-    """The chunk cache that this HDF5 library gives a dataset."""
+    """Return the chunk cache that this HDF5 library gives a dataset by default."""
     return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
@@ -45,8 +45,8 @@ def find_advice(
 ) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is that of the file as it is read today; ``repack`` and ``shuffle`` are the commands that
-    rewrite it in other chunks, and that shuffle it.
+    ``effective_batch`` is that of the file as it is read now; ``repack`` and ``shuffle`` are the commands that rewrite
+    it in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
     if not study.matrix:
@@ -56,7 +56,7 @@ def find_advice(
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
-    """Detect problems of a field's chunks, and of the cache that plain reads have; ``repack``: a command as a remedy.
+    """Detect problems of a field's chunks, and of the cache of plain reads; ``repack`` is a command as a remedy.
 
     >>> grid = ChunkGrid((50_000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> [each.code for each in advise_layout(grid, CacheSettings(8191, 8 << 20), "repack")]
@@ -86,7 +86,7 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
 
 
 def _is_giant(grid: ChunkGrid) -> bool:
-    """Whether a chunk is too large for shuffling whole chunks."""
+    """Return whether a chunk is too large for shuffling whole chunks."""
     if (grid.band_samples or 1) == 1 or grid.chunk_bytes <= LEAST_GIANT_BYTES:
         return False
     return grid.chunk_bytes > GIANT_BYTES or grid.num_bands < FEW_CHUNKS <= grid.shape[0]

@@ -13,7 +13,7 @@ from h5chunk.tools.tune.report import CHOSEN, TODAY, Recommendation
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise OptionError or OutputError if a picture cannot be drawn there, before anything is measured."""
+    """Raise OptionError or OutputError, before anything is measured, if a picture cannot be written to this path."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
@@ -27,7 +27,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw the frontier of rate against effective batch, after `check_plot`; the path's ending says of which kind."""
+    """Draw the frontier of rate against effective batch, after `check_plot`; the path's suffix chooses the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")

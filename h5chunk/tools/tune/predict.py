@@ -1,4 +1,4 @@
-"""Predict the rate, memory and quality of settings, and correct the predictions by measured rates."""
+"""Predict the rate, memory and shuffle quality of settings, and correct the predictions by measured rates."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ LEAST_REPLAY_S = 2e-3  # for a setting: some batches of it
 
 
 class Predictor:
-    """Predicts the rate, memory and quality of settings.
+    """Predict the rate, memory and shuffle quality of settings.
 
-    ``replay_s`` is an upper limit on the time to predict the reads of one setting: a loop over batches, long where
-    these are small.
+    ``replay_s`` is an upper limit on the time to predict the reads of one setting: a loop over batches, slow for small
+    batches.
     """
 
     def __init__(self, study: Study, machine: Machine) -> None:
@@ -50,14 +50,14 @@ class Predictor:
         self.clustering = lru_cache(None)(self._clustering)
 
     def reads(self, setting: Setting, seconds: float = math.inf) -> Reads:
-        """Reads of a setting, per sample; predicting them takes about this long at most."""
+        """Return the reads of a setting, per sample; predicting them takes at most about ``seconds``."""
         grid, order = grid_of(setting, self.facts), order_of(setting, self.facts)
         if grid.chunks is None or self.study.matrix or not uses_hdf5(setting, self.facts):
             return self._direct_reads(setting, grid, order)
         return self._cached_reads(setting, grid, order, seconds)
 
     def _direct_reads(self, setting: Setting, grid: ChunkGrid, order: Order) -> Reads:
-        """Reads by byte ranges, of chunks or, where these hold whole samples, of rows."""
+        """Return the reads by byte ranges: of chunks or, if these hold whole samples, of rows."""
         in_pieces = not self.study.matrix and grid.chunks_per_sample > 1
         amplification = 1.0
         if grid.filtered and not self.study.matrix:  # windows that cut a chunk read it again
@@ -69,7 +69,7 @@ class Predictor:
         return Reads(self._bytes_read(grid, amplification, setting.repack), decoded, calls, amplification, None)
 
     def _cached_reads(self, setting: Setting, grid: ChunkGrid, order: Order, seconds: float) -> Reads:
-        """Reads of the first worker through HDF5's chunk cache."""
+        """Return the reads of the first worker through HDF5's chunk cache."""
         workers, cache = max(1, setting.num_workers), cache_of(setting, self.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
         replay = replay_batches(grid, cache, _take_for(batches, seconds), most_accesses=ACCESSES)
@@ -85,12 +85,12 @@ class Predictor:
         )
 
     def _bytes_read(self, grid: ChunkGrid, amplification: float, repack: bool = False) -> float:
-        """Stored bytes read per sample: of the largest field with its amplification, and of the other fields."""
+        """Return the stored bytes read per sample: of the largest field with its amplification, and of the others."""
         stored = 1.0 if repack else self.study.stored_share
         return grid.sample_bytes * amplification * stored + self.facts.sample_bytes - grid.sample_bytes
 
     def _effective(self, setting: Setting) -> float | None:
-        """Effective batch size on the whole data; None where no field marks similar samples."""
+        """Return the effective batch size on the whole data; None if no field marks similar samples."""
         if self.study.groups is None:
             return None
         if setting.shuffle:
@@ -102,7 +102,7 @@ class Predictor:
         return find_clustering(self.study.groups, chunk_samples)
 
     def stages(self, setting: Setting) -> dict[str, float]:
-        """Seconds of each stage, per sample."""
+        """Return the seconds of each stage, per sample."""
         window = min(window_samples(setting, self.facts), self.facts.num_samples)
         return stage_times(setting, self.facts, window, self._reads(setting), self.machine)
 
@@ -110,7 +110,7 @@ class Predictor:
         return 1 / max(1e-12, sum(self.stages(setting).values()))
 
     def rate(self, setting: Setting, *, alone: bool = False) -> float:
-        """Samples/s, corrected by measurements; with ``alone``, by those of other settings only."""
+        """Predict samples/s, corrected by measurements; with ``alone``, only by those of other settings."""
         return self._modelled_rate(setting) * self._correction.factor(setting, alone=alone)
 
     def learn(self, setting: Setting, measured: float) -> None:
@@ -118,11 +118,11 @@ class Predictor:
         self._correction.learn(setting, measured / self._modelled_rate(setting))
 
     def candidate(self, setting: Setting, rate: float) -> Candidate:
-        """A setting of this rate, with its memory and quality."""
+        """Return the candidate of a setting with this rate, with its memory and shuffle quality."""
         return Candidate(setting, rate, memory_of(setting, self.facts), self.effective(setting))
 
     def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
-        """Reads per sample and samples/s of plain h5py, which reads single random samples."""
+        """Predict reads per sample and samples/s of plain h5py, which reads single random samples."""
         setting = Setting(DATASET, self.facts.chunk_samples, 1)
         if self.facts.grid.chunks is None or self.study.matrix:
             reads = Reads(self.facts.sample_bytes, 0.0, 1.0, 1.0, None)
@@ -131,7 +131,7 @@ class Predictor:
         return reads, 1 / max(1e-12, sum(stage_times(setting, self.facts, 1, reads, self.machine).values()))
 
     def _plain_reads(self, grid: ChunkGrid, cache: CacheSettings) -> Reads:
-        """Reads of random samples: the first half warms the cache, the second half is counted."""
+        """Replay reads of random samples: the first half warms the cache, the second half is counted."""
         count = max(16, min(MOST_SAMPLES, ACCESSES // grid.chunks_per_sample))
         accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.facts.num_samples, 2 * count))
         half = len(accesses) // 2
@@ -144,7 +144,7 @@ class Predictor:
 
 
 def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndarray]:
-    """Batches for this many seconds; at least one."""
+    """Yield batches for this many seconds; at least one."""
     until = time.perf_counter() + max(LEAST_REPLAY_S, seconds)
     for batch in batches:
         yield batch
@@ -153,5 +153,5 @@ def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndar
 
 
 def _whole_epoch(order: Order, band: float) -> float:
-    """Decoded bytes over used bytes if each chunk is read once; the last chunk may be short."""
+    """Return decoded bytes over used bytes if each chunk is read once; the last chunk may be short."""
     return band * order.num_chunks / max(1, order.num_samples) if band > 1 else 1.0

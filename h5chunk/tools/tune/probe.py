@@ -26,7 +26,7 @@ LEAST_CALL_S = 2e-6
 
 
 def probe(study: Study, device: str, budget: TimeBudget) -> Machine:
-    """Measure the rates of the stages, and fill the page cache with the samples that are measured later."""
+    """Measure the rates of the stages, and fill the page cache with the samples to measure later."""
     seconds = max(0.01, EACH_SHARE * budget.seconds)
     cores = available_cores()
     memory_rate = memory_copy(1 << 20, cores, available_bytes() // 8)
@@ -48,7 +48,7 @@ def probe(study: Study, device: str, budget: TimeBudget) -> Machine:
 
 
 def _read_rate(study: Study, budget: TimeBudget, cores: int, seconds: float) -> float | None:
-    """Measure stored bytes/s from the page cache by all cores; None where the bytes lie elsewhere."""
+    """Measure stored bytes/s from the page cache with all cores; None if the bytes lie in other files."""
     if study.matrix:
         return None
     try:
@@ -82,7 +82,7 @@ def _call_seconds(study: Study, copy_rate: float, seconds: float) -> float:
 
 
 def _decode_rate(study: Study, seconds: float) -> float:
-    """Measure bytes/s at which HDF5 decodes the first chunk, or assembles samples; infinite if neither is needed."""
+    """Measure bytes/s of decoding the first chunk, or of assembling samples, by HDF5; infinite if neither is needed."""
     main = study.reader.main
     if not isinstance(main, Field) or not main.grid.chunks:
         return math.inf

@@ -1,4 +1,4 @@
-"""The report of `h5chunk tune`: a table of settings, each with a sentence of reason, and advice."""
+"""The report of `h5chunk tune`: a table of settings with reasons, and advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runne
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One line of the table; rates, memory and ``effective_batch`` are as in `TriedSetting`."""
+    """One line of the table; for rates, memory and ``effective_batch``, see `TriedSetting`."""
 
     name: str  # TODAY, PLAIN, CHOSEN or SECOND
     setting: Setting | None  # None for plain h5py
@@ -37,7 +37,7 @@ class TuneRow:
     reason: str
 
     def lines(self) -> list[str]:
-        """The figures in columns, and the setting with its reason."""
+        """Return the figures in columns, and the setting with its reason."""
         hits = "-" if self.hit_rate is None else f"{self.hit_rate:.3f}"
         batch = "-" if self.effective_batch is None else f"{self.effective_batch:.0f}"
         rate = f"{self.rate:,.0f}" if self.measured_rate is not None else f"~{self.rate:,.0f}"
@@ -48,32 +48,32 @@ class TuneRow:
 
 @dataclass(frozen=True)
 class Recommendation(Report):
-    """The recommended setting, and the rates, memory and quality that it gives.
+    """The recommended setting, with its rates, memory and shuffle quality.
 
-    ``--tuned`` of `h5chunk convert` and `h5chunk repack` takes its JSON.
+    Its JSON is the input of ``--tuned`` of `h5chunk convert` and `h5chunk repack`.
 
     Attributes
     ----------
     setting : Setting
-        Recommended; where ``setting.repack``, of the file that `h5chunk repack` writes.
+        The recommended setting; if ``setting.repack``, for the file that `h5chunk repack` writes.
     cache : (nslots, nbytes, w0)
         Chunk cache of one process that reads all windows through HDF5.
     window_in_place, cache_in_place : int, (nslots, nbytes, w0)
-        The best without a new file: what ``--apply`` stores.
+        The best window and cache without a new file, which ``--apply`` stores.
     num_samples, num_measured : int
-        Of the data, and those that rates were measured on.
+        Number of samples, and of the samples that rates were measured on.
     commands : list of str
-        The steps to take.
+        The commands to run, and a line of Python.
     min_effective_batch : float
-        Minimum worth of a batch, in samples.
+        Minimum shuffle quality, as an effective batch in samples.
     memory_bytes : int
-        Upper limit on the memory that feeding takes.
+        Upper limit on the memory of feeding.
     machine : dict
-        Rates that probes found, in bytes/s.
+        Rates of the machine as probed, in bytes/s.
     verify : dict or None
         Predicted and measured reads.
     applied : str or None
-        Where the recommendation was stored.
+        Path where the recommendation was stored.
     """
 
     setting: Setting
@@ -101,7 +101,7 @@ class Recommendation(Report):
     applied: str | None = None
 
     def row(self, name: str) -> TuneRow:
-        """A line of the table by its name."""
+        """Return a line of the table by its name."""
         return next(each for each in self.rows if each.name == name)
 
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Build the rows of tune's report, each with a sentence of reason, and the commands to run."""
+"""Build the rows of tune's report with their reasons, and the commands to run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from h5chunk.tools.tune.study import Study
 
 
 def cache_triple(setting: Setting, search: Search, num_workers: int | None = None) -> Triple:
-    """The cache of a setting as numbers."""
+    """Return the cache of a setting as (nslots, nbytes, w0)."""
     cache = cache_of(setting, search.study.facts, num_workers)
     return cache.nslots, cache.nbytes, cache.w0
 
 
 def rows_of(search: Search, chosen: Candidate, enough: bool) -> list[TuneRow]:
-    """The lines of today's setting, the recommendation and the runner-up."""
+    """Return the lines of the current setting, the recommendation and the runner-up."""
     today = search.candidate(search.today)
     second = runner_up([search.candidate(setting) for setting in search.rates], chosen, search.limits)
     rows = [
@@ -54,7 +54,7 @@ def _row(name: str, candidate: Candidate, search: Search, reason: str) -> TuneRo
 
 
 def plain_row(search: Search, cache: CacheSettings, measured: float) -> TuneRow:
-    """The line of plain h5py, which reads single random samples through this cache."""
+    """Return the line of plain h5py, which reads single random samples through this cache."""
     facts = search.study.facts
     reads, predicted = search.predictor.plain(cache)
     return TuneRow(
@@ -114,12 +114,12 @@ def _reason_second(second: Setting, chosen: Setting) -> str:
 
 
 def _tuned_path(study: Study) -> Path:
-    """The file that the recommended command writes."""
+    """Return the path of the file that the recommended command writes."""
     return study.reader.path.with_name(f"{study.reader.path.stem}-tuned.h5")
 
 
 def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: bool = False) -> str:
-    """The command that rewrites a file in other chunks; AnnData's files are not shuffled, but converted."""
+    """Return the command that rewrites a file in other chunks; AnnData files are converted instead of shuffled."""
     verb = "convert" if study.anndata and shuffle else "repack"
     parts = ["h5chunk", verb, str(study.reader.path), str(_tuned_path(study))]
     if verb == "repack":
@@ -131,7 +131,7 @@ def repack_command(study: Study, chunk_samples: int | None = None, *, shuffle: b
 
 
 def commands_for(study: Study, setting: Setting) -> list[str]:
-    """The steps to take: a command, if one is needed, and a line of Python."""
+    """Return the steps to take: a command, if needed, and a line of Python."""
     if not setting.repack:
         return [_code(study, study.reader.path, setting, stored=setting.window_chunks == study.facts.window_chunks)]
     command = repack_command(study, None if study.matrix else setting.chunk_samples, shuffle=setting.shuffle)
@@ -141,7 +141,7 @@ def commands_for(study: Study, setting: Setting) -> list[str]:
 
 
 def _code(study: Study, path: Path, setting: Setting, *, stored: bool) -> str:
-    """The line of Python that feeds training; ``stored``: readers take the window from the file."""
+    """Return the line of Python that feeds training; ``stored``: readers take the window from the file."""
     shown, batch_size, asked = str(path), study.facts.batch_size, study.asked
     name = f'"{shown}"' if shown.isprintable() and not {'"', "\\"} & set(shown) else repr(shown)
     fields = ""

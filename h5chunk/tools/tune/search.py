@@ -1,4 +1,4 @@
-"""Search for the best setting: measure those that are predicted to be fastest, which corrects the predictions."""
+"""Search for the best setting: measure the settings with the best predictions, and correct the predictions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_LEAD = 3  # times the seconds of a measurement, to use up what was read ahe
 
 
 def measure(study: Study, setting: Setting, device: str, budget: TimeBudget, seconds: float) -> float:
-    """Measure samples/s of a setting with the loaders themselves, from the page cache."""
+    """Measure samples/s of a setting with its actual loader, from the page cache."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import open_dataset, open_loader
 
@@ -53,7 +53,7 @@ def measure(study: Study, setting: Setting, device: str, budget: TimeBudget, sec
 
 @dataclass
 class Search:
-    """Measures settings, of which today's is the first, within a time budget."""
+    """Measure settings, the current one first, within a time budget."""
 
     study: Study
     predictor: Predictor
@@ -68,7 +68,7 @@ class Search:
 
     @property
     def today(self) -> Setting:
-        """The setting that readers choose by default."""
+        """The current setting: what readers choose by default."""
         return self.settings[0]
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class Search:
         self.race(list(dict.fromkeys([*allowed[:FINALISTS], *self._needed(allowed)])))
 
     def look(self, anchors: Iterable[Setting]) -> None:
-        """Measure the anchors and today's setting, then the most promising ones, while there is time."""
+        """Measure the anchors and the current setting, then the most promising settings, while time remains."""
         for setting in anchors:
             if self.budget.has(SEARCH_SHARE) or not self.rates:
                 self.measure(setting, LOOK)
@@ -96,7 +96,7 @@ class Search:
             self.measure(promising, LOOK)
 
     def race(self, runners: list[Setting]) -> None:
-        """Measure settings in turns; one that falls behind leaves, unless the report needs it."""
+        """Measure settings in turns; a setting that falls behind is dropped, unless the report needs it."""
         while len(self.turns) < TURNS and self.budget.has(FINAL_SHARE):
             turn = {setting: rate for setting in runners if (rate := self.measure(setting, TURN)) is not None}
             if not turn:
@@ -110,7 +110,7 @@ class Search:
                 runners = [each for each in runners if self.steady[each] >= BEHIND * best or each in needed]
 
     def measure(self, setting: Setting, part: float = 1.0) -> float | None:
-        """Samples/s, over this part of a slice; None if it does not fit in memory, or takes too long to start."""
+        """Measure samples/s for this part of a slice; None if the setting exceeds memory, or starts too slowly."""
         first = min(window_samples(setting, self.study.facts), self.study.num_measured)
         too_long = first / self.predictor.rate(setting) > FIRST_SHARE * self.budget.seconds
         if too_long or memory_of(setting, self.study.facts) > self.limits.memory_bytes:
@@ -128,7 +128,7 @@ class Search:
         return rate
 
     def _anchors(self) -> Iterable[Setting]:
-        """The second best of each kind that is not hopeless, so that the best is predicted from another one."""
+        """Yield the second best of every promising kind, so that the best is predicted from another measurement."""
         kinds: dict[tuple[str, int, bool], list[Setting]] = {}
         for setting in sorted(self.settings, key=self.predictor.rate, reverse=True):
             if memory_of(setting, self.study.facts) <= self.limits.memory_bytes:
@@ -140,7 +140,7 @@ class Search:
                 yield anchor
 
     def _most_promising(self) -> Setting | None:
-        """The allowed setting that was not measured and is predicted to be fastest, if that may be worth it."""
+        """Return the allowed, unmeasured setting with the fastest prediction, if measuring it may be worthwhile."""
         best = max((statistics.median(rates) for each, rates in self.rates.items() if self.allows(each)), default=0.0)
         known = self.rates.keys() | self.left_out
         unknown = [setting for setting in self.settings if setting not in known and self.allows(setting)]
@@ -148,25 +148,25 @@ class Search:
         return None if promising is None or self.predictor.rate(promising) < WORTH * best else promising
 
     def _needed(self, ranked: Sequence[Setting]) -> list[Setting]:
-        """The first setting without a new file, and today's."""
+        """Return the first setting without a new file, and the current setting."""
         return [*[setting for setting in ranked if not setting.repack][:1], self.today]
 
     def allows(self, setting: Setting) -> bool:
-        """Whether it fits in memory and mixes well enough."""
+        """Return whether a setting fits in memory and mixes well enough."""
         return self.limits.allow(self.candidate(setting))
 
     def measured(self, setting: Setting) -> float | None:
-        """Samples/s: in turns, where it took part in them; None if it was never measured."""
+        """Return measured samples/s, from turns if the setting took part in them; None if it was never measured."""
         rates = self.rates.get(setting)
         return self.steady.get(setting, statistics.median(rates)) if rates else None
 
     def candidate(self, setting: Setting) -> Candidate:
-        """The setting with its rate in turns, else the measured, else the predicted one."""
+        """Return the candidate of a setting, with its rate in turns, or else measured once, or else predicted."""
         measured = self.measured(setting)
         return self.predictor.candidate(setting, self.predictor.rate(setting) if measured is None else measured)
 
     def tried(self, setting: Setting) -> TriedSetting:
-        """The setting with its predicted and measured rates, for the report."""
+        """Return the setting with its predicted and measured rates, for the report."""
         candidate = self.candidate(setting)
         return TriedSetting(
             **vars(candidate),
@@ -177,10 +177,10 @@ class Search:
         )
 
     def choose(self, *, in_place: bool = False) -> Candidate | None:
-        """The setting to take, of those measured in turns, else once, else predicted; None if none is allowed.
+        """Choose a setting among those measured in turns, else once, else predicted; None if none is allowed.
 
-        A single measurement may be lucky: of many, the luckiest would win. With ``in_place`` only settings without a
-        new file are considered.
+        A single measurement may be too high by chance, and the maximum of many measurements usually is. With
+        ``in_place`` only settings without a new file are considered.
         """
         settings = [setting for setting in self.settings if not (in_place and setting.repack)]
         for known in (self.steady.keys(), self.rates.keys(), set(settings)):
@@ -190,7 +190,7 @@ class Search:
         return None
 
     def nearest(self) -> Candidate:
-        """Where nothing is allowed: of the settings that fit in memory, the one that mixes best."""
+        """Return the setting that mixes best among those that fit in memory, for when no setting is allowed."""
         candidates = [self.candidate(setting) for setting in self.settings]
         fitting = [each for each in candidates if each.memory_bytes <= self.limits.memory_bytes]
         return max(fitting, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))

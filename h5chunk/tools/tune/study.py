@@ -1,4 +1,4 @@
-"""The data under study: a file, its measured part, and samples of it in other chunks."""
+"""The data to tune: a file, the part to measure, and copies of its samples in other chunks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CODES = "codes"
 
 @dataclass
 class Study:
-    """The data that is tuned, and facts about it."""
+    """The data to tune, and facts about it."""
 
     reader: H5Reader
     facts: DataFacts
@@ -57,7 +57,7 @@ class Study:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Datasets by the names of fields."""
+        """Dataset of each field name."""
         return {name: each.dataset for name, each in self.reader.fields.items()}
 
     @property
@@ -66,7 +66,7 @@ class Study:
         return self.reader.matrix is not None
 
     def path_of(self, setting: Setting, budget: TimeBudget) -> tuple[Path, Mapping[str, str]]:
-        """The file to measure a setting on, and its fields; OutputError if samples cannot be laid out anew."""
+        """Return the file to measure a setting on, and its fields; OutputError if it cannot be written."""
         if not setting.repack or self.matrix:
             return self.reader.path, self.fields
         if setting.chunk_samples not in self._made:
@@ -84,7 +84,7 @@ class Study:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder for samples in other chunks, and remove it in the end; OutputError if there is no place for it."""
+    """Yield a temporary folder for samples in other chunks; OutputError if no folder can be made."""
     try:
         made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -94,12 +94,12 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def most_samples(batch_size: int, sample_bytes: int) -> int:
-    """Number of samples to measure: at least a batch unless it is very large, and more of small ones."""
+    """Return the number of samples to measure: usually at least a batch, and more small samples."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
 def check_converted(path: str | os.PathLike[str]) -> None:
-    """Raise FileError for what convert takes, such as a folder of images, with the command to run first."""
+    """Raise FileError with the command to run first if the path is for convert, such as a folder of images."""
     path = Path(path)
     if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
         return  # if it cannot be read all the same, the reader says why
@@ -121,7 +121,7 @@ def study_file(
     folder: Path,
     trusted: bool = False,
 ) -> Study:
-    """Inspect a file before anything is measured; errors are those of `h5chunk.tune`."""
+    """Inspect a file before measuring; errors are those of `h5chunk.tune`."""
     from h5chunk.feed.dataset import ChunkDataset
 
     with limited_memory(Path(path)):
@@ -157,7 +157,7 @@ def study_file(
 
 
 def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndarray | None:
-    """Read the dataset whose equal values mark similar samples; one that was named must be there."""
+    """Read the dataset whose equal values mark similar samples; if the user named it, it must exist."""
     name = "labels" if group_by is None else group_by
     found = _find_groups(study, file, study.fields.get(name, name))
     if isinstance(found, h5py.Dataset):
@@ -169,7 +169,7 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
 
 
 def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str:
-    """Find a dataset that can mark groups of samples; else the reason why there is none."""
+    """Find a dataset that can mark groups of samples; or else return the reason."""
     guard, num_samples = Guard(study.reader.path, study.reader.trusted), study.reader.num_samples
     try:
         item = guard.find(file, name)
@@ -189,7 +189,7 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
 
 
 def read_rows(reader: H5Reader, num_samples: int, budget: TimeBudget) -> dict[str, np.ndarray]:
-    """Read the first samples of each field, as many as the budget gives time for."""
+    """Read the first samples of each field, as many as the time budget allows."""
     found: dict[str, np.ndarray] = {}
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     wanted = min(num_samples, max(1, SAMPLE_BYTES // sample_bytes))
@@ -208,9 +208,9 @@ def read_rows(reader: H5Reader, num_samples: int, budget: TimeBudget) -> dict[st
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    """Write an h5chunk file with these samples, again and again until there are enough; OutputError if it cannot be.
+    """Write these samples to an h5chunk file, repeatedly until it has enough; OutputError if it cannot be written.
 
-    The bytes of uncompressed samples do not matter: all are read alike.
+    The bytes of uncompressed samples do not matter: reading takes the same time.
     """
     chunk_samples = min(chunk_samples, num_samples)
     specs = tuple(FieldSpec(f"f{number}", each.shape[1:], each.dtype) for number, each in enumerate(rows.values()))

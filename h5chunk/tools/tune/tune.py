@@ -1,4 +1,4 @@
-"""`h5chunk tune`: find the chunks, window, cache and workers that are fastest for data on this machine."""
+"""`h5chunk tune`: find the fastest chunks, window, cache and workers for data on this machine."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ def tune(
         An h5chunk file, or any other HDF5 file.
     batch_size : int
     memory_bytes : int
-        The most that feeding may take, beside the interpreters.
+        Upper limit on the memory of feeding, without the interpreters.
     workers : sequence of int, optional
-        DataLoader worker counts to try. Default: 0, and 1, 2, 4 as far as there are cores.
+        DataLoader worker counts to try. Default: 0, 1, 2 and 4, up to the number of cores.
     device : str
-        Where batches shall be.
+        Device that batches go to.
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`.
     group_by : str, optional
-        Dataset that says which samples are alike; default: ``labels``, if there are any.
+        Dataset whose equal values mark similar samples; default: ``labels``, if it exists.
     min_effective_batch : float
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
-        Seconds to take, about.
+        Approximate duration in seconds.
     plot : path, optional
-        A picture to draw: rate against effective batch, with the choice marked. Needs matplotlib.
+        Path of a picture of rate against effective batch, with the choice marked. Needs matplotlib.
     apply : bool
-        Whether to write window and cache of the best setting without a new file to ``NAME.h5chunk.json``, where readers
-        find them.
+        Whether to write the window and cache of the best setting without a new file to ``NAME.h5chunk.json``, where
+        readers find them.
     verify : bool
-        Whether to read the order of that setting through HDF5, and count what HDF5 really reads against the model.
+        Whether to read the order of that setting through HDF5, and compare HDF5's reads with the model.
     trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
@@ -88,7 +88,7 @@ def tune(
     Raises
     ------
     FileError, FieldError
-        The file cannot be used; what `h5chunk.convert` takes has to be converted first.
+        The file cannot be used; sources of `h5chunk.convert` must be converted first.
     OptionError
         An argument is invalid.
     """
@@ -128,7 +128,7 @@ def tune(
 
 
 def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_share: float) -> list[Setting]:
-    """Enumerate the settings to consider, today's first."""
+    """Enumerate the settings to consider, the current one first."""
     facts, settings = study.facts, enumerate_settings(study.facts, workers=workers)
     if study.groups is None:
         return settings
@@ -142,7 +142,7 @@ def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_sh
 
 
 def _plain(search: Search) -> TuneRow:
-    """Measure plain h5py, with the chunk cache that the library gives."""
+    """Measure plain h5py, with the library's default chunk cache."""
     from h5chunk.tools.measure.batches import plain_rate
 
     study = search.study
@@ -187,7 +187,7 @@ def _report(search: Search) -> Recommendation:
 
 
 def _good_chunk(search: Search) -> int:
-    """Samples per chunk of a new file, for advice where none is recommended."""
+    """Return the samples per chunk of a new file, for advice if none is recommended."""
     anew = [search.candidate(each) for each in search.settings if each.repack and not each.shuffle]
     best = max(anew, key=lambda each: each.rate, default=None)
     return search.study.facts.chunk_samples if best is None else best.setting.chunk_samples
@@ -202,7 +202,7 @@ def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str
 
 
 def _store(study: Study, found: Recommendation) -> str:
-    """Write window and cache beside the file, where readers look for them."""
+    """Write window and cache beside the file, where readers find them."""
     reader, cache = study.reader, CacheSettings.of(found.cache_in_place)
     path = write_recommendation(
         reader.path,

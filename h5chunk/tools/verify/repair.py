@@ -1,4 +1,4 @@
-"""Rewrite bad chunks of a file of images from the images that it was converted from.
+"""Rewrite bad chunks of an image file from the images that it was converted from.
 
 A chunk is made again with the options that the file records, from the samples that it names (of a file that was
 appended to: with the options of their part), and written in its place only if its checksum is the one in the file: so a
@@ -35,7 +35,7 @@ OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the 
 def repair_chunks(
     path: Path, bad: list[BadChunk], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[BadChunk], list[BadChunk]]:
-    """Rewrite bad chunks; return those that were repaired, and those that are still bad, with the reasons."""
+    """Rewrite bad chunks; return the repaired chunks, and the remaining bad chunks with reasons."""
     with open_file(path) as file:
         maker = _ChunkMaker(file, path, source, manifest)
         repaired, left = [], []
@@ -74,7 +74,7 @@ def _write(maker: _ChunkMaker, each: BadChunk, descriptor: int, path: Path) -> s
 
 
 class _ChunkMaker:
-    """Maker of chunks as convert made them."""
+    """Make chunks the way convert made them."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _ChunkMaker:
         return None
 
     def make(self, each: BadChunk) -> bytes:
-        """Make the bytes of a chunk; SampleError if a sample is not in the source any more, or does not decode."""
+        """Make the bytes of a chunk; SampleError if a sample is missing from the source, or cannot be decoded."""
         dataset = self._file[each.field]
         values = np.zeros(dataset.chunks, dataset.dtype)
         for place, row in enumerate(range(each.first_sample, each.last_sample + 1)):
@@ -152,7 +152,7 @@ class _ChunkMaker:
         return values.tobytes()
 
     def _find(self, index: int, name: bytes) -> int:
-        """Find a sample in the source: where it was, or by its name."""
+        """Find a sample in the source: by its old number, or by its name."""
         names = self._listing.names
         if index < len(names) and names[index] == name:
             return index
@@ -163,7 +163,7 @@ class _ChunkMaker:
         return self._by_name[name]
 
     def _value(self, field: str, index: int) -> Any:
-        """Return the value of a column; labels count the classes as the file names them."""
+        """Return the value of a column; labels are numbered as in the file."""
         value, class_names = self._listing.columns[field][index], self._listing.class_names
         if field != "labels" or not class_names:
             return value

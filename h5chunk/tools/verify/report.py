@@ -1,4 +1,4 @@
-"""Reports on the damage in HDF5 files: for people (``str``) and for programs (``to_json``)."""
+"""Reports on damage in HDF5 files, as text (``str``) and for programs (``to_json``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BadChunk:
 
 @dataclass(frozen=True)
 class Checked:
-    """The way in which a dataset was checked."""
+    """How a dataset was checked."""
 
     field: str
     num_chunks: int  # that are stored
@@ -57,8 +57,8 @@ class Checked:
 class VerifyReport(Report):
     """The damage in a file.
 
-    ``bad`` has the damaged chunks, in the order of the file, without those that were ``repaired``. ``problems`` say
-    what else is wrong, and ``notes`` what was not looked at, and why. Only files ``by_h5chunk`` have checksums.
+    ``bad`` has the damaged chunks, in the order of the file, without those that were ``repaired``. ``problems`` are
+    other errors, and ``notes`` say what was not checked, and why. Only files ``by_h5chunk`` have checksums.
     """
 
     path: str
@@ -79,7 +79,7 @@ class VerifyReport(Report):
         return not self.bad and not self.problems
 
     def facts(self) -> dict[str, Any]:
-        """The report for programs, with the verdict."""
+        """Return the report for programs, with the verdict."""
         return {"ok": self.ok, **super().facts()}
 
     def lines(self) -> list[str]:
@@ -111,8 +111,8 @@ class VerifyReport(Report):
 class FolderReport(Report):
     """The damage in the files of a folder.
 
-    ``files`` has a report of each file, by name; what cannot be opened has that as its only problem. ``missing`` are
-    the names of shards that are not there, and ``problems`` say what is wrong with the files as a set.
+    ``files`` has a report for each file, by name; the only problem of a file that cannot be opened is that error.
+    ``missing`` are the names of missing shards, and ``problems`` are errors of the files as a set.
     """
 
     path: str
@@ -127,7 +127,7 @@ class FolderReport(Report):
         return not self.missing and not self.problems and all(each.ok for each in self.files)
 
     def facts(self) -> dict[str, Any]:
-        """The report for programs, with the verdicts."""
+        """Return the report for programs, with the verdicts."""
         return {"ok": self.ok, **super().facts(), "files": [each.facts() for each in self.files]}
 
     def lines(self) -> list[str]:
@@ -154,7 +154,7 @@ class FolderReport(Report):
 
 
 def _count(count: int, what: str) -> str:
-    """Format a count; an empty string for none.
+    """Format a count; empty for 0.
 
     >>> _count(2, "chunk")
     '2 chunks'

@@ -69,9 +69,9 @@ def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterat
 
 
 class MatrixCheck:
-    """Checker of a sparse matrix whose chunks are read, part by part, from any thread.
+    """Check a sparse matrix whose chunks are read, part by part, from any thread.
 
-    In a matrix of h5chunk's (``ours``) columns ascend in each row, and codes are 1 to 255.
+    In a matrix of an h5chunk file (``ours``), columns ascend in each row, and codes are 1 to 255.
     """
 
     def __init__(self, file: h5py.File, path: Path, prefix: str, ours: bool) -> None:
@@ -95,7 +95,7 @@ class MatrixCheck:
             self.problems.append(without_path(error, path))
 
     def look_at_columns(self, first: int, data: np.ndarray) -> None:
-        """Check the bytes of a run of columns: inside of the matrix, ascending in each row, and none twice."""
+        """Check the bytes of a run of columns: within the matrix, ascending in each row, without repetition."""
         assert self.indptr is not None
         columns = data.view(self._dtype)[: max(0, int(self.indptr[-1]) - first)]
         if not len(columns):
@@ -122,7 +122,7 @@ class MatrixCheck:
             self._faults[kind].append(first + int(wrong.argmax()))
 
     def finish(self, whole: bool) -> None:
-        """Report the problems, after all chunks, or with ``whole`` false some of them, were read."""
+        """Report the problems, after all chunks (``whole``) or only some of them were read."""
         if self.indptr is None:
             return
         if whole:
@@ -144,14 +144,14 @@ class MatrixCheck:
             self.problems.append(f"{name}: entry {firsts['zero']} has the code 0: codes are from 1 to 255")
 
     def _compare_borders(self, indptr: np.ndarray) -> None:
-        """Compare the last column of each run with the first one of the next, where a row goes on."""
+        """Compare the last column of each run with the first column of the next, if a row continues there."""
         for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
             goes_on = start == stop and indptr[np.searchsorted(indptr, start)] != start
             if goes_on and first <= last:
                 self._faults["twice" if first == last else "falls"].append(start)
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
-        """Return the rows that entries ``first`` to ``stop`` of a part lie in; None if they are not known."""
+        """Return the rows of entries ``first`` to ``stop`` of a part; None if they are unknown."""
         if self.indptr is None:
             return None
         if part == "indptr":
@@ -160,7 +160,7 @@ class MatrixCheck:
 
 
 def row_of(indptr: np.ndarray, entry: int) -> int:
-    """Return the row that an entry lies in.
+    """Return the row of an entry.
 
     >>> row_of(np.array([0, 2, 2, 5]), 2)
     2
@@ -169,7 +169,7 @@ def row_of(indptr: np.ndarray, entry: int) -> int:
 
 
 def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
-    """Find the first row that names a column twice, with columns in any order; read through HDF5."""
+    """Find the first row that repeats a column, with columns in any order; read through HDF5."""
     first, num_rows = 0, len(indptr) - 1
     while first < num_rows:
         last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1
@@ -186,5 +186,5 @@ def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
 
 
 def without_path(error: Exception, path: Path) -> str:
-    """Return the message of an error without the file that it begins with."""
+    """Return the message of an error without the file name that it begins with."""
     return str(error).removeprefix(f"{printable(path)}: ")

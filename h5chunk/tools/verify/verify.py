@@ -1,7 +1,7 @@
 """Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
-Other HDF5 files have no checksums: then every chunk is decoded, which shows what a filter can notice, and plain
-bytes are only read. A bit that flipped in those cannot be seen by anybody.
+Other HDF5 files have no checksums: their chunks are decoded, which detects what the filters can detect, and plain bytes
+are only read. A flipped bit in those cannot be detected.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def verify(
     Parameters
     ----------
     path : path or sequence of paths
-        Of a folder, a pattern or a list, all files are checked; of shards ``NAME-00000-of-00012.h5`` also whether any
+        For a folder, a pattern or a list, all files are checked; for shards ``NAME-00000-of-00012.h5`` also whether any
         is missing, and whether they can be read as one.
     quick : bool
-        Of each dataset look at 32 chunks only, evenly spaced from the first to the last.
+        Check only 32 chunks of each dataset, evenly spaced from the first to the last.
     repair : path, optional
-        What the file was converted from: bad chunks of images and labels are written anew from it, where that gives
-        the bytes that the checksum says.
+        The source that the file was converted from: bad chunks of images and labels are rewritten from it, if the
+        resulting bytes match the checksum.
     manifest : path, optional
-        The manifest that it was converted with; to repair the fields that came from it.
+        The manifest that the file was converted with; needed to repair the fields that came from it.
     trusted : bool
-        Whether links are followed, see `h5chunk.store.hdf5.guard`. Views and external storage are looked at where they
-        lie, not here, in any case.
+        Whether to follow links, see `h5chunk.store.hdf5.guard`. Views and external storage are in any case checked at
+        their source, not here.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
 
@@ -77,9 +77,9 @@ def verify(
     Raises
     ------
     FileError
-        It cannot be opened, or what it says of itself cannot be; or there is no file in the folder.
+        A file cannot be opened, or contradicts itself; or the folder has no such file.
     SourceError
-        What to repair from cannot be used.
+        The source for repairing cannot be used.
     """
 
     def check(file: Path, progress: Progress | None) -> VerifyReport:
@@ -141,7 +141,7 @@ def _verify_folder(
 
 
 def _of_all(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Return the progress of one file as that of all."""
+    """Return a progress function for one file that reports the progress of all files."""
     if progress is None:
         return None
     return lambda stage, done, _: progress(stage, before + done, total)
@@ -159,7 +159,7 @@ def _check_one(
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
-    """Yield messages about shards of which the header names another number or count than their file does."""
+    """Yield messages about shards whose header has another number or count than their file name."""
     for file in files:
         match = NUMBERED.fullmatch(file.name)
         if match is None:
@@ -189,7 +189,7 @@ def _disagreements(files: list[Path]) -> Iterator[str]:
 
 
 class _FileCheck:
-    """The datasets of a file that are to be checked, and the results."""
+    """The datasets of a file to check, and the results."""
 
     def __init__(self, path: Path, quick: bool, header: Header | None) -> None:
         self._started = time.perf_counter()
@@ -272,7 +272,7 @@ class _FileCheck:
         self._datasets.append((checked, chunks))
 
     def _look_at(self, dataset: h5py.Dataset, name: str) -> Look | None:
-        """Return what looks at the values of a dataset, if it is part of a matrix."""
+        """Return the function that checks a dataset's values if it is part of a matrix."""
         prefix, _, part = name.rpartition("/")
         matrix = self._matrices.get(prefix)
         if matrix is None or matrix.indptr is None or not is_stored_as(dataset, dataset.dtype):
