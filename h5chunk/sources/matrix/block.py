@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 
@@ -157,6 +158,16 @@ class RegularFile:
 
     def error(self, what: str) -> SourceError:
         return SourceError(f"{printable(self.path)}: {what}")
+
+    @contextmanager
+    def reading(self) -> Iterator[IO[bytes]]:
+        """Open the file, which is still the same one; an OSError becomes a SourceError meanwhile."""
+        try:
+            with open(self.path, "rb") as file:  # noqa: PTH123
+                self.check_unchanged(file.fileno())
+                yield file
+        except OSError as error:
+            raise self.error(f"cannot be read: {error.strerror or error}") from None
 
     def check_unchanged(self, descriptor: int) -> None:
         if stamp_of(descriptor) != self._stamp:

@@ -144,7 +144,7 @@ class NpySource(SparseSource):
         self._file = RegularFile(path)
         self.path, self.num_bytes = self._file.path, self._file.num_bytes
         shown = printable(self.path)
-        with open(self.path, "rb") as file:  # noqa: PTH123
+        with self._file.reading() as file:
             shape, self._by_column, self._dtype = read_header(file, shown)
             self._offset = file.tell()
         check_values_type(shown, self._dtype)
@@ -169,12 +169,9 @@ class NpySource(SparseSource):
     def _cells(self, start: int, count: int) -> np.ndarray:
         """Some cells, as they are stored; not mapped into memory, as a file that gets shorter would end the process."""
         offset = self._offset + start * self._dtype.itemsize
-        try:
-            with open(self.path, "rb") as file:  # noqa: PTH123
-                cells = np.fromfile(file, self._dtype, count, offset=offset)
-                self._file.check_unchanged(file.fileno())
-        except OSError as error:
-            raise self._file.error(f"cannot be read: {error.strerror}") from None
+        with self._file.reading() as file:
+            cells = np.fromfile(file, self._dtype, count, offset=offset)
+            self._file.check_unchanged(file.fileno())
         if len(cells) != count:
             raise self._file.error("changed while it was read")
         return cells

@@ -46,13 +46,13 @@ class TextFile(RegularFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        with self._open() as raw:
+        with self.reading() as raw:
             start = raw.read(8)
         for magic, tool in OTHER_PACKERS.items():
             if start.startswith(magic):
                 self.fail(f"packed in a way that is not read: unpack it first ({tool})")
         self.is_packed = start.startswith(GZIP_MAGIC)
-        with self._open() as raw, self._naming_damage(lambda: 1):
+        with self.reading() as raw, self._naming_damage(lambda: 1):
             head = self._unpacked(raw).read(HEAD_BYTES)
         self._check_text(head, 1)
         self.head = head.removeprefix(UTF8_MARK)  # the last line may be cut
@@ -70,18 +70,6 @@ class TextFile(RegularFile):
         where = printable(self.path) + (f", line {line}" if line else "")
         raise SourceError(f"{where}: {what}") from None
 
-    def _open(self) -> IO[bytes]:
-        try:
-            raw = open(self.path, "rb")  # noqa: PTH123
-        except OSError as error:
-            raise self.error(f"cannot be read: {error.strerror}") from None
-        try:
-            self.check_unchanged(raw.fileno())
-        except SourceError:
-            raw.close()
-            raise
-        return raw
-
     def _unpacked(self, raw: IO[bytes]) -> IO[bytes]:
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if self.is_packed else raw
 
@@ -96,7 +84,7 @@ class TextFile(RegularFile):
         """Whole lines from places spread over a text that is not packed."""
         if self.is_packed or self.num_bytes <= HEAD_BYTES:
             return
-        with self._open() as raw:
+        with self.reading() as raw:
             for number in range(1, num_probes + 1):
                 raw.seek(max(0, self.num_bytes * number // num_probes - num_bytes))
                 lines = raw.read(num_bytes).split(b"\n")[1:]
@@ -107,7 +95,7 @@ class TextFile(RegularFile):
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of a line that goes on
-        with self._open() as raw, self._naming_damage(lambda: line):
+        with self.reading() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
             while data := file.read(num_bytes):
                 self.check_unchanged(raw.fileno())  # what grows while it is read may have no end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,9 @@ def read_header(file: h5py.File) -> Header | None:
         classes = group.get("class_names")
         if classes is not None and classes.dtype.kind != "S":  # variable-length strings of a bad file can hang HDF5
             raise ValueError("class_names are not of a fixed length")
+        options = None
+        with suppress(ValueError, RecursionError):
+            options = json.loads(bytes(attrs["options"]).decode("utf-8", "replace"))
         return Header(
             format_version=version,
             num_samples=num_samples,
@@ -104,18 +108,10 @@ def read_header(file: h5py.File) -> Header | None:
             cache=CacheSettings(int(attrs["rdcc_nslots"]), int(attrs["rdcc_nbytes"]), float(attrs["rdcc_w0"])),
             shuffled=bool(shuffled),
             seed=seed,
-            options=_parse_options(bytes(attrs["options"])),
+            options=options if isinstance(options, dict) else {},
             class_names=tuple(map(as_text, classes[()].tolist())) if classes is not None else (),
             kind=bytes(attrs.get("kind", b"")).decode("utf-8", "replace"),
         )
-
-
-def _parse_options(text: bytes) -> dict[str, Any]:
-    try:
-        options = json.loads(text.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return {}
-    return options if isinstance(options, dict) else {}
 
 
 def checksums_of(file: h5py.File, start: int = 0) -> int:

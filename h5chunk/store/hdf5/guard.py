@@ -94,13 +94,6 @@ class Trust:
         with file:
             yield file
 
-    def check_storage(self, target: str, where: str) -> None:
-        """Raise TrustError unless a file of external storage lies in the trusted folder."""
-        found = next((place for place in _places("", target, "storage") if place.exists()), None)
-        if found is None:
-            raise FieldError(f"{where} keeps its values in {target!r}, which is not there")
-        self.check(found, where, target)
-
 
 def _places(base: str, target: str, what: str) -> list[Path]:
     """List the places where HDF5 looks for a file. Source: H5F_prefix_open_file in H5Fint.c; H5D__build_file_prefix."""
@@ -181,7 +174,10 @@ class Guard:
                     f"{self._remedy}"
                 )
             for name in names:
-                self._trust.check_storage(name, where)
+                found = next((place for place in _places("", name, "storage") if place.exists()), None)
+                if found is None:
+                    raise FieldError(f"{where} keeps its values in {name!r}, which is not there")
+                self._trust.check(found, where, name)
         elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # not before: it opens what a view shows
             check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
             check_claims(dataset, properties, where)

@@ -24,8 +24,7 @@ from h5chunk.native import CHECKSUM, JOB, VERIFY, Result
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
-from h5chunk.store.hdf5.codecs import scratch
-from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_error
 from h5chunk.store.read.fields import Field, MatrixField
 

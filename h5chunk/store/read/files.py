@@ -1,15 +1,17 @@
-"""List the files that a path names, and open one of them, or several as one data set."""
+"""List the files that a path names, and open one of them, or several as one data set, such as shards.
+
+Shards are called ``NAME-00003-of-00012.h5``: their names describe the set.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.store.format.shard_names import missing_shards, wrong_counts
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fileset import FileSet
@@ -19,6 +21,7 @@ OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # what is read of a folder
+NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 
 def open_reader(
@@ -114,3 +117,47 @@ def _natural(path: Path) -> list[tuple[int, str] | str]:
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
     ]
     return [*key, (-1, str(path))]
+
+
+def shard_name(name: str, number: int, count: int) -> str:
+    """Return the name of a shard's file.
+
+    >>> shard_name("photos", 3, 12)
+    'photos-00003-of-00012.h5'
+    """
+    return f"{name}-{number:05}-of-{count:05}.h5"
+
+
+def missing_shards(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of shards that are missing, as the names of others say.
+
+    >>> list(missing_shards(["a-00001-of-00002.h5", "other.h5"]))
+    ['a-00000-of-00002.h5']
+    """
+    for (name, count), there in sorted(shard_numbers(names).items()):
+        yield from (shard_name(name, number, count) for number in range(count) if number not in there)
+
+
+def wrong_counts(names: Iterable[str]) -> Iterator[str]:
+    """Yield messages about shards of several sets with one name, and about numbers beyond their count."""
+    sets = shard_numbers(names)
+    for name in sorted({name for name, _ in sets}):
+        counts = sorted(count for other, count in sets if other == name)
+        if len(counts) > 1:
+            yield f"there are shards of {printable(name)!r} out of {', '.join(map(str, counts))}: keep those of one set"
+    for (name, count), there in sorted(sets.items()):
+        for number in sorted(number for number in there if number >= count):
+            yield f"{printable(shard_name(name, number, count))} has a number that {count} shards do not have"
+
+
+def shard_numbers(names: Iterable[str]) -> dict[tuple[str, int], set[int]]:
+    """Return the numbers of the shards that are there, by name and count of the set.
+
+    >>> shard_numbers(["a-00001-of-00003.h5", "other.h5"])
+    {('a', 3): {1}}
+    """
+    found: dict[tuple[str, int], set[int]] = {}
+    for name in names:
+        if match := NUMBERED.fullmatch(name):
+            found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    return found

@@ -242,13 +242,17 @@ def _joined_header(files: FileSet) -> Header | None:
     if all(header.window_chunks * header.chunk_samples >= header.num_samples for header in headers):
         num_chunks = -(-files.num_samples // files.chunk_samples)
         window_chunks = choose_window_chunks(files.chunk_bytes, num_chunks)  # all chunks of each: that was the limit
+    shards = {repr(header.options.get("shard")) for header in headers}
+    others = [{**header.options, "shard": None} for header in headers]
+    are_shards = all("shard" in header.options for header in headers) and len(shards) == len(headers)
+    are_shards &= all(each == others[0] for each in others)  # of one conversion; some may be missing
     return replace(
         headers[0],
         num_samples=files.num_samples,
         chunk_samples=files.chunk_samples,
         window_chunks=window_chunks,
         cache=max((header.cache for header in headers), key=lambda cache: cache.nbytes),
-        shuffled=_are_shards(headers),
+        shuffled=all(header.shuffled for header in headers) and are_shards,
         class_names=class_names,
     )
 
@@ -265,12 +269,3 @@ def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
                     "labels must mean the same in all files: convert their sources together, or read these files apart"
                 )
     return there
-
-
-def _are_shards(headers: Sequence[Header]) -> bool:
-    """Return whether the files are shards of one conversion, shuffled together; some may be missing."""
-    if not all("shard" in header.options and header.shuffled for header in headers):
-        return False
-    numbers = [header.options["shard"] for header in headers]
-    others = [{name: value for name, value in header.options.items() if name != "shard"} for header in headers]
-    return all(each == others[0] for each in others) and len(set(map(repr, numbers))) == len(numbers)

@@ -31,8 +31,7 @@ from h5chunk.store.hdf5.chunk_table import (
     unwritten_value,
 )
 from h5chunk.store.hdf5.claims import SLACK_CHUNKS
-from h5chunk.store.hdf5.codecs import scratch
-from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from h5chunk.errors import printable
-from h5chunk.store.hdf5.codecs import GZIP
-from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.codecs import GZIP, crc32
 from h5chunk.store.hdf5.ranges import read_bytes
 from h5chunk.store.write.new_file import ChunkWriter, NewFile
 from h5chunk.store.write.spool import TemporaryBytes

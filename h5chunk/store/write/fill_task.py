@@ -19,7 +19,7 @@ import numpy as np
 
 from h5chunk.errors import SampleError
 from h5chunk.source import SampleReader
-from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
 
 TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms

@@ -15,7 +15,7 @@ import numpy as np
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.store.format.spec import GROUP, LIBVER, FieldSpec, FileSpec, Region, create_file
-from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
 from h5chunk.store.write.part_file import ROOM_BYTES, check_output, check_room, no_room, open_own, write_at, writing

@@ -21,7 +21,7 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.claims import check_attributes
-from h5chunk.store.hdf5.crc import crc32
+from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.hdf5.ranges import PART_BYTES, Where, open_descriptor, read_bytes

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
-from h5chunk.store.format.shard_names import NUMBERED
+from h5chunk.store.read.files import NUMBERED
 from h5chunk.store.write.command_id import save_command_id
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder

@@ -25,8 +25,8 @@ from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext, SampleField, SampleSource
 from h5chunk.store.format.header import checksums_of
-from h5chunk.store.format.shard_names import shard_name
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
+from h5chunk.store.read.files import shard_name
 from h5chunk.store.write.command_id import has_command_id, is_made_by
 from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.fill_task import Done, Failure, parse_record, stamp_of_samples

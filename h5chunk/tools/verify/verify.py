@@ -19,7 +19,6 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, printable
 from h5chunk.machine import available_cores
 from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
-from h5chunk.store.format.shard_names import NUMBERED, missing_shards, shard_numbers, wrong_counts
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_stored_as
@@ -28,7 +27,15 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import DAMAGES, opened
 from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.fields import MATRIX_PARTS, find_matrix_groups
-from h5chunk.store.read.files import Paths, list_files, open_reader
+from h5chunk.store.read.files import (
+    NUMBERED,
+    Paths,
+    list_files,
+    missing_shards,
+    open_reader,
+    shard_numbers,
+    wrong_counts,
+)
 from h5chunk.store.read.scan import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import BadChunk, Checked, FolderReport, VerifyReport
