@@ -42,16 +42,16 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """A value type: its name in help, and a parser that raises ValueError with the reason."""
+    """A type of values: its name in help, a function that parses a text or raises ValueError, and why it did."""
 
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
-        self.name, self._parse = name, parse
+    def __init__(self, name: str, parse: Callable[[Any], Any], wrong: str = "") -> None:
+        self.name, self._parse, self._wrong = name, parse, wrong
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return self._parse(value)
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(f"{value!r} {self._wrong}" if self._wrong else str(error), param, ctx)
 
 
 def number(minimum: int = 0, maximum: int | None = None) -> Parsed:
@@ -72,36 +72,24 @@ def number(minimum: int = 0, maximum: int | None = None) -> Parsed:
 
 
 def _parse_fraction(value: Any) -> float:
-    try:
-        fraction = float(value)
-    except ValueError:
-        fraction = math.nan
-    if not 0 < fraction < 1:
-        raise ValueError(f"{value!r} is not a number between 0 and 1")
-    return fraction
-
-
-def _parse_chunk_samples(value: Any) -> int | None:
-    try:
-        return None if value in (None, "auto") else int(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is neither auto nor a number") from None
+    if not 0 < float(value) < 1:
+        raise ValueError
+    return float(value)
 
 
 def _parse_seconds(value: Any) -> float:
     text = str(value).strip().lower()
-    try:
-        seconds = (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
-    except ValueError:
-        seconds = 0.0
+    seconds = (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{value!r} is no time above 0 such as 60s or 2m")
+        raise ValueError
     return seconds
 
 
-FRACTION = Parsed("FRACTION", _parse_fraction)
-CHUNK_SAMPLES = Parsed("N|auto", _parse_chunk_samples)
-SECONDS = Parsed("TIME", _parse_seconds)
+FRACTION = Parsed("FRACTION", _parse_fraction, "is not a number between 0 and 1")
+SECONDS = Parsed("TIME", _parse_seconds, "is no time above 0 such as 60s or 2m")
+CHUNK_SAMPLES = Parsed(
+    "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a number"
+)
 BYTES = Parsed("SIZE", lambda value: value if isinstance(value, int) else parse_bytes(value))
 NAMES = Parsed("A,B[,C[,D]]", lambda value: tuple(value.split(",")) if isinstance(value, str) else tuple(value))
 

@@ -179,13 +179,13 @@ def test_bar_is_drawn_on_a_terminal_only(class_folder: Make, tmp_path: Path) -> 
     assert output.startswith(f"{tmp_path / 'x.h5'}: 100 images") and "\r" not in output
     output, drawn = on_terminal("convert", root, tmp_path / "y.h5", "--workers", 0, "--quiet")
     assert (output, drawn) == ("", "")
-    command = [sys.executable, "-m", "h5chunk.cli", "convert", str(root), str(tmp_path / "z.h5")]
+    command = [sys.executable, "-m", "h5chunk", "convert", str(root), str(tmp_path / "z.h5")]
     piped = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert piped.stderr == b""
 
 
 def test_output_to_a_path_that_is_not_utf8(class_folder: Make, tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/\xff.h5"
-    command = [sys.executable, "-m", "h5chunk.cli", "convert", str(class_folder(1)), path]
+    command = [sys.executable, "-m", "h5chunk", "convert", str(class_folder(1)), path]
     result = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert rb"\xff.h5: 1 image " in result.stdout and os.path.exists(path)

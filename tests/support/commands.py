@@ -33,7 +33,7 @@ def on_terminal(*arguments: object) -> tuple[str, str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     try:
-        command = [sys.executable, "-m", "h5chunk.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "h5chunk", *map(str, arguments)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs)
         os.close(theirs)
         output = process.communicate(timeout=60)[0]

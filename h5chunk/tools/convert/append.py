@@ -73,12 +73,8 @@ def append(
         The file, as convert writes it.
     source : path or object
         As for `h5chunk.convert`, with the fields of the file; or a `h5chunk.source.SampleSource`.
-    format : str, optional
-        The kind of the source, if its name and first bytes do not show it.
-    progress : callable, optional
-        Called as ``progress(stage, done, total)``.
-    notify : callable, optional
-        Called with a line of text: earlier work on the same samples is used, or is kept.
+    format, progress, notify
+        As for `h5chunk.convert`.
     **options
         The fields of `h5chunk.tools.convert.options.AppendOptions`, and options of the kind of source as for
         `h5chunk.convert`. Images are decoded and sized as those of the file were; ``fit`` and ``split_folders`` may

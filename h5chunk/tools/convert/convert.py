@@ -144,12 +144,7 @@ def _prepare(source: SampleSource, path: Path, how: SampleOptions) -> tuple[Samp
 
 
 def _convert_samples(
-    job: SampleJob,
-    shards: list[SampleJob],
-    overwrite: bool,
-    progress: Progress | None,
-    notify: Notify,
-    started: float,
+    job: SampleJob, shards: list[SampleJob], overwrite: bool, progress: Progress | None, notify: Notify, started: float
 ) -> ConvertReport:
     complete = False
     try:

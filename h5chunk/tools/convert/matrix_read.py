@@ -33,7 +33,6 @@ def check_shape(
     options: MatrixOptions,
     num_rows: int,
     num_columns: int,
-    *,
     id_bytes: int = 0,
     part_read: float = 1.0,
 ) -> None:
@@ -190,12 +189,11 @@ class SortedMatrix:
             times = f"times the scale {scale:g} " if scale else ""
             reason = f"{times}is more than {MAX_CODE}"
             remedy = f"use --clip to make such values {MAX_CODE}, --scale S with a smaller S, or --binarize MIN"
-        elif why:
-            reason = "has no exact code from 1 to 255" + why
-            remedy = f"use --scale S with --clip, which makes what is above {MAX_CODE} / S that, or --binarize MIN"
         else:
-            reason = "has no exact code from 1 to 255"
+            reason = f"has no exact code from 1 to 255{why}"
             remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
+            if why:
+                remedy = f"use --scale S with --clip, which makes what is above {MAX_CODE} / S that, or --binarize MIN"
         return SourceError(f"{printable(self.source.path)}: {place}: value {value} {reason}: {remedy}")
 
 

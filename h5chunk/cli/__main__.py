@@ -1,3 +1,0 @@
-from h5chunk.cli import main
-
-main()
