@@ -14,6 +14,7 @@ from support.sample_sources import FIELDS, MemorySource, check_samples, job_of, 
 import h5chunk
 from h5chunk.errors import OutputError, SampleError, SourceError, WorkerError
 from h5chunk.source import SampleField
+from h5chunk.tools.convert.options import SampleOptions
 from h5chunk.tools.convert.samples import is_complete, say_nothing, split_job, write_file, write_shards
 
 COUNT = 83
@@ -116,7 +117,7 @@ def test_a_source_without_identity_starts_anew_and_says_so(tmp_path: Path) -> No
 def test_shards(tmp_path: Path) -> None:
     source = MemorySource(COUNT, bad=[7], named=True)
     job = job_of(source, tmp_path / "x", chunk_samples=5, workers=0, on_error="skip")
-    written, _ = write_shards(job, split_job(job, 3, None, chosen=False), False, None, say_nothing)
+    written, _ = write_shards(job, split_job(job, SampleOptions(shards=3, chunk_samples=5)), False, None, say_nothing)
     assert len(written) == 3 and sum(len(each.order) for each in written) == COUNT - 1
     dataset = h5chunk.ChunkDataset(tmp_path / "x", fields=["age", "depth"])
     ages = sorted(int(age) for age, _ in dataset)

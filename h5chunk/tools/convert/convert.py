@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OutputError
-from h5chunk.source import OpenContext, SampleSource
+from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
 from h5chunk.sources.recognise import is_path
@@ -103,8 +103,8 @@ def convert(
     opened, path, how, given = _open(source, output, format, overwrite, options, progress)
     if isinstance(how, MatrixOptions):
         return convert_matrix(opened, path, how, how=given, overwrite=overwrite, progress=progress)
-    job, shards = _prepare(opened, path, how)
-    return _convert_samples(job, shards, overwrite, progress, notify or say_nothing, started)
+    job = prepare(opened, path, how)
+    return _convert_samples(job, split_job(job, how), overwrite, progress, notify or say_nothing, started)
 
 
 def _open(
@@ -133,14 +133,6 @@ def _open(
             context = OpenContext(how.memory_bytes, with_times=how.duplicates in IN_ORDER)
             opened = open_kind(kind, source, source_options, context)
     return opened, path, how, source_options.given()
-
-
-def _prepare(source: SampleSource, path: Path, how: SampleOptions) -> tuple[SampleJob, list[SampleJob]]:
-    """Return the job of all samples, and those of the shards, if there are any."""
-    job = prepare(source, path, how)
-    if not how.is_sharded:
-        return job, []
-    return job, split_job(job, how.shards, how.shard_bytes, chosen=how.chunk_samples is None)
 
 
 def _convert_samples(
@@ -210,7 +202,8 @@ def plan_convert(
     source, path, how, given = _open(source, output, format, overwrite, options, progress)
     if isinstance(how, MatrixOptions):
         return plan_matrix(source, path, how, how=given, overwrite=overwrite)
-    job, shards = _prepare(source, path, how)
+    job = prepare(source, path, how)
+    shards = split_job(job, how)
     specs = [shard.spec() for shard in shards or [job]]
     num_bytes = sum(spec.num_bytes for spec in specs)
     complete = not overwrite and is_complete(job, len(shards) or 1)

@@ -144,9 +144,7 @@ class AppendReport(_SampleReport):
     """Report of `append`."""
 
     num_added: int
-    counts: dict[str, int] = field(
-        default_factory=dict
-    )  # what the source noted: of images, their modes and what was applied
+    counts: dict[str, int] = field(default_factory=dict)  # of images: their modes, and what was applied
     new_classes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:

@@ -115,19 +115,21 @@ def estimate_s(job: SampleJob) -> float:
 # ---- the shards of a folder
 
 
-def split_job(job: SampleJob, shards: int | None, shard_bytes: int | None, *, chosen: bool) -> list[SampleJob]:
-    """Divide a job into those of its shards: equal numbers of whole chunks, as far as possible.
+def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
+    """Divide a job into those of its shards, if there are any: equal numbers of whole chunks, as far as possible.
 
-    A chunk size that was chosen, not asked for, may become smaller. Raises OptionError if there is not a chunk for each
-    shard, or a chunk is larger than a shard may be.
+    A chunk size that was not asked for may become smaller. Raises OptionError if there is not a chunk for each shard,
+    or a chunk is larger than a shard may be.
     """
-    layout = job.layout
-    if shards is not None and chosen and layout.num_chunks < shards <= layout.num_samples:
+    if not how.is_sharded:
+        return []
+    layout, shards = job.layout, how.shards
+    if shards is not None and how.chunk_samples is None and layout.num_chunks < shards <= layout.num_samples:
         smaller = plan_layout(layout.num_samples, layout.sample_bytes, layout.num_samples // shards)
         layout = replace(smaller, reasons=(f"{smaller.chunk_samples} samples a chunk, so that each shard has one",))
-    if shards is None:
-        assert shard_bytes is not None
-        shards = _num_shards(job, layout, shard_bytes)
+    if how.shard_bytes is not None:
+        shards = _num_shards(job, layout, how.shard_bytes)
+    assert shards is not None
     if layout.num_chunks < shards:
         raise OptionError(
             f"shards is {shards} but there are {layout.num_chunks} chunks of {layout.chunk_samples} samples: give "
