@@ -24,7 +24,7 @@ from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader
-from h5chunk.store.read.reader import H5Reader, model_cache
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter
 
@@ -57,7 +57,7 @@ class DataSource:
 
     def hdf5_cache(self, order: Order) -> CacheSettings:
         """Return the chunk cache with which HDF5 reads each chunk of an order only once."""
-        return model_cache(self.reader, order.open_chunks, order.cache_w0)
+        return self.reader.main.grid.cache_for(order.open_chunks, order.cache_w0)
 
     def describe(self, order: Order) -> str:
         """Describe in words how the fields are read."""

@@ -34,7 +34,7 @@ from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader, model_cache
+from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors, read_amplification
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
 from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
@@ -232,12 +232,12 @@ class SampleReader:
     def _cache_of_one(self, num_workers: int) -> CacheSettings:
         if self._order is not None:
             self._warn_if_shared(self._order, num_workers)
-            return model_cache(self._reader, self._order.open_chunks_of(num_workers), self._order.cache_w0)
+            return self._reader.main.grid.cache_for(self._order.open_chunks_of(num_workers), self._order.cache_w0)
         recommended = recommendation(self._reader)
         if recommended is not None:
             whole = recommended[1]
             return CacheSettings(whole.nslots, -(-whole.nbytes // num_workers), whole.w0)
-        return model_cache(self._reader, -(-INTERLEAVE * recommended_window(self._reader) // num_workers))
+        return self._reader.main.grid.cache_for(-(-INTERLEAVE * recommended_window(self._reader) // num_workers))
 
     def _warn_if_shared(self, order: Order, num_workers: int) -> None:
         """Warn, in one worker, that several workers will decode the same chunks."""

@@ -15,7 +15,7 @@ from support.foreign import chunk_table, counted, make_file, make_images, values
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.read.reader import H5Reader, _Handle, model_cache
+from h5chunk.store.read.reader import H5Reader, _Handle
 
 __all__ = ["counted"]
 
@@ -67,7 +67,7 @@ def check_reader(reader: H5Reader, expected: dict[str, np.ndarray]) -> None:
 def test_layouts(tmp_path, layout, cache):
     data = values((N, 3, 6, 5), np.uint8)
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, LAYOUTS[layout])))
-    reader.set_caches(CACHES[cache] or model_cache(reader, 3))
+    reader.set_caches(CACHES[cache] or reader.main.grid.cache_for(3))
     check_reader(reader, {"images": data})
 
 
@@ -76,7 +76,7 @@ def test_layouts(tmp_path, layout, cache):
 def test_types_and_scalar_fields(tmp_path, dtype, options):
     data = values((N,), dtype)
     reader = H5Reader(make_file(tmp_path / "a.h5", x=(data, options)), {"x": "x"})
-    reader.set_caches(model_cache(reader, 2))
+    reader.set_caches(reader.main.grid.cache_for(2))
     check_reader(reader, {"x": data})
 
 
@@ -94,7 +94,7 @@ def test_few_samples(tmp_path, num_samples, options):
     data = values((num_samples, 2), np.float32)
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, options)))
     assert (reader.num_samples, reader.chunk_samples >= 1) == (num_samples, True)
-    reader.set_caches(model_cache(reader, 2))
+    reader.set_caches(reader.main.grid.cache_for(2))
     check_reader(reader, {"images": data})
 
 
@@ -109,7 +109,7 @@ def test_several_fields_in_groups(tmp_path):
     )
     reader = H5Reader(path, {"x": "train/x", "y": "/train/deep/y", "name": "name"})
     assert (reader.main.name, reader.chunk_samples) == ("x", 8)
-    reader.set_caches(model_cache(reader, 2))
+    reader.set_caches(reader.main.grid.cache_for(2))
     check_reader(reader, data)
 
 
@@ -205,7 +205,7 @@ def test_other_fields_get_room_for_the_same_samples(tmp_path):
         file.create_dataset("images", (8000, 3000), "u1", chunks=(16, 3000))
         file.create_dataset("masks", (8000, 2000), "u1", chunks=(10, 500))
     reader = H5Reader(path, {"images": "images", "masks": "masks"})
-    reader.set_caches(model_cache(reader, 19))
+    reader.set_caches(reader.main.grid.cache_for(19))
     found = reader.caches_in_force()
     assert found["images"] == CacheSettings(500, 20 * 48_000, 0.0)
     assert found["masks"].nbytes >= 320 / 10 * 20_000
@@ -215,7 +215,7 @@ def test_other_fields_get_room_for_the_same_samples(tmp_path):
 
 def test_contiguous_needs_no_cache(tmp_path):
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((N, 5), "u1"), {})))
-    assert model_cache(reader, 100) == CacheSettings(1, 0)
+    assert reader.main.grid.cache_for(100) == CacheSettings(1, 0)
     assert 1 <= reader.chunk_samples <= N
 
 

@@ -28,7 +28,7 @@ from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.store.format.recommendation import read_recommendation, sidecar_of, write_recommendation
-from h5chunk.store.read.reader import H5Reader, model_cache
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.model.accesses import find_reads
 from h5chunk.tools.model.hdf5_cache import replay_batches
@@ -283,7 +283,7 @@ def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
     for window, interleave, batch in ((1, 1, 16), (3, 4, 10), (50, 24, 32)):
         order = Order(shape[0], reader.chunk_samples, batch, window, interleave=interleave)
         for cache in CACHES:
-            given_cache = model_cache(reader, order.open_chunks, order.cache_w0) if cache is None else cache
+            given_cache = reader.main.grid.cache_for(order.open_chunks, order.cache_w0) if cache is None else cache
             found = count_reads(reader, order, CacheSettings.of(given_cache), 10)
             assert found.agrees and found.predicted_reads > 0 and found.samples == shape[0], (cache, found)
 

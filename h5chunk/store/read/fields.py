@@ -113,15 +113,15 @@ def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str
 
 
 def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
-    datasets = [name for name, item in Guard(path).walk(file) if isinstance(item, h5py.Dataset) and _has_samples(item)]
-    datasets = sorted(name for name in datasets if not name.startswith(f"{GROUP}/"))
+    datasets = []
+    for name, item in Guard(path).walk(file):
+        if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
+            is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # to ask its shape opens other files
+            datasets += [name] if is_view or item.shape else []
+    datasets.sort()
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name those to read: ChunkDataset(path, fields=[...])"
     return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
-
-
-def _has_samples(dataset: h5py.Dataset) -> bool:
-    return dataset.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL or bool(dataset.shape)
 
 
 def look_at(

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable
-from h5chunk.plan.cache import CALL_BYTES, OLDEST_FIRST, CacheSettings
+from h5chunk.plan.cache import CALL_BYTES, CacheSettings
 from h5chunk.plan.layout import plan_layout
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, read_header
@@ -287,8 +287,3 @@ class _Handle:
             out[...] = np.zeros((), out.dtype)
         self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
         self.id.read(memory, self._space, out, self._kind)
-
-
-def model_cache(reader: H5Reader, open_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-    """Return the cache that holds ``open_chunks`` runs of ``reader.chunk_samples`` samples until read in full."""
-    return reader.main.grid.cache_for(open_chunks, w0)

@@ -11,7 +11,6 @@ import numpy as np
 from h5chunk.machine import available_cores
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.reader import model_cache
 from h5chunk.tools.measure.disk import FileReads, cut, locate
 from h5chunk.tools.measure.machine import NotMeasured, available_bytes, device_copy, memory_copy, repeated_rate
 from h5chunk.tools.model.cost import Machine
@@ -69,7 +68,7 @@ def _call_seconds(study: Study, copy_rate: float, seconds: float) -> float:
     if study.matrix or main.grid.sample_bytes > (1 << 20):
         return CALL_S
     row, out = np.zeros(1, np.int64), np.empty((1, *main.sample_shape), main.dtype)
-    reader.set_caches(model_cache(reader, 1))
+    reader.set_caches(reader.main.grid.cache_for(1))
     reader.read(main.name, row, out)
     taken: list[float] = []
     deadline = time.perf_counter() + seconds
