@@ -1,10 +1,33 @@
-"""The resources of the machine that this process may use."""
+"""What this process may use of its machine, and the threads that use it."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> Iterator[T]:
+    """Run tasks in threads, at most so many ahead of what is taken; yield their results in the order of the tasks."""
+    waiting: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(num_threads, "h5chunk")
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(task))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        with suppress(RuntimeError):  # the interpreter ends
+            pool.shutdown(wait=True, cancel_futures=True)

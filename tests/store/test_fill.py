@@ -18,8 +18,7 @@ import pytest
 
 import h5chunk.store.write.fill as fill_module
 from h5chunk.errors import OutputError, SampleError, WorkerError
-from h5chunk.store.write.fill import Filled, fill
-from h5chunk.store.write.fill_task import Done, Failure, FillField, FillJob, parse_record
+from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill, parse_record
 
 SHAPE = (2, 3)
 OFFSET = 11

@@ -20,9 +20,10 @@ from torch.utils.data import default_collate
 
 from h5chunk import ChunkDataset, info, verify
 from h5chunk.errors import FileError, H5ChunkError, OptionError
+from h5chunk.plan.repack import Shares
 from h5chunk.store.hdf5 import chunk_table
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.rewrite.raw_rows import open_rows
+from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.tools.repack.repack import repack
 
 
@@ -81,10 +82,9 @@ def moved(path: Path) -> np.ndarray:
         dataset = file["images"]
         kind = np.empty(1, f"V{dataset.id.get_type().get_size()}").dtype
         out = np.empty(dataset.shape, kind)
-        with path.open("rb") as raw:
-            options = {"part_bytes": 1 << 20, "num_threads": 1, "folder": path.parent}
-            with closing(open_rows(dataset, raw.fileno(), **options)) as rows:
-                rows.read(0, len(out), out.view(np.uint8).reshape(len(out), -1))
+        shares = Shares(8 << 20, 1)
+        with path.open("rb") as raw, closing(RawRows(dataset, raw.fileno(), shares, path.parent)) as rows:
+            rows.read(0, len(out), out.view(np.uint8).reshape(len(out), -1))
         with h5py.File(path.with_name("moved.h5"), "w") as new:
             h5py.h5d.create(new.id, b"images", dataset.id.get_type(), h5py.h5s.create_simple(dataset.shape)).write(
                 h5py.h5s.ALL, h5py.h5s.ALL, out, dataset.id.get_type()

@@ -38,7 +38,7 @@ COUNT = 75  # images: 5 tasks of 16
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.write.fill_task.TASK_SAMPLES", 16)
+    monkeypatch.setattr("h5chunk.store.write.fill.TASK_SAMPLES", 16)
 
 
 def contents(path: Path) -> list[tuple[str, bytes]]:

@@ -160,7 +160,7 @@ class ArraySpec:
     """A dataset to be written that is no field; contiguous if it has no ``chunks``.
 
     With a value to ``fill``, nothing is ever written to it: all elements read as this, and take no bytes. With
-    ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.new_file.ChunkWriter`).
+    ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.targets.CompressedTarget`).
     """
 
     shape: tuple[int, ...]
@@ -251,28 +251,37 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
         for each in spec.fields:
             shape = (spec.num_samples, *each.sample_shape)
             array = ArraySpec(shape, each.dtype, (spec.chunk_samples, *each.sample_shape), gzip=each.gzip)
-            datasets[each.name] = create_dataset(file, each.name, array)
+            datasets[each.name] = _create_dataset(file, each.name, array)
         for path_of, array in spec.arrays.items():
             datasets[path_of] = _create_array(file, path_of, array)
         for path_of, attributes in spec.field_attributes.items():
             for name, value in attributes.items():
                 file[path_of].attrs[name] = _fixed(value)
-        group = make_group(file, GROUP)
-        for name, value in spec.attributes.items():
-            group.attrs[name] = _fixed(value)
-        make_group(group, "checksums")
-        for name, (shape, dtype) in spec.tables.items():
-            datasets[f"{GROUP}/{name}"] = _create_array(group, name, ArraySpec(shape, dtype))
+        datasets |= write_group(file, spec.attributes, spec.tables)
         return {name: region_of(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
+
+
+def write_group(
+    file: h5py.File, attributes: Mapping[str, Any], tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+) -> dict[str, h5py.Dataset]:
+    """Create or update ``/h5chunk``; return its new datasets, of these shapes and types, by their paths in the file."""
+    group = make_group(file, GROUP)
+    for name, value in attributes.items():
+        group.attrs[name] = _fixed(value)
+    make_group(group, "checksums")
+    return {
+        f"{GROUP}/{name}": _create_array(group, name, ArraySpec(shape, dtype))
+        for name, (shape, dtype) in tables.items()
+    }
 
 
 def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
     parent, _, name = path.rpartition("/")
     group = make_group(group, parent) if parent else group
-    return create_dataset(group, name, array)
+    return _create_dataset(group, name, array)
 
 
-def create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
+def _create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
     """Create a dataset with all its space allocated, and none of it written; none with a fill value or filter."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)

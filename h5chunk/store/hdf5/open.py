@@ -15,7 +15,7 @@ from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 
 # What h5py raises of a damaged file
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
-FULL_DISK = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REASONS = (
     ("truncated", "cut short: the file is smaller than it says; copy or convert it again"),
     ("signature not found", "not an HDF5 file"),
@@ -33,7 +33,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except DAMAGES as error:
         reason = str(error) or type(error).__name__
-        if any(words in reason for words in FULL_DISK):
+        if any(os.strerror(number) in reason for number in FULL_DISK):
             raise OutputError(f"{printable(path)}: its copy cannot be written: {reason}") from None
         raise FileError(f"{printable(path)}: damaged, or of a kind that is not known: HDF5: {reason}") from error
 

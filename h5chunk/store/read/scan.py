@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
+from h5chunk.machine import available_cores, in_order
 from h5chunk.store.hdf5.chunk_table import (
     ChunkTable,
     NotDirect,
@@ -35,6 +33,7 @@ from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 
+MAX_THREADS = 8
 MEMORY_BYTES = 256 << 20  # of all threads together, about; a single chunk may need more
 NO_CHUNKS = ChunkTable.unwritten((0,), (1,))
 CHECKSUM, DECODING, READING = "checksum", "decoding", "reading"
@@ -60,9 +59,6 @@ class Parted:
     damages: tuple[Damage, ...] = ()
 
 
-Part = Callable[[int], Parted]  # checks some chunks through a descriptor of the file
-
-
 class CheckedDataset:
     """The chunks of a dataset, to be checked by number.
 
@@ -77,7 +73,8 @@ class CheckedDataset:
         self, path: Path, dataset: h5py.Dataset, expected: np.ndarray | None = None, look: Look | None = None
     ) -> None:
         self.name = dataset.name.lstrip("/")
-        self._where = f"{printable(path)}: {self.name!r}"
+        self._shown = printable(path)
+        self._where = f"{self._shown}: {self.name!r}"
         self._expected, self._look = expected, look
         self._local = threading.local()
         self._item_bytes = stored_item_bytes(dataset)
@@ -113,19 +110,50 @@ class CheckedDataset:
         """Return the offset and the stored bytes of a chunk."""
         return int(self.table.offsets[chunk]), int(self.table.sizes[chunk])
 
-    def thread_bytes(self) -> int:
-        """Return the memory that a thread takes, about."""
-        return PART_BYTES + (3 * self.chunk_bytes + int(self.table.sizes.max()) if self.filtered else 0)
+    def check(
+        self,
+        chunks: np.ndarray,
+        descriptor: int,
+        *,
+        num_threads: int = MAX_THREADS,
+        memory_bytes: int = MEMORY_BYTES,
+        then: Callable[[np.ndarray], None] = lambda chunks: None,
+    ) -> Iterator[Parted]:
+        """Check some chunks, ascending, part by part in threads; yield what came of each part, in order.
 
-    def parts(self, chunks: np.ndarray) -> Iterator[Part]:
-        """Yield the tasks that check some chunks, ascending, for several threads."""
+        The threads also do with each part that is whole what ``then`` says.
+        """
         if not len(chunks):
             return
+        thread_bytes = PART_BYTES + (3 * self.chunk_bytes + int(self.table.sizes.max()) if self.filtered else 0)
+        num_threads = max(1, min(available_cores(), num_threads, memory_bytes // thread_bytes))
         step = max(1, PART_BYTES // max(1, int(self.table.sizes[chunks].max())))
-        for first in range(0, len(chunks), step):
-            yield partial(self._check_part, chunks[first : first + step])
+        borders = range(0, len(chunks), step)
+        parts = (partial(self._check_part, chunks[first : first + step], descriptor, then) for first in borders)
+        yield from (part() for part in parts) if num_threads == 1 else in_order(parts, num_threads, 4 * num_threads)
 
-    def _check_part(self, chunks: np.ndarray, descriptor: int) -> Parted:
+    def require_whole(
+        self,
+        chunks: np.ndarray,
+        descriptor: int,
+        told: Callable[[int], None],
+        undone: str,
+        remedy: str = "",
+        **how: Any,
+    ) -> None:
+        """Check chunks by `check`, with its further arguments, and tell the bytes of each part.
+
+        FileError: a chunk is damaged; the message says what is ``undone`` of it, and a further ``remedy``.
+        """
+        for came in self.check(chunks, descriptor, **how):
+            for damage in came.damages:
+                raise FileError(
+                    f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
+                    f"names all that is damaged, and repairs it with --repair{remedy}"
+                )
+            told(came.num_bytes)
+
+    def _check_part(self, chunks: np.ndarray, descriptor: int, then: Callable[[np.ndarray], None]) -> Parted:
         num_bytes, damages = 0, []
         for chunk in chunks.tolist():
             offset, size = self.place(chunk)
@@ -136,6 +164,8 @@ class CheckedDataset:
                 damage = Damage(chunk, self._reason(chunk, error))
             if damage is not None:
                 damages.append(damage)
+        if not damages:
+            then(chunks)
         return Parted(num_bytes, tuple(damages))
 
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
@@ -173,19 +203,3 @@ class CheckedDataset:
     def _reason(self, chunk: int, error: FileError) -> str:
         text = str(error).removeprefix(f"{self._where}, chunk {chunk}: ")
         return text.removeprefix("cannot be read: ").removesuffix(": it is damaged")
-
-
-def check_parts(parts: Iterator[Part], descriptor: int, num_threads: int) -> Iterator[Parted]:
-    """Run tasks in threads; yield their results in order."""
-    if num_threads <= 1:
-        yield from (part(descriptor) for part in parts)
-        return
-    pool = ThreadPoolExecutor(num_threads, "h5chunk-check")
-    try:
-        waiting = deque(pool.submit(part, descriptor) for part in islice(parts, 4 * num_threads))
-        while waiting:
-            yield waiting.popleft().result()
-            waiting.extend(pool.submit(part, descriptor) for part in islice(parts, 1))
-    finally:
-        with suppress(RuntimeError):
-            pool.shutdown(wait=True, cancel_futures=True)

@@ -9,30 +9,20 @@ the new file that fits in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
+from h5py import h5a, h5d, h5g, h5o, h5p, h5r, h5s, h5t, h5z
 
-from h5chunk.errors import printable
-from h5chunk.store.format.spec import (
-    ALIGNMENT,
-    GROUP,
-    ArraySpec,
-    Region,
-    create_dataset,
-    make_group,
-    new_file,
-    region_of,
-)
+from h5chunk.errors import FileError, printable
+from h5chunk.store.format.spec import ALIGNMENT, GROUP, Region, new_file, region_of, write_group
 from h5chunk.store.hdf5.open import translate_errors
-from h5chunk.store.rewrite.references import Copier, attribute_names, is_fixed, references_of
 from h5chunk.store.rewrite.shuffle import NewOrder
-from h5chunk.store.rewrite.survey import Survey
+from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
 
 LIBVER = ("v110", "latest")  # nothing newer than 1.10 unless a type of the source needs it
 COMMENT = 13  # number of the message of an object's header that is a comment
@@ -57,25 +47,12 @@ class NewLayout:
     written: bool = True  # else nothing will be written to it: it keeps its fill value, and takes no bytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class NewHeader:
     """The group ``/h5chunk`` of the new file; what the old one has besides stays."""
 
     attributes: dict[str, Any]
     tables: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)  # shapes and types of datasets
-
-    def write(self, file: h5py.File) -> Mapping[str, h5py.Dataset]:
-        """Create or update the group; return its new datasets by path, to be filled."""
-        group = make_group(file, GROUP)
-        for name, value in self.attributes.items():
-            group.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
-        make_group(group, "checksums")
-        made = {}
-        for name, (shape, dtype) in self.tables.items():
-            parent, _, last = name.rpartition("/")
-            holder = make_group(group, parent) if parent else group
-            made[f"{GROUP}/{name}"] = create_dataset(holder, last, ArraySpec(shape, dtype))
-        return made
 
 
 @dataclass(frozen=True)
@@ -89,39 +66,39 @@ class Changes:
     memory_bytes: int  # for their values
 
 
-class Replica(NamedTuple):
-    """Where the bytes of unfiltered datasets go that are yet to be written, and what could not be kept, for people."""
-
-    regions: dict[str, Region]
-    lost: list[str]
-
-
 def create_replica(
     path: Path, source: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
-) -> Replica:
+) -> tuple[dict[str, Region], list[str]]:
     """Write the new file, but for the bytes of what is laid out anew.
 
-    ``copied`` is told the stored bytes of each dataset that was copied.
+    ``copied`` is told the stored bytes of each dataset that was copied. Returns where the bytes of unfiltered datasets
+    go that are yet to be written, and what could not be kept, for people.
     """
-    with translate_errors(source.filename), h5py.File(_create_file(path, source)) as target:
-        maker = _Maker(source, target, survey, changes, copied)
-        maker.make_nodes()
-        maker.copy_attributes()
-        maker.copy_values()
-        datasets = {region_key(name): h5py.Dataset(each) for name, each in maker.new.items()}
-        if changes.header is not None:
-            datasets |= changes.header.write(target)
-        target.flush()
-        regions = {
-            name: region_of(dataset)
-            for name, dataset in datasets.items()
-            if not dataset.id.get_create_plist().get_nfilters() and dataset.id.get_storage_size()
-        }
-    block = source.userblock_size
+    block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
+    with translate_errors(source.filename):
+        old, creation = h5g.open(source.id, b"/").get_create_plist(), h5p.create(h5p.FILE_CREATE)
+        creation.set_userblock(block)
+        creation.set_sizes(*source.id.get_create_plist().get_sizes())  # HDF5 copies objects without changing addresses
+        _copy_orders(old, creation)
+        made = new_file(path, creation, LIBVER, min(ALIGNMENT, block) if block else ALIGNMENT)
+        with h5py.File(made) as target:
+            maker = _Maker(source, target, survey, changes, copied)
+            maker.make_nodes()
+            maker.copy_attributes()
+            maker.copy_values()
+            datasets = {region_key(name): h5py.Dataset(each) for name, each in maker.new.items()}
+            if changes.header is not None:
+                datasets |= write_group(target, changes.header.attributes, changes.header.tables)
+            target.flush()
+            regions = {
+                name: region_of(dataset)
+                for name, dataset in datasets.items()
+                if not dataset.id.get_create_plist().get_nfilters() and dataset.id.get_storage_size()
+            }
     if block:
-        with open(source.filename, "rb") as old, path.open("r+b") as new:  # noqa: PTH123
-            new.write(old.read(block))
-    return Replica(regions, maker.copier.lost)
+        with open(source.filename, "rb") as file, path.open("r+b") as new:  # noqa: PTH123
+            new.write(file.read(block))
+    return regions, maker.copier.lost
 
 
 def region_key(path: bytes) -> str:
@@ -129,15 +106,81 @@ def region_key(path: bytes) -> str:
     return path.decode("utf-8", "surrogateescape")
 
 
-def _create_file(path: Path, source: h5py.File) -> h5f.FileID:
-    """Create an empty file with the user block, and the orders of the root, of another."""
-    old, new = h5g.open(source.id, b"/").get_create_plist(), h5p.create(h5p.FILE_CREATE)
-    new.set_userblock(source.userblock_size)
-    new.set_sizes(*source.id.get_create_plist().get_sizes())  # HDF5 copies objects without changing their addresses
-    new.set_link_creation_order(old.get_link_creation_order())
-    new.set_attr_creation_order(old.get_attr_creation_order())
-    block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
-    return new_file(path, new, LIBVER, min(ALIGNMENT, block) if block else ALIGNMENT)
+class _Copier:
+    """Copier of attributes and values from one open file to another that has the same objects.
+
+    Copied objects lie elsewhere in the new file, so that every reference is made anew, to the object of the same path.
+    What has neither references nor variable-length parts travels as the bytes that it is.
+    """
+
+    def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
+        self._source, self._target, self._paths = source.id, target.id, paths
+        self._shown = printable(source.filename)
+        self.lost: list[str] = []
+
+    def type_of(self, kind: h5t.TypeID) -> h5t.TypeID:
+        """Return a type for the target file: a named one stays a named one."""
+        if kind.committed():
+            path = self._paths.get(h5o.get_info(kind).addr)
+            if path is not None and h5o.exists_by_name(self._target, path):
+                return h5o.open(self._target, path)
+        return kind.copy()
+
+    def attributes(self, old: Any, new: Any, where: str, skip: Collection[bytes] = ()) -> None:
+        """Copy the attributes of a low-level object, but for some names."""
+        for name in attribute_names(old):
+            if name not in skip:
+                attribute = h5a.open(old, name)
+                made = h5a.create(new, name, self.type_of(attribute.get_type()), attribute.get_space())
+                if attribute.get_space().get_simple_extent_type() != h5s.NULL and 0 not in attribute.shape:
+                    self._value(attribute, made, f"{where}, attribute {printable(name)!r}")
+
+    def _value(self, old: h5a.AttrID, new: h5a.AttrID, where: str) -> None:
+        kind = old.get_type()
+        if is_fixed(kind):
+            values = np.empty(old.shape, f"V{kind.get_size()}")
+            old.read(values, kind)
+            new.write(values, kind)
+            return
+        values = np.empty(old.shape, old.dtype)
+        old.read(values)
+        new.write(self.translated(values, where))
+
+    def translated(self, value: Any, where: str) -> Any:
+        """Return a value, or an array of values, with references to the objects of the target."""
+        if isinstance(value, h5r.Reference):
+            return self._reference(value, where)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            copy = value.copy()
+            if value.dtype.names:
+                for name in value.dtype.names:
+                    copy[name] = self.translated(value[name], where)
+            else:
+                flat = copy.reshape(-1)  # an index of one axis puts an array in as one object
+                for number in range(len(flat)):
+                    flat[number] = self.translated(flat[number], where)
+            return copy
+        return value
+
+    def _reference(self, reference: h5r.Reference, where: str) -> h5r.Reference:
+        if not reference:
+            return reference
+        try:
+            item = h5r.dereference(reference, self._source)
+        except (OSError, RuntimeError, ValueError, KeyError):
+            item = None
+        if item is None:
+            self.lost.append(f"{where} refers to an object that is not there any more, so that it refers to none now")
+            return type(reference)()
+        path = self._paths.get(h5o.get_info(item).addr)
+        if path is None:
+            raise FileError(
+                f"{self._shown}: {where} refers to an object that has no name: give it one, or delete the reference"
+            )
+        if isinstance(reference, h5r.RegionReference):
+            region = h5r.get_region(reference, self._source)
+            return h5r.create(self._target, path, h5r.DATASET_REGION, region)
+        return h5r.create(self._target, path or b"/", h5r.OBJECT)
 
 
 class _Maker:
@@ -148,12 +191,14 @@ class _Maker:
     ) -> None:
         self._source, self._target = source.id, target.id
         self._survey, self._changes, self._copied = survey, changes, copied
-        self.copier = Copier(source, target, survey.paths)
+        self.copier = _Copier(source, target, survey.paths)
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
         self.new: dict[bytes, h5d.DatasetID] = {}  # datasets that will be written
-        self._left_out: set[bytes] = set()
-        objects = [path for path, facts in survey.datasets.items() if facts.refers or facts.named]
+        outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # is written anew
+        self._nodes = [node for node in survey.nodes if not (node.path + b"/").startswith(outdated)]
+        datasets = [survey.datasets[node.path] for node in self._nodes if node.kind == "dataset"]
+        objects = [facts.path for facts in datasets if facts.refers or facts.named]
         copied_here = [path for path in objects if path not in changes.layouts]
         self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # in this order
         self._bare: set[bytes] = set()  # copied without their attributes
@@ -161,11 +206,7 @@ class _Maker:
     def make_nodes(self) -> None:
         """Make all objects and links, without attributes but those that HDF5 copies."""
         parent: bytes | None = None
-        for node in self._survey.nodes:
-            outdated = self._changes.header is not None and node.path == CHECKSUMS.encode()
-            if node.parent in self._left_out or outdated:
-                self._left_out.add(node.path)
-                continue
+        for node in self._nodes:
             if node.parent != parent:
                 parent = node.parent
                 old, new = (h5g.open(file, parent or b"/") for file in (self._source, self._target))
@@ -174,56 +215,50 @@ class _Maker:
                 new.links.create_soft(node.name, node.leads_to, lcpl=links)
             elif node.kind == "again":
                 new.links.create_hard(node.name, self._target, b"/" + node.leads_to, lcpl=links)
-            elif node.kind == "group":
-                self._make_group(old, new, node.name, links)
+            elif node.kind == "group":  # all properties of a group of many links also say where those lie
+                properties = h5p.create(h5p.GROUP_CREATE)
+                said = h5g.open(old, node.name).get_create_plist()
+                _copy_orders(said, properties)
+                properties.set_attr_phase_change(*said.get_attr_phase_change())
+                properties.set_obj_track_times(False)
+                h5g.create(new, node.name, lcpl=links, gcpl=properties)
             elif self._is_made(node.path):
-                self._make_dataset(h5d.open(old, node.name), new, node.name, node.path, links)
+                self._make_dataset(h5d.open(old, node.name), new, node, links)
             else:
-                self._copy(old, new, node.name, node.path, links)
+                self._copy(old, new, node, links)
 
     def _is_made(self, path: bytes) -> bool:
         """Whether a dataset is made here, not copied by HDF5."""
         return path in self._changes.layouts or path in self._by_value
 
-    def _make_group(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes, links: h5p.PropLCID | None) -> None:
-        """Make a group with the orders of another; all properties of one of many links also say where those lie."""
-        said, properties = h5g.open(old, name).get_create_plist(), h5p.create(h5p.GROUP_CREATE)
-        properties.set_link_creation_order(said.get_link_creation_order())
-        properties.set_attr_creation_order(said.get_attr_creation_order())
-        properties.set_attr_phase_change(*said.get_attr_phase_change())
-        properties.set_obj_track_times(False)
-        h5g.create(new, name, lcpl=links, gcpl=properties)
-
-    def _copy(self, old: h5g.GroupID, new: h5g.GroupID, name: bytes, path: bytes, links: h5p.PropLCID | None) -> None:
+    def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
         """Let HDF5 copy an object, but for attributes of which it would copy less than they refer to, or crash."""
         options = h5p.create(h5p.OBJECT_COPY)
-        item = h5o.open(old, name)
+        item = h5o.open(old, node.name)
         kinds = [h5a.open(item, each).get_type() for each in attribute_names(item)]
         if any(kind.committed() or references_of(kind) for kind in kinds):
             options.set_copy_object(h5o.COPY_WITHOUT_ATTR_FLAG)
-            self._bare.add(path)
-        h5o.copy(old, name, new, name, options, links)
+            self._bare.add(node.path)
+        h5o.copy(old, node.name, new, node.name, options, links)
         if isinstance(item, h5d.DatasetID):
-            self._copied(self._survey.datasets[path].stored_bytes)
+            self._copied(self._survey.datasets[node.path].stored_bytes)
 
-    def _make_dataset(
-        self, old: h5d.DatasetID, group: h5g.GroupID, name: bytes, path: bytes, links: h5p.PropLCID | None
-    ) -> None:
-        layout, space, properties = self._changes.layouts.get(path), old.get_space(), old.get_create_plist()
+    def _make_dataset(self, old: h5d.DatasetID, group: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
+        layout, space, properties = self._changes.layouts.get(node.path), old.get_space(), old.get_create_plist()
         if layout is not None:
             properties, space = _properties(properties, layout), h5s.create_simple(old.shape)
         properties.set_obj_track_times(False)
-        made = h5d.create(group, name, self.copier.type_of(old.get_type()), space, properties, links)
+        made = h5d.create(group, node.name, self.copier.type_of(old.get_type()), space, properties, links)
         if layout is not None and layout.written:
-            self.new[path] = made
+            self.new[node.path] = made
 
     def copy_attributes(self) -> None:
         """Copy the attributes that HDF5 did not copy, or that refer to objects."""
         self.copier.attributes(h5g.open(self._source, b"/"), h5g.open(self._target, b"/"), "the root")
         header = self._changes.header
         replaced = {GROUP.encode(): {name.encode() for name in header.attributes}} if header is not None else {}
-        for node in self._survey.nodes:
-            if node.kind in ("soft", "again") or node.path in self._left_out:
+        for node in self._nodes:
+            if node.kind in ("soft", "again"):
                 continue
             old, new = h5o.open(self._source, node.path), h5o.open(self._target, node.path)
             is_made, where = node.kind == "group" or self._is_made(node.path), repr(printable(node.path))
@@ -235,14 +270,19 @@ class _Maker:
     def copy_values(self) -> None:
         """Copy the values that are no plain bytes."""
         for path in self._by_value:
-            if path in self._left_out:
-                continue
             old, new = (h5py.Dataset(h5d.open(file, path)) for file in (self._source, self._target))
             if self._changes.order is not None and path in self._changes.permuted:
                 _permute_values(old, new, self.copier, self._changes.order, self._changes.memory_bytes)
-            else:
-                _copy_values(old, new, self.copier)
+            elif old.shape is not None and 0 not in old.shape:
+                for rows in [None] if old.shape == () else _bands(old):
+                    _write(new, rows, self.copier.translated(_read(old, rows), printable(old.name)))
             self._copied(self._survey.datasets[path].stored_bytes)
+
+
+def _copy_orders(old: Any, new: Any) -> None:
+    """Give the properties of a group, or of the root, the orders of another."""
+    new.set_link_creation_order(old.get_link_creation_order())
+    new.set_attr_creation_order(old.get_attr_creation_order())
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
@@ -263,16 +303,8 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
     return new
 
 
-def _copy_values(old: h5py.Dataset, new: h5py.Dataset, copier: Copier) -> None:
-    """Write all values as they are, but for references, which lead to the new objects."""
-    if old.shape is None or 0 in old.shape:
-        return
-    for rows in [None] if old.shape == () else _bands(old):
-        _write(new, rows, copier.translated(_read(old, rows), printable(old.name)))
-
-
-def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: Copier, order: NewOrder, memory_bytes: int) -> None:
-    """As `_copy_values`, in another order and within limited memory."""
+def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order: NewOrder, memory_bytes: int) -> None:
+    """Write all values in another order, within limited memory; references lead to the new objects."""
     num_rows = old.shape[0]
     total = sum(_size(_read(old, rows)) for rows in _bands(old))
     part = max(1, num_rows // math.ceil(total / memory_bytes))

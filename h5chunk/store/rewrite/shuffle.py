@@ -8,23 +8,23 @@ place is in; of a compressed dataset in a file without a name.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from itertools import pairwise
+from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from h5chunk.errors import OptionError, human_bytes
+from h5chunk.machine import in_order
 from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import vector_parts
 from h5chunk.store.rewrite.raw_rows import RawRows
-from h5chunk.store.rewrite.targets import PlainTarget, Target, Waiting
 from h5chunk.store.write.spool import TemporaryBytes
+from h5chunk.store.write.targets import PlainTarget, Target, Waiting
 
 ROW_BYTES = 48  # of memory for the numbers of a row, while rows are regrouped
 LEAST_VECTOR_BYTES = 512  # rows from here on are read to their places one by one, shorter ones sorted in memory
@@ -87,26 +87,6 @@ class EvenRows:
         table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
         np.take(table, picks, axis=0, out=target, mode="clip")
 
-    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
-        """Read the rows ``wanted``, which wait in their old order from ``place`` on; ``lies`` is scratch memory."""
-        if self._width < LEAST_VECTOR_BYTES:
-            _arrange(self, waiting, place, wanted, lies, out)
-            return
-        places = np.argsort(wanted, kind="stable") * self._width
-        offsets = waiting.offset + (place + np.arange(len(wanted))) * self._width
-        for part in vector_parts(offsets, self.sizes(wanted), places, out, lambda _: "a file that is being written"):
-            part(waiting.descriptor)
-
-
-def _arrange(
-    rows: EvenRows | UnevenRows, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray
-) -> None:
-    waiting.read(rows.new_offset(place), lies)
-    by_row = np.argsort(wanted, kind="stable")
-    picks = np.empty_like(by_row)
-    picks[by_row] = np.arange(len(by_row))
-    rows.gather(lies, wanted[by_row], picks, out)
-
 
 class UnevenRows:
     """Rows of different lengths, with the methods of `EvenRows`: of a sparse matrix, or names that lie end to end.
@@ -158,9 +138,6 @@ class UnevenRows:
         index += np.arange(len(index))
         wide = f"V{self._item}"
         np.take(data.view(wide), index, out=out.view(wide), mode="clip")
-
-    def arrange(self, waiting: Waiting, place: int, wanted: np.ndarray, lies: np.ndarray, out: np.ndarray) -> None:
-        _arrange(self, waiting, place, wanted, lies, out)
 
 
 Rows = EvenRows | UnevenRows
@@ -258,8 +235,20 @@ def _settle(
     def settle(bucket: int, buffer: np.ndarray) -> np.ndarray:
         first, last = int(borders[bucket]), int(borders[bucket + 1])
         start, stop = rows.new_offset(first), rows.new_offset(last)
-        lies, data = scratch(local, "lies", stop - start), buffer[: stop - start]
-        rows.arrange(waiting, first, new.order[first:last], lies, data)
+        data, wanted = buffer[: stop - start], new.order[first:last]
+        by_row = np.argsort(wanted, kind="stable")  # the rows lie in their old order
+        width = rows.source.row_bytes
+        if isinstance(rows, EvenRows) and width >= LEAST_VECTOR_BYTES:
+            offsets = waiting.offset + (first + np.arange(len(wanted))) * width
+            where = "a file that is being written"
+            for part in vector_parts(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):
+                part(waiting.descriptor)
+        else:
+            lies = scratch(local, "lies", stop - start)
+            waiting.read(start, lies)
+            picks = np.empty_like(by_row)
+            picks[by_row] = np.arange(len(by_row))
+            rows.gather(lies, wanted[by_row], picks, data)
         if target.any_order:
             target.put(start, data)
         return data
@@ -276,20 +265,10 @@ def _in_order(
     tasks: Iterable[T], work: Callable[[T, np.ndarray], R], buffer_bytes: int, num_threads: int
 ) -> Iterator[tuple[T, R]]:
     """Yield the tasks and what ``work(task, buffer)`` returns, in order; buffers are reused after that."""
-    free = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
-    waiting: deque[tuple[T, Future[R], np.ndarray]] = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for task in tasks:
-                if not free:
-                    done, future, buffer = waiting.popleft()
-                    yield done, future.result()
-                    free.append(buffer)
-                buffer = free.pop()
-                waiting.append((task, pool.submit(work, task, buffer), buffer))
-            while waiting:
-                done, future, _ = waiting.popleft()
-                yield done, future.result()
-        finally:
-            for _, future, _ in waiting:
-                future.cancel()
+    buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
+
+    def run(task: T, buffer: np.ndarray) -> tuple[T, R]:
+        return task, work(task, buffer)
+
+    runs = (partial(run, task, buffer) for task, buffer in zip(tasks, cycle(buffers), strict=False))
+    yield from in_order(runs, num_threads, len(buffers))

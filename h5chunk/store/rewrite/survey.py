@@ -7,16 +7,18 @@ taken as they are, and not followed.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import h5py
-from h5py import h5d, h5g, h5l, h5o, h5s, h5t
+from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
 
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.open import translate_errors
-from h5chunk.store.rewrite.references import ORDER_TRACKED, is_fixed, references_of, refers_to_regions
 
+ORDER_TRACKED = 1  # of the flags of creation order
 NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
 
 
@@ -166,3 +168,40 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
         regions=refers_to_regions(kind),
         named=kind.committed(),
     )
+
+
+def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
+    """Yield a type and all types that it is made of."""
+    yield kind
+    if isinstance(kind, h5t.TypeCompoundID):
+        for number in range(kind.get_nmembers()):
+            yield from parts_of(kind.get_member_type(number))
+    elif isinstance(kind, (h5t.TypeArrayID, h5t.TypeVlenID)):
+        yield from parts_of(kind.get_super())
+
+
+def is_fixed(kind: h5t.TypeID) -> bool:
+    """Whether values are the bytes that they are: no variable-length parts, no references."""
+    return not any(
+        isinstance(part, (h5t.TypeVlenID, h5t.TypeReferenceID))
+        or (isinstance(part, h5t.TypeStringID) and part.is_variable_str())
+        for part in parts_of(kind)
+    )
+
+
+def references_of(kind: h5t.TypeID) -> list[h5t.TypeReferenceID]:
+    """List the types of references that values have."""
+    return [part for part in parts_of(kind) if isinstance(part, h5t.TypeReferenceID)]
+
+
+def refers_to_regions(kind: h5t.TypeID) -> bool:
+    """Whether values refer to parts of datasets."""
+    return any(part.equal(h5t.STD_REF_DSETREG) for part in references_of(kind))
+
+
+def attribute_names(item: Any) -> list[bytes]:
+    """Names of the attributes of a low-level object, in the order in which they were made if that is known."""
+    names: list[bytes] = []
+    tracked = not isinstance(item, h5t.TypeID) and item.get_create_plist().get_attr_creation_order() & ORDER_TRACKED
+    h5a.iterate(item, names.append, index_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
+    return names

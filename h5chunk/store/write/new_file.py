@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
-from h5chunk.store.format.spec import GROUP, LIBVER, FieldSpec, FileSpec, Region, create_file
-from h5chunk.store.hdf5.codecs import crc32
+from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec, Region, create_file
+from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
-from h5chunk.store.write.part_file import ROOM_BYTES, check_output, check_room, no_room, open_own, write_at, writing
+from h5chunk.store.write.part_file import check_output, check_room, no_room, open_own, write_at, writing
 
 PIECE_BYTES = 1 << 20  # of data that are moved within a file
 FLUSH_INTERVAL_S = 0.5
@@ -60,13 +59,6 @@ class NewFile(Output):
                 f"{printable(self.part)}"
             ) from None
 
-    def _remove_empty(self) -> None:
-        if not os.fstat(self.descriptor).st_size:
-            self.part.unlink()
-
-    def _remove_part(self) -> None:
-        self.part.unlink()
-
     def _take_place(self) -> None:
         self.part.replace(self.path)
 
@@ -102,7 +94,7 @@ class NewFile(Output):
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.descriptor, 0, num_bytes)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            if error.errno in FULL_DISK:
                 raise OutputError(no_room(self.path, num_bytes, error.strerror)) from None
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
@@ -195,62 +187,6 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
             write_at(descriptor, piece, new.offset + start)
     for offset, data in waiting:
         write_at(descriptor, data, offset)
-
-
-class ChunkWriter:
-    """Context manager around the writing of a dataset's compressed chunks, in order.
-
-    The dataset is chunked along its first axis only. Nothing else may write to the file meanwhile. If ``checked``,
-    ``checksums`` has the CRC-32 of each chunk written so far.
-    """
-
-    def __init__(self, new: NewFile, path: bytes, checked: bool = True) -> None:
-        self._new, self._path, self._checked = new, path, checked
-        self._num_chunks = self._room_bytes = 0
-        self.checksums: list[int] = []
-
-    def __enter__(self) -> ChunkWriter:
-        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-        access.set_chunk_cache(1, 0, 0.0)  # a chunk that HDF5 compresses is written at once
-        with writing(self._new.path):
-            self._file = h5py.File(self._new.part, "r+", libver=LIBVER, locking=False)
-            self.dataset = h5py.h5d.open(self._file.id, self._path, access)
-        self._chunk_rows = self.dataset.get_create_plist().get_chunk()[0]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with writing(self._new.path):
-            self._file.close()
-
-    def write(self, data: bytes) -> None:
-        """Write the next chunk, which is compressed."""
-        self._check_room(len(data))
-        with writing(self._new.path):
-            self.dataset.write_direct_chunk(self._place(), data)
-        self._wrote(data)
-
-    def write_values(self, values: np.ndarray) -> None:
-        """Let HDF5 compress the next chunk: (rows, ...) elements as bytes, of as many rows as there are in it."""
-        self._check_room(2 * values.nbytes)
-        with writing(self._new.path):
-            space = self.dataset.get_space()
-            space.select_hyperslab(self._place(), values.shape)
-            self.dataset.write(h5py.h5s.create_simple(values.shape), space, values, self.dataset.get_type())
-            self._wrote(self.dataset.read_direct_chunk(self._place())[1] if self._checked else b"")
-
-    def _place(self) -> tuple[int, ...]:
-        return self._num_chunks * self._chunk_rows, *(0,) * (len(self.dataset.shape) - 1)
-
-    def _wrote(self, stored: bytes) -> None:
-        self._num_chunks += 1
-        if self._checked:
-            self.checksums.append(crc32(np.frombuffer(stored, np.uint8)))
-
-    def _check_room(self, num_bytes: int) -> None:
-        self._room_bytes -= num_bytes
-        if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
-            self._room_bytes = ROOM_BYTES
-            check_room(self._new.path, num_bytes + 2 * ROOM_BYTES)
 
 
 def column_specs(columns: Mapping[str, np.ndarray]) -> tuple[FieldSpec, ...]:

@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,16 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OutputError, printable
-from h5chunk.machine import available_cores
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.claims import check_attributes
-from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, translate_errors
-from h5chunk.store.hdf5.ranges import PART_BYTES, Where, open_descriptor, read_bytes
-from h5chunk.store.read.scan import MEMORY_BYTES, CheckedDataset, Damage, Parted, check_parts
+from h5chunk.store.hdf5.ranges import Where, open_descriptor, read_bytes
+from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import write_at
 
-MAX_THREADS = 8
 CHECKSUMS = f"{GROUP}/checksums"
 COPY_BYTES = 8 << 20  # at a time, where the kernel cannot copy
 NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ETXTBSY)
@@ -70,15 +66,6 @@ class OldFile:
         if stamp_of(self.path) != self._stamp:
             raise FileError(f"{self.shown}: changed while it was read: nothing was appended: run it again")
 
-    def check_known(self, known: Callable[[str], bool]) -> None:
-        """Raise FileError if there is a dataset that is not known, and would be lost."""
-        lost = next((name for name in sorted(self.datasets) if not known(name)), None)
-        if lost is not None:
-            raise FileError(
-                f"{self.shown}: {lost!r} is not as h5chunk convert writes it, and would be lost: remove it, or append "
-                "to the file as it was converted"
-            )
-
     def attributes(self, name: str) -> dict[str, Any]:
         """Return the attributes of an object, which must be of fixed-size types."""
         item = self.file[name]
@@ -112,88 +99,65 @@ class OldDataset:
     """The chunks of a dataset, checked as they are read."""
 
     def __init__(self, old: OldFile, name: str) -> None:
-        self._old, self._name = old, name
-        self.dataset = old.datasets[name]
+        self._old, self.dataset = old, old.datasets[name]
         table = old.table(f"checksums/{name}")
         if table is None or table.ndim != 1 or table.dtype != np.uint32:
             raise FileError(
                 f"{old.shown}: {name!r} has no checksums, as what h5chunk wrote has: convert its source again"
             )
-        self._checked = CheckedDataset(old.path, self.dataset, table)
-        self.checksums = table
+        self._checked, self.checksums = CheckedDataset(old.path, self.dataset, table), table
         if len(table) != self._checked.num_chunks:
             raise FileError(
                 f"{old.shown}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} checksums: h5chunk "
                 "verify says what is wrong"
             )
 
-    def values(self) -> np.ndarray:
-        """Return the whole dataset, checked, in memory."""
-        self._run(self._checked.parts(np.arange(len(self.checksums))), lambda _: None)
-        values: np.ndarray = self.dataset[()]
+    def values(self, first_chunk: int = 0) -> np.ndarray:
+        """Return the dataset from a chunk on, checked, in memory."""
+        self._require(range(first_chunk, len(self.checksums)), lambda _: None)
+        values: np.ndarray = self.dataset[first_chunk * self.dataset.chunks[0] :]
         return values
 
-    def samples_of(self, number: int) -> np.ndarray:
-        """Return a chunk without a filter, padding included: (chunk_samples, ...)."""
-        offset, num_bytes = self._checked.place(number)
-        data = np.empty(num_bytes, np.uint8)
-        read_bytes(self._old.descriptor, offset, data.data, lambda _: f"{self._old.shown}: {self._name!r}")
-        if crc32(data) != self.checksums[number]:
-            raise self._damaged(Damage(number, "does not match its checksum"))
-        return data.view(self.dataset.dtype).reshape(self.dataset.chunks)
-
     def carry(self, num_chunks: int, part: Path, offset: int, told: Told) -> None:
-        """Copy the first chunks to an offset of the new file."""
+        """Copy the first chunks to an offset of the new file, in runs of those that lie one behind the other."""
         if not num_chunks:
             return
-        size = self._checked.place(0)[1]
-        step = max(1, PART_BYTES // size)
+        source, table, size = self._old.descriptor, self._checked.table, int(self._checked.table.sizes[0])
+
+        def copy(chunks: np.ndarray) -> None:
+            apart = np.flatnonzero(np.diff(table.offsets[chunks]) != size) + 1
+            for first, stop in pairwise([0, *apart.tolist(), len(chunks)]):
+                chunk, num_bytes = int(chunks[first]), (stop - first) * size
+                start, place = int(table.offsets[chunk]), offset + chunk * size
+                copy_range(source, start, target, place, num_bytes, lambda _: self._old.shown)
+
         target = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            borders = range(0, num_chunks, step)
-            chunks = (np.arange(first, min(first + step, num_chunks)) for first in borders)
-            self._run((partial(self._carry_some, each, target, offset) for each in chunks), told)
+            self._require(range(num_chunks), told, copy)
+        except FileError:
+            raise
         except OSError as error:
-            if isinstance(error, FileError):
-                raise
             raise OutputError(f"{self._old.shown}: its copy cannot be written: {error.strerror}") from None
         finally:
             os.close(target)
 
-    def _carry_some(self, chunks: np.ndarray, target: int, offset: int, descriptor: int) -> Parted:
-        """Check some chunks, and copy them if they are whole, in runs of those that lie one behind the other."""
-        parts = [part(descriptor) for part in self._checked.parts(chunks)]
-        found = Parted(sum(part.num_bytes for part in parts), tuple(bad for part in parts for bad in part.damages))
-        if not found.damages:
-            size = self._checked.place(0)[1]
-            apart = np.flatnonzero(np.diff(self._checked.table.offsets[chunks]) != size) + 1
-            for first, stop in pairwise([0, *apart.tolist(), len(chunks)]):
-                start, place = self._checked.place(int(chunks[first]))[0], offset + int(chunks[first]) * size
-                copy_range(descriptor, start, target, place, (stop - first) * size, lambda _: self._old.shown)
-        return found
-
-    def _run(self, parts: Iterator[Callable[[int], Parted]], told: Told) -> None:
-        threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // self._checked.thread_bytes()))
-        for came in check_parts(parts, self._old.descriptor, threads):
-            if came.damages:
-                raise self._damaged(came.damages[0])
-            told(came.num_bytes)
-
-    def _damaged(self, damage: Damage) -> FileError:
-        return FileError(
-            f"{self._old.shown}: chunk {damage.chunk} of {self._name!r} {damage.what}: nothing was appended: h5chunk "
-            "verify names all that is damaged, and repairs it with --repair"
-        )
+    def _require(self, chunks: range, told: Told, then: Callable[[np.ndarray], None] = lambda chunks: None) -> None:
+        numbers = np.arange(chunks.start, chunks.stop)
+        self._checked.require_whole(numbers, self._old.descriptor, told, "nothing was appended", then=then)
 
 
 def copy_range(
     source: int, source_offset: int, target: int, target_offset: int, num_bytes: int, where: Where = lambda _: "a file"
 ) -> None:
     """Copy a byte range between two descriptors; by the kernel where it can, so that reflinks share the bytes."""
-    done = 0
-    while done < num_bytes:
-        moved = _in_kernel(source, source_offset + done, target, target_offset + done, num_bytes - done)
-        if not moved:  # the kernel cannot, or the source ended, which reading tells
+    done, moved = 0, 1
+    while moved and done < num_bytes and hasattr(os, "copy_file_range"):
+        try:
+            places = source_offset + done, target_offset + done
+            moved = os.copy_file_range(source, target, num_bytes - done, *places)  # 0: it ended, which reading tells
+        except OSError as error:
+            if error.errno not in NO_KERNEL_COPY:
+                raise
             break
         done += moved
     buffer = np.empty(min(COPY_BYTES, num_bytes - done), np.uint8)
@@ -202,15 +166,3 @@ def copy_range(
         read_bytes(source, source_offset + done, piece, where)
         write_at(target, piece, target_offset + done)
         done += len(piece)
-
-
-def _in_kernel(source: int, source_offset: int, target: int, target_offset: int, num_bytes: int) -> int:
-    """Copy in the kernel; return the number of bytes, 0 where that is not possible."""
-    if not hasattr(os, "copy_file_range"):
-        return 0
-    try:
-        return os.copy_file_range(source, target, num_bytes, source_offset, target_offset)
-    except OSError as error:
-        if error.errno in NO_KERNEL_COPY:
-            return 0
-        raise

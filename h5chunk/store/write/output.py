@@ -20,8 +20,7 @@ from typing import TypeVar
 
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
 from h5chunk.store.read.files import NUMBERED
-from h5chunk.store.write.command_id import save_command_id
-from h5chunk.store.write.journal import Journal
+from h5chunk.store.write.journal import Journal, save_command_id
 from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
@@ -58,14 +57,6 @@ class Output(ABC):
         """Open or make the part; None if another writer just moved it."""
 
     @abstractmethod
-    def _remove_empty(self) -> None:
-        """Remove the part if there is nothing in it."""
-
-    @abstractmethod
-    def _remove_part(self) -> None:
-        """Remove the part and all that is in it."""
-
-    @abstractmethod
     def _take_place(self) -> None:
         """Give the part the name of the output."""
 
@@ -75,7 +66,11 @@ class Output(ABC):
         try:
             self._check()  # who had the lock may have made it
         except OutputError:
-            self._remove_empty()
+            with suppress(OSError):  # a folder that holds what a killed writer left
+                if self.part.is_dir():
+                    self.part.rmdir()
+                elif not os.fstat(self.descriptor).st_size:
+                    self.part.unlink()
             os.close(self.descriptor)
             raise
         return self
@@ -126,7 +121,10 @@ class Output(ABC):
         """Remove the part, and the journal if it is of this output alone."""
         if self._has_own_journal:
             self.journal.remove()
-        self._remove_part()
+        if self.part.is_dir():
+            shutil.rmtree(self.part)
+        else:
+            self.part.unlink()
 
 
 class NewFolder(Output):
@@ -156,22 +154,14 @@ class NewFolder(Output):
         except OSError as error:
             raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
 
-    def _remove_empty(self) -> None:
-        with suppress(OSError):  # it holds what a killed writer left
-            self.part.rmdir()
-
-    def _remove_part(self) -> None:
-        shutil.rmtree(self.part)
-
     def open_journal(self, key: str | None) -> None:
         """Open the journal; without records of that key, the files that a killed writer left are removed."""
         self.journal.open(key)
-        if self.journal.records:
-            return
-        try:
-            _remove_files(self.part)
-        except OSError as error:
-            raise OutputError(f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove it") from None
+        if not self.journal.records:
+            try:
+                _remove_files(self.part)
+            except OSError as error:
+                raise OutputError(f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove it") from None
 
     def reopen(self, name: str) -> None:
         """Turn a finished file into a part file again, so that it can be checked and continued."""
@@ -180,13 +170,10 @@ class NewFolder(Output):
             file.replace(part_path(file))
 
     def _take_place(self) -> None:
+        """Exchange names with the old folder, and remove that; locked, as it has the name of the part meanwhile."""
         if not self.path.exists() or not any(self.path.iterdir()):
             self.part.rename(self.path)
-        else:
-            self._replace()
-
-    def _replace(self) -> None:
-        """Exchange names with the old folder, and remove that; locked, as it has the name of the part meanwhile."""
+            return
         old, descriptor = self.part, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

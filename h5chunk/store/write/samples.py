@@ -21,8 +21,7 @@ from h5chunk.plan.layout import Layout
 from h5chunk.source import SampleField, SampleReader, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec, Region
-from h5chunk.store.write.fill import Filled, fill
-from h5chunk.store.write.fill_task import Done, Failure, FillField, FillJob
+from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill
 from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset
 
@@ -55,7 +54,7 @@ class OldSamples:
         chunk, rest = divmod(self.num_samples, chunk_samples)
         if not rest:
             return {}
-        return {name: each.samples_of(chunk)[:rest] for name, each in self.fields.items()}
+        return {name: each.values(chunk) for name, each in self.fields.items()}
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,11 @@ class SampleJob:
         fields = [FieldSpec(name, each.shape, each.dtype) for name, each in self.fields.items()]
         fields += column_specs(self.columns)
         axes = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
-        header = self.old.attributes.get(GROUP, {})
+        header, options = self.old.attributes.get(GROUP, {}), self.options
+        if is_appended:
+            before = self.old.options.get("appended")
+            record = {"samples": len(self.order), "first_index": self.old.first_index, **self.options}
+            options = {**self.old.options, "appended": [*(before if isinstance(before, list) else []), record]}
         return FileSpec(
             num_samples=layout.num_samples,
             chunk_samples=layout.chunk_samples,
@@ -126,17 +129,10 @@ class SampleJob:
                 cache=self.old.cache or layout.cache,
                 seed=self.old.seed if is_appended else self.options["seed"],
                 shuffled=self.options["shuffle"] and not is_appended,
-                options=self._recorded_options(),
+                options=options,
             ),
             field_attributes={name: each for name, each in self.old.attributes.items() if name != GROUP} or axes,
         )
-
-    def _recorded_options(self) -> Mapping[str, Any]:
-        if not self.old.num_samples:
-            return self.options
-        before = self.old.options.get("appended")
-        record = {"samples": len(self.order), "first_index": self.old.first_index, **self.options}
-        return {**self.old.options, "appended": [*(before if isinstance(before, list) else []), record]}
 
     def _table_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         int64, num_samples = np.dtype(np.int64), self.layout.num_samples
@@ -184,14 +180,8 @@ def write_samples(
     """Write a whole file, but for its commit; nothing of it is allocated yet.
 
     What ``claims`` names is checked, and not done again where that holds. ``finished`` is told each task that was done,
-    ``written`` and ``carried`` how many samples were written and old bytes copied since the last call.
-
-    Returns
-    -------
-    SampleJob
-        Without the samples that were skipped.
-    Filled
-        What came of the new samples; rows count from the first of them.
+    ``written`` and ``carried`` how many samples were written and old bytes copied since the last call. Returns the job
+    without the samples that were skipped, and what came of the new samples, whose rows count from the first of them.
     """
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)

@@ -5,7 +5,6 @@ The file lies in a folder but has no name there: the system takes it back with t
 
 from __future__ import annotations
 
-import errno
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
+from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.hdf5.ranges import read_bytes
 from h5chunk.store.write.part_file import write_at
 
@@ -40,7 +40,7 @@ class TemporaryBytes:
             write_at(self.descriptor, data.reshape(-1).data, offset)
         except OSError as error:
             where = printable(self._folder)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in FULL_DISK:
                 raise OutputError(
                     f"{where}: the disk is full after {offset} bytes of a temporary file: "
                     "free some, give more memory, or write elsewhere"

@@ -82,7 +82,12 @@ def _check_file(old: OldFile) -> None:
     """Raise FileError unless a file is in the form that convert writes."""
     known = {*(f"{GROUP}/{name}" for name in TABLES), *old.fields, *(f"{CATEGORIES}{name}" for name in old.fields)}
     known |= {f"{GROUP}/checksums/{name}" for name in old.fields}
-    old.check_known(lambda name: name in known)
+    lost = min(old.datasets.keys() - known, default=None)
+    if lost is not None:
+        raise FileError(
+            f"{old.shown}: {lost!r} is not as h5chunk convert writes it, and would be lost: remove it, or append to "
+            "the file as it was converted"
+        )
     if f"{GROUP}/source_index" not in old.datasets:
         raise FileError(f"{old.shown}: lacks 'source_index': only what h5chunk convert made can be appended to")
     size = old.header.chunk_samples

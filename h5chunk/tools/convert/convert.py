@@ -17,8 +17,8 @@ from h5chunk.sources.open import choose_options, find_kind, open_kind
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.write.command_id import has_command_id
 from h5chunk.store.write.fill import Filled
+from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, check_room, parse_output
 from h5chunk.store.write.samples import SampleJob

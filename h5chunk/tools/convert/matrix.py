@@ -28,12 +28,11 @@ from h5chunk.sources.matrix.block import SparseSource, Transposed
 from h5chunk.store.format.header import DENSE, MATRIX, header_attributes, read_matrix
 from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target
-from h5chunk.store.write.command_id import is_made_by
 from h5chunk.store.write.csr import CsrWriter, csr_spec
-from h5chunk.store.write.journal import key_of
+from h5chunk.store.write.journal import is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs, write_columns
 from h5chunk.store.write.part_file import check_output
+from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SORT_SHARE, SPOOL_SHARE, SortedMatrix, check_shape
 from h5chunk.tools.convert.matrix_select import Selection, select
 from h5chunk.tools.convert.options import MatrixOptions

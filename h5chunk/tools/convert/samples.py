@@ -27,10 +27,8 @@ from h5chunk.source import OpenContext, SampleField, SampleSource
 from h5chunk.store.format.header import checksums_of
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.read.files import shard_name
-from h5chunk.store.write.command_id import has_command_id, is_made_by
-from h5chunk.store.write.fill import Filled
-from h5chunk.store.write.fill_task import Done, Failure, parse_record, stamp_of_samples
-from h5chunk.store.write.journal import Journal, key_of
+from h5chunk.store.write.fill import Done, Failure, Filled, parse_record, stamp_of_samples
+from h5chunk.store.write.journal import Journal, has_command_id, is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile, check_room
 from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder
@@ -321,7 +319,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
     """Return the identity of the command: equal commands make equal files. None if the source has no identity.
 
-    ``stamp`` is that of all samples: see `h5chunk.store.write.fill_task.stamp_of_samples`.
+    ``stamp`` is that of all samples: see `h5chunk.store.write.fill.stamp_of_samples`.
     """
     key = job_key(job, num_files)
     if key is None:

@@ -115,22 +115,21 @@ def _mains(
             if not facts.num_rows or not facts.fixed:
                 raise FieldError(f"{shown}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field")
         return [(facts.num_rows, facts.name) for facts in named]
+    matrix = next((group for group in sparse if group.path == b"X"), None)
     if header is not None:
-        matrix = [group for group in sparse if group.path == b"X"]
-        first = datasets.get(IMAGES) or datasets.get(b"X") or (matrix[0].data if matrix else None)
-        if first is None:  # samples of other fields
-            whole = [facts for facts in candidates if facts.fixed and facts.num_rows == header.num_samples]
-            first = max(whole, key=lambda facts: facts.num_bytes, default=None)
-        if first is None or (not matrix and first.num_rows != header.num_samples):
+        if matrix is not None:
+            return [(header.num_samples, "X")]
+        whole = [facts for facts in candidates if facts.fixed and facts.num_rows == header.num_samples]
+        first = datasets.get(IMAGES) or datasets.get(b"X")
+        first = first or max(whole, key=lambda facts: facts.num_bytes, default=None)
+        if first is None or first.num_rows != header.num_samples:
             raise FileError(f"{shown}: damaged: no field has the {header.num_samples} samples that /{GROUP} speaks of")
-        return [(header.num_samples, "X" if matrix else first.name)]
-    usable = [facts for facts in candidates if facts.fixed and facts.kind in NUMBERS_AND_TEXT]
-    images = [facts for facts in usable if facts.path == IMAGES]
-    matrices = [group for group in sparse if group.path == b"X"]
-    dense = [facts for facts in usable if facts.path == b"X"]
-    if anndata and (matrices or dense):
-        return [(matrices[0].shape[0] if matrices else dense[0].num_rows, "X")]
-    largest = sorted(usable, key=lambda facts: facts.num_bytes)[-1:]
+        return [(header.num_samples, first.name)]
+    usable = {facts.path: facts for facts in candidates if facts.fixed and facts.kind in NUMBERS_AND_TEXT}
+    images = [usable[IMAGES]] if IMAGES in usable else []
+    if anndata and (matrix is not None or b"X" in usable):
+        return [(matrix.shape[0] if matrix is not None else usable[b"X"].num_rows, "X")]
+    largest = sorted(usable.values(), key=lambda facts: facts.num_bytes)[-1:]
     rows = [group for group in sparse if group.kind == "csr" and group.shape[0]]
     if rows and not images:
         group = max(rows, key=lambda group: group.num_entries)
@@ -177,29 +176,25 @@ def _sparse_groups(
         parts = [datasets.get(prefix + part.encode()) for part in PARTS]
         if any(facts is None or len(facts.shape or ()) != 1 or not facts.fixed for facts in parts):
             continue
-        group = file[node.path]
+        facts = [each for each in parts if each is not None]
+        group, where = file[node.path], f"{shown}: {printable(node.path)!r}"
         word = _word(group, "encoding-type") or _word(group, "h5sparse_format")
         kind = SPARSE.get(word, "")
-        if kind or not word:
-            yield _sparse_group(group, node.path, kind, [facts for facts in parts if facts is not None], shown)
-
-
-def _sparse_group(group: h5py.Group, path: bytes, kind: str, parts: list[DatasetFacts], shown: str) -> SparseGroup:
-    where = f"{shown}: {printable(path)!r}"
-    if not kind:  # as in files of Cell Ranger
-        return SparseGroup(path, "", (0, 0), *parts)
-    shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
-    if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
-        raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")
-    data, indices, indptr = parts
-    major = int(shape[1 if kind == "csc" else 0])
-    lengths = [facts.shape[0] if facts.shape else 0 for facts in parts]
-    if lengths[2] != major + 1 or lengths[0] != lengths[1] or indptr.kind not in "iu":
-        raise FileError(
-            f"{where} is damaged: {lengths[0]} values, {lengths[1]} indices and {lengths[2]} pointers of "
-            f"{indptr.dtype} in {shape[0]} x {shape[1]}"
-        )
-    return SparseGroup(path, kind, (int(shape[0]), int(shape[1])), data, indices, indptr)
+        if not kind:
+            if not word:  # as in files of Cell Ranger
+                yield SparseGroup(node.path, "", (0, 0), *facts)
+            continue
+        shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
+        if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
+            raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")
+        major = int(shape[1 if kind == "csc" else 0])
+        lengths = [each.shape[0] if each.shape else 0 for each in facts]
+        if lengths[2] != major + 1 or lengths[0] != lengths[1] or facts[2].kind not in "iu":
+            raise FileError(
+                f"{where} is damaged: {lengths[0]} values, {lengths[1]} indices and {lengths[2]} pointers of "
+                f"{facts[2].dtype} in {shape[0]} x {shape[1]}"
+            )
+        yield SparseGroup(node.path, kind, (int(shape[0]), int(shape[1])), *facts)
 
 
 def _word(group: h5py.Group, name: str) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +47,10 @@ class RepackOptions:
         check_memory(self.memory_bytes, 0)
         parse_compression(self.compression)
 
-    @property
-    def filters(self) -> tuple[Filter, ...]:
-        """The filters of the fields' chunks."""
-        return parse_compression(self.compression)
-
     def recorded(self) -> dict[str, Any]:
         """Return the options that are recorded in the file: all that determine its bytes."""
         names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
         return {name: getattr(self, name) for name in names}
-
-    def with_tuned(self, tuned: Tuned) -> RepackOptions:
-        """Fill in options that were not given from a tuner's recommendation."""
-        names = ("chunk_samples", "window_chunks", "cache", "compression")
-        missing = {name: getattr(tuned, name) for name in names if getattr(self, name) is None}
-        return replace(self, shuffle=self.shuffle or tuned.shuffle, **missing)
 
 
 @dataclass(frozen=True)
@@ -91,27 +79,26 @@ def read_tuned(path: str | os.PathLike[str]) -> Tuned:
         raise OptionError(f"{shown}: not a JSON file: {error}") from None
     if not isinstance(given, dict):
         raise OptionError(f'{shown}: holds {_shown(given)}, not a JSON object such as {{"chunk_samples": 8}}')
+    found = {name: given[name] for name in (each.name for each in fields(Tuned)) if given.get(name) is not None}
     try:
         for name in ("chunk_samples", "window_chunks", "num_samples"):
-            _check_count(name, given.get(name))
-        shuffle = given.get("shuffle")
-        if shuffle is not None and not isinstance(shuffle, bool):
-            raise OptionError(f"shuffle is {_shown(shuffle)}: give true or false")
-        compression = given.get("compression")
-        if compression is not None and not isinstance(compression, str):
+            _check_count(name, found.get(name))
+        if not isinstance(found.get("shuffle", False), bool):
+            raise OptionError(f"shuffle is {_shown(found['shuffle'])}: give true or false")
+        compression = found.get("compression", "none")
+        if not isinstance(compression, str):
             raise OptionError(f"compression is {_shown(compression)}: give one of {', '.join(COMPRESSIONS)}")
         parse_compression(compression)
-        cache = None if given.get("cache") is None else _cache(given["cache"])
+        if "cache" in found:
+            cache = found["cache"]
+            if not isinstance(cache, list) or [type(each) for each in cache] not in ([int] * 3, [int, int, float]):
+                raise OptionError(
+                    f"cache is {_shown(cache)}: give [nslots, nbytes, w0], two whole numbers and one from 0 to 1"
+                )
+            found["cache"] = CacheSettings.of(cache)
     except OptionError as error:
         raise OptionError(f"{shown}: {error}") from None
-    return Tuned(
-        chunk_samples=given.get("chunk_samples"),
-        window_chunks=given.get("window_chunks"),
-        cache=cache,
-        compression=compression,
-        shuffle=bool(shuffle),
-        num_samples=given.get("num_samples"),
-    )
+    return Tuned(**found)
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -119,13 +106,6 @@ def _check_count(name: str, value: Any) -> None:
         raise OptionError(f"{name} is {_shown(value)}: give a whole number, at least 1")
     if value is not None and value > MAX_COUNT:
         raise OptionError(f"{name} is {_shown(value)}: give at most {MAX_COUNT}")
-
-
-def _cache(value: Any) -> CacheSettings:
-    numbers = isinstance(value, Sequence) and len(value) == 3 and all(type(each) in (int, float) for each in value)
-    if not numbers or any(type(each) is not int for each in value[:2]):
-        raise OptionError(f"cache is {_shown(value)}: give [nslots, nbytes, w0], two whole numbers and one from 0 to 1")
-    return CacheSettings.of(value)
 
 
 def _shown(value: Any) -> str:

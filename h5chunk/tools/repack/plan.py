@@ -17,11 +17,10 @@ from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.hdf5.claims import check_claims, check_filters
-from h5chunk.store.rewrite.references import attribute_names, refers_to_regions
 from h5chunk.store.rewrite.replica import NewHeader, NewLayout
-from h5chunk.store.rewrite.survey import DatasetFacts, Survey
+from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
 from h5chunk.tools.repack.fields import Samples
-from h5chunk.tools.repack.options import RepackOptions
+from h5chunk.tools.repack.options import RepackOptions, parse_compression
 
 LEAST_FILTERED_BYTES = 4 << 10  # chunks below this are not compressed: their index would take more than is saved
 SOURCE_INDEX = f"{GROUP}/source_index"
@@ -139,8 +138,13 @@ def plan_moves(
             check_filters(properties, where, trusted=False)
             check_claims(dataset, properties, where)
         if header is not None and move.checked:
-            name = checksum_name(move.facts.path, shown)
-            header.tables[f"checksums/{name}"] = ((move.num_chunks,), np.dtype(np.uint32))
+            try:
+                table = f"checksums/{move.facts.path.decode()}"
+            except UnicodeDecodeError:
+                raise FileError(
+                    f"{shown}: the name {move.facts.name!r} is not UTF-8, and checksums are kept by name: rename it"
+                ) from None
+            header.tables[table] = ((move.num_chunks,), np.dtype(np.uint32))
     runs = sum(move.kind == "pointers" for move in moves)
     memory_bytes = check_memory(options.memory_bytes, samples.num_samples * (1 + 2 * runs) if options.shuffle else 0)
     shares = Shares(memory_bytes, num_threads)
@@ -172,7 +176,7 @@ def _field_moves(samples: Samples, header: NewHeader | None, options: RepackOpti
 def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions) -> NewLayout:
     written = facts.stored_bytes > 0
     large = math.prod(chunks) * facts.item_bytes >= LEAST_FILTERED_BYTES
-    return NewLayout(chunks, options.filters if written and large else (), written)
+    return NewLayout(chunks, parse_compression(options.compression) if written and large else (), written)
 
 
 def _sparse_moves(samples: Samples, header: NewHeader | None, options: RepackOptions) -> Iterator[Move]:
@@ -271,13 +275,3 @@ def plan_header(
     if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
         new.tables["source_index"] = ((samples.num_samples,), np.dtype(np.int64))
     return new
-
-
-def checksum_name(path: bytes, shown: str) -> str:
-    """Return the name of a dataset in the table of checksums, which must be UTF-8."""
-    try:
-        return path.decode()
-    except UnicodeDecodeError:
-        raise FileError(
-            f"{shown}: the name {printable(path)!r} is not UTF-8, and checksums are kept by name: rename it"
-        ) from None

@@ -18,8 +18,7 @@ from h5chunk.store.format.header import read_header
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.rewrite.survey import survey_file
-from h5chunk.store.write.command_id import has_command_id, is_made_by
-from h5chunk.store.write.journal import key_of
+from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.tools.progress import Progress
@@ -212,7 +211,9 @@ def _plan(source: Source, options: RepackOptions, tuned: Tuned | None) -> tuple[
             notes += ["of what was tuned only chunks and compression are taken: AnnData's files have no more"]
             tuned = replace(tuned, window_chunks=None, cache=None, shuffle=False)
         if tuned is not None:
-            options = options.with_tuned(tuned)
+            names = ("chunk_samples", "window_chunks", "cache", "compression")
+            missing = {name: getattr(tuned, name) for name in names if getattr(options, name) is None}
+            options = replace(options, shuffle=options.shuffle or tuned.shuffle, **missing)
         survey = survey_file(source.file)
         num_threads = min(MAX_THREADS, available_cores())
         part_bytes = Shares(options.memory_bytes, num_threads).part_bytes

@@ -21,15 +21,15 @@ from h5chunk.store.format.spec import Region
 from h5chunk.store.hdf5.child import limited_memory
 from h5chunk.store.hdf5.chunk_table import is_stored_as
 from h5chunk.store.hdf5.open import open_file, translate_errors
-from h5chunk.store.read.scan import CheckedDataset, check_parts
-from h5chunk.store.rewrite.raw_rows import RawRows, open_rows
+from h5chunk.store.read.scan import CheckedDataset
+from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
 from h5chunk.store.rewrite.shuffle import EvenRows, NewOrder, UnevenRows, copy_rows, shuffle_rows
 from h5chunk.store.rewrite.survey import look_at_dataset
-from h5chunk.store.rewrite.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.progress import Progress, count_up
-from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, checksum_name
+from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan
 from h5chunk.tools.repack.report import FieldReport, LaidOut
 
 
@@ -86,7 +86,7 @@ class Run:
         """Compare the chunks of all moved datasets with their checksums in the source, if it has checksums."""
         shares, shown = self._plan.shares, self._source.shown
         for move in self._moves_with_checksums():
-            name = checksum_name(move.facts.path, shown)
+            name = move.facts.path.decode()
             expected = self._source.file[f"{CHECKSUMS}/{name}"][()]
             checked = CheckedDataset(self._source.path, self._source.open(move.facts.path), expected)
             if checked.num_chunks != len(expected):
@@ -94,20 +94,19 @@ class Run:
                     f"{shown}: {name!r} has {checked.num_chunks} chunks but {len(expected)} checksums: it is damaged: "
                     "h5chunk verify says what is wrong"
                 )
-            parts = checked.parts(np.arange(checked.num_chunks))
-            threads = max(1, min(shares.num_threads, shares.memory_bytes // checked.thread_bytes()))
-            for came in check_parts(parts, self._source.descriptor, threads):
-                for damage in came.damages:
-                    raise FileError(
-                        f"{shown}: chunk {damage.chunk} of {name!r} {damage.what}: nothing was repacked: h5chunk "
-                        "verify names all that is damaged, and repairs it with --repair; if values were changed on "
-                        f"purpose, remove {CHECKSUMS}/{name} from it"
-                    )
-                self._told(came.num_bytes)
+            checked.require_whole(
+                np.arange(checked.num_chunks),
+                self._source.descriptor,
+                self._told,
+                "nothing was repacked",
+                f"; if values were changed on purpose, remove {CHECKSUMS}/{name} from it",
+                num_threads=shares.num_threads,
+                memory_bytes=shares.memory_bytes,
+            )
 
     def create(self) -> list[str]:
-        """Write everything except the data of moved datasets; return what could not be kept."""
-        plan, lost = self._plan, []
+        """Write everything but the data that are moved; return what could not be kept."""
+        plan, lost = self._plan, list[str]()
         others = plan.samples.others if self._order is not None else []
         changes = Changes(
             layouts={move.facts.path: move.layout for move in plan.moves},
@@ -119,9 +118,8 @@ class Run:
 
         def create(part: Path) -> dict[str, Region]:
             with limited_memory(self._source.path):
-                replica = create_replica(part, self._source.file, plan.survey, changes, self._told)
-            lost.extend(replica.lost)
-            return replica.regions
+                regions, lost[:] = create_replica(part, self._source.file, plan.survey, changes, self._told)
+            return regions
 
         self._new.make(plan.num_bytes, create)
         return lost
@@ -133,52 +131,41 @@ class Run:
             tables[SOURCE_INDEX] = self._order.order
         for move in self._plan.moves:
             if move.layout.written:
-                sums = self._move(move)
+                with self._target(move) as target:
+                    self._move(move, target)
+                    sums = target.finish()
                 if move.checked:
-                    tables[f"{CHECKSUMS}/{checksum_name(move.facts.path, self._source.shown)}"] = sums
+                    tables[f"{CHECKSUMS}/{move.facts.path.decode()}"] = sums
         for name, values in tables.items():
             self._new.write(name, values)
 
-    def _move(self, move: Move) -> np.ndarray:
-        """Write one dataset; return the checksums of its chunks."""
-        facts, target = move.facts, self._target(move)
-        with target:
-            if move.kind == "pointers":
-                target.put(0, self._new_pointers(move))
-                self._told(facts.num_bytes)
-            else:
-                with closing(self._open_rows(self._source.open(facts.path))) as rows:
-                    self._move_rows(move, rows, target)
-            return target.finish()
-
     def _target(self, move: Move) -> Target:
-        facts = move.facts
+        facts, checked = move.facts, move.checked
         if move.layout.filters:
-            return CompressedTarget(self._new, facts.path, self._plan.shares.num_threads, move.checked)
-        num_bytes, chunk_bytes, checked = facts.num_bytes, move.chunk_bytes, move.checked
-        return PlainTarget(
-            self._new, region_key(facts.path), num_bytes=num_bytes, chunk_bytes=chunk_bytes, checked=checked
-        )
+            return CompressedTarget(self._new, facts.path, self._plan.shares.num_threads, checked)
+        name, sizes = region_key(facts.path), {"num_bytes": facts.num_bytes, "chunk_bytes": move.chunk_bytes}
+        return PlainTarget(self._new, name, **sizes, checked=checked)
 
-    def _move_rows(self, move: Move, rows: RawRows, target: Target) -> None:
-        shares = self._plan.shares
-        if move.kind == "copy" or self._order is None:
-            copy_rows(rows, target, shares, unit_rows=move.unit_rows, told=self._told)
+    def _move(self, move: Move, target: Target) -> None:
+        """Write the data of one dataset."""
+        facts, shares, order = move.facts, self._plan.shares, self._order
+        dataset = self._source.open(facts.path)
+        if move.kind == "pointers" and order is not None:
+            lengths = np.diff(self._starts(facts.path, None))[order.order]
+            pointers = np.concatenate(([0], np.cumsum(lengths)))[-facts.num_rows :]
+            target.put(0, np.ascontiguousarray(pointers.astype(dataset.dtype)).view(np.uint8))
+            self._told(facts.num_bytes)
             return
-        permuted: EvenRows | UnevenRows = EvenRows(rows, move.unit_rows)
-        if move.kind == "runs":
-            starts = self._starts(move.pointers, move.facts.num_rows)
-            where = f"{self._source.shown}: {move.facts.name!r}"
-            permuted = UnevenRows(rows, starts, self._order.order, shares.part_bytes, where)
-        shuffle_rows(permuted, self._order, target, shares, folder=self._new.part.parent, told=self._told)
-
-    def _new_pointers(self, move: Move) -> np.ndarray:
-        """Compute the pointers of the new order, as bytes."""
-        assert self._order is not None
-        lengths = np.diff(self._starts(move.facts.path, None))[self._order.order]
-        values = np.concatenate(([0], np.cumsum(lengths)))[-move.facts.num_rows :]
-        dtype = self._source.open(move.facts.path).dtype
-        return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
+        with closing(self._open_rows(dataset)) as rows:
+            if move.kind == "copy" or order is None:
+                copy_rows(rows, target, shares, unit_rows=move.unit_rows, told=self._told)
+                return
+            permuted: EvenRows | UnevenRows = EvenRows(rows, move.unit_rows)
+            if move.kind == "runs":
+                starts = self._starts(move.pointers, facts.num_rows)
+                where = f"{self._source.shown}: {facts.name!r}"
+                permuted = UnevenRows(rows, starts, order.order, shares.part_bytes, where)
+            shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, told=self._told)
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
         """Read the starts of rows of different lengths, and the end of the last row: (num_samples + 1,) int64.
@@ -205,9 +192,7 @@ class Run:
         return values
 
     def _open_rows(self, dataset: h5py.Dataset) -> RawRows:
-        shares, folder = self._plan.shares, self._new.part.parent
-        limits = {"part_bytes": shares.part_bytes, "num_threads": shares.num_threads}
-        return open_rows(dataset, self._source.descriptor, **limits, folder=folder)
+        return RawRows(dataset, self._source.descriptor, self._plan.shares, self._new.part.parent)
 
 
 def describe_fields(plan: RepackPlan, path: Path, shown: str) -> list[FieldReport]:

@@ -46,31 +46,22 @@ def repair_chunks(
         try:
             with maker.source.session():
                 for each in bad:
-                    why = maker.why_not(each) or _write(maker, each, descriptor, path)
-                    if why is None:
-                        repaired.append(each)
-                    else:
-                        left.append(replace(each, what=f"{each.what} (not repaired: {why})"))
+                    try:
+                        data = maker.make(each)
+                    except SampleError as error:
+                        left.append(replace(each, what=f"{each.what} (not repaired: {error})"))
+                        continue
+                    try:
+                        write_at(descriptor, memoryview(data), each.offset)
+                    except OSError as error:
+                        raise OutputError(
+                            f"{printable(path)}: chunk {each.chunk} cannot be written: {error.strerror}"
+                        ) from None
+                    repaired.append(each)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return repaired, left
-
-
-def _write(maker: _ChunkMaker, each: BadChunk, descriptor: int, path: Path) -> str | None:
-    """Rewrite a chunk; return the reason if that is impossible."""
-    try:
-        data = maker.make(each)
-    except SampleError as error:
-        return str(error)
-    found = zlib.crc32(data)
-    if found != each.expected:
-        return f"the source gives {found:08x}: it has changed, or the checksum is damaged"
-    try:
-        write_at(descriptor, memoryview(data), each.offset)
-    except OSError as error:
-        raise OutputError(f"{printable(path)}: chunk {each.chunk} cannot be written: {error.strerror}") from None
-    return None
 
 
 class _ChunkMaker:
@@ -100,14 +91,13 @@ class _ChunkMaker:
         self._listing = (
             list_manifest(manifest, source) if manifest is not None else list_images(source, split_folders=splits)
         )
-        size = options["size"] and tuple(options["size"])
-        self.source = ImageSource(self._listing, ImageOptions(**{**options, "size": size}))
-        self._parts: list[tuple[int, ImageSource]] = []  # of images that were appended, in the size of the file
+        options["size"] = options["size"] and tuple(options["size"])
+        self.source = ImageSource(self._listing, ImageOptions(**options))
+        self._parts = [(0, self.source)]  # and those of images that were appended, in the size of the file
         for first, fit in appended:
             shape = file[IMAGES].shape
-            size = shape[2:] if options["layout"] == "nchw" else shape[1:3]
-            part = ImageSource(self._listing, ImageOptions(**{**options, "fit": fit, "size": tuple(size)}))
-            self._parts.append((first, part))
+            options |= {"fit": fit, "size": tuple(shape[2:] if options["layout"] == "nchw" else shape[1:3])}
+            self._parts.append((first, ImageSource(self._listing, ImageOptions(**options))))
         self._file, self._class_names = file, list(header.class_names)
         try:
             self._index = file[f"{GROUP}/source_index"][()]
@@ -117,31 +107,23 @@ class _ChunkMaker:
             raise FileError(f"{shown}: does not say where its samples came from: {error}") from None
         self._by_name: dict[bytes, int] | None = None
 
-    def why_not(self, each: BadChunk) -> str | None:
-        """Return the reason why a chunk cannot be made; None if it can."""
+    def make(self, each: BadChunk) -> bytes:
+        """Make the bytes of a chunk; SampleError, with the reason, if they cannot be made as they were."""
         dataset = self._file[each.field]
         if each.expected is None:
-            return "there is no checksum to compare it with"
+            raise SampleError("there is no checksum to compare it with")
         if dataset.id.get_create_plist().get_nfilters():
-            return "it is compressed: repack the file again"
+            raise SampleError("it is compressed: repack the file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
-            return "it does not hold whole samples"
+            raise SampleError("it does not hold whole samples")
         if each.field != IMAGES and each.field not in self._listing.columns:
-            return "the source says nothing of it: give the manifest that it was converted with"
-        return None
-
-    def make(self, each: BadChunk) -> bytes:
-        """Make the bytes of a chunk; SampleError if a sample is missing from the source, or cannot be decoded."""
-        dataset = self._file[each.field]
+            raise SampleError("the source says nothing of it: give the manifest that it was converted with")
         values = np.zeros(dataset.chunks, dataset.dtype)
         for place, row in enumerate(range(each.first_sample, each.last_sample + 1)):
             name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
-            first, source = max(
-                ((first, part) for first, part in self._parts if first <= self._index[row]),
-                key=lambda part: part[0],
-                default=(0, self.source),
-            )
-            index = self._find(int(self._index[row]) - first, name)
+            number = int(self._index[row])
+            first, source = max((part for part in self._parts if part[0] <= number), key=lambda part: part[0])
+            index = self._find(number - first, name)
             try:
                 if each.field == IMAGES:
                     source.read_into(index, {IMAGES: values[place]})
@@ -149,7 +131,11 @@ class _ChunkMaker:
                     values[place] = self._value(each.field, index)
             except SampleError as error:
                 raise SampleError(f"{printable(name)}: {error}") from None
-        return values.tobytes()
+        data = values.tobytes()
+        found = zlib.crc32(data)
+        if found != each.expected:
+            raise SampleError(f"the source gives {found:08x}: it has changed, or the checksum is damaged")
+        return data
 
     def _find(self, index: int, name: bytes) -> int:
         """Find a sample in the source: by its old number, or by its name."""

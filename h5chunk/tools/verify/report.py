@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5chunk.errors import human_bytes, printable
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, count_text
 
 SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
 
@@ -46,9 +46,9 @@ class Checked:
 
     def __str__(self) -> str:
         some = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
-        parts = [f"{some}{_count(self.num_chunks, 'chunk')}, by {self.by}"] if self.num_chunks else []
+        parts = [f"{some}{count_text(self.num_chunks, 'chunk')}, by {self.by}"] if self.num_chunks else []
         if self.num_unwritten:
-            what = f"{_count(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
+            what = f"{count_text(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
             parts.append(f"{what}: reads as {self.reads_as}")
         return printable(f"{self.field}: {'; '.join(parts) or 'no chunks'}")
 
@@ -96,15 +96,14 @@ class VerifyReport(Report):
 
     def _verdict(self) -> str:
         if not self.ok:
-            found = [_count(len(self.bad), "bad chunk"), _count(len(self.problems), "other fault")]
-            return "DAMAGED: " + ", ".join(each for each in found if each)
+            return _damaged([(len(self.bad), "bad chunk"), (len(self.problems), "other fault")])
         looked = "what was looked at is whole" if self.quick else "whole"
         if not self.by_h5chunk:
             looked += ", as far as can be seen without checksums"
         unwritten = sum(each.num_unwritten > 0 for each in self.fields)
         if unwritten:
-            looked += f"; {_count(unwritten, 'dataset')} not fully written"
-        return looked + (f", after repairing {_count(len(self.repaired), 'chunk')}" if self.repaired else "")
+            looked += f"; {count_text(unwritten, 'dataset')} not fully written"
+        return looked + (f", after repairing {count_text(len(self.repaired), 'chunk')}" if self.repaired else "")
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,9 @@ class FolderReport(Report):
         bad = [each for each in self.files if not each.ok]
         whole = [each for each in self.files if each.ok]
         size = human_bytes(sum(each.num_bytes for each in self.files))
-        verdict = "whole" if self.ok else f"DAMAGED: {self._faults(len(bad))}"
-        lines = [f"{self.path}: {_count(len(self.files), 'file')}, {size}, {verdict}"]
+        faults = [(len(bad), "bad file"), (len(self.missing), "missing file"), (len(self.problems), "other fault")]
+        verdict = "whole" if self.ok else _damaged(faults)
+        lines = [f"{self.path}: {count_text(len(self.files), 'file')}, {size}, {verdict}"]
         lines += [f"  missing: {name}" for name in self.missing[:SHOWN]]
         if len(self.missing) > SHOWN:
             lines.append(f"  missing: {len(self.missing) - SHOWN} more (--json has all)")
@@ -148,15 +148,6 @@ class FolderReport(Report):
         lines.append(f"  {human_bytes(read_bytes)} read in {self.seconds:.1f} s")
         return lines
 
-    def _faults(self, num_bad: int) -> str:
-        faults = [(num_bad, "bad file"), (len(self.missing), "missing file"), (len(self.problems), "other fault")]
-        return ", ".join(_count(count, what) for count, what in faults if count)
 
-
-def _count(count: int, what: str) -> str:
-    """Format a count; empty for 0.
-
-    >>> _count(2, "chunk")
-    '2 chunks'
-    """
-    return f"{count:,} {what}{'s' if count > 1 else ''}" if count else ""
+def _damaged(faults: list[tuple[int, str]]) -> str:
+    return "DAMAGED: " + ", ".join(count_text(count, what) for count, what in faults if count)

@@ -125,8 +125,11 @@ class MatrixCheck:
         """Report the problems, after all chunks (``whole``) or only some of them were read."""
         if self.indptr is None:
             return
-        if whole:
-            self._compare_borders(self.indptr)
+        if whole:  # compare the last column of each run with the first one of the next, where a row goes on
+            for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
+                goes_on = start == stop and self.indptr[np.searchsorted(self.indptr, start)] != start
+                if goes_on and first <= last:
+                    self._faults["twice" if first == last else "falls"].append(start)
         name, firsts = self.prefix, {kind: min(entries) for kind, entries in self._faults.items() if entries}
         rows = {kind: row_of(self.indptr, entry) for kind, entry in firsts.items()}
         if "outside" in rows:
@@ -142,13 +145,6 @@ class MatrixCheck:
             self.problems.append(f"{name}: the columns of row {rows['falls']} do not ascend")
         if "zero" in firsts:
             self.problems.append(f"{name}: entry {firsts['zero']} has the code 0: codes are from 1 to 255")
-
-    def _compare_borders(self, indptr: np.ndarray) -> None:
-        """Compare the last column of each run with the first column of the next, if a row continues there."""
-        for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
-            goes_on = start == stop and indptr[np.searchsorted(indptr, start)] != start
-            if goes_on and first <= last:
-                self._faults["twice" if first == last else "falls"].append(start)
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
         """Return the rows of entries ``first`` to ``stop`` of a part; None if they are unknown."""

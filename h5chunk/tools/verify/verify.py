@@ -17,7 +17,6 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, printable
-from h5chunk.machine import available_cores
 from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
@@ -36,13 +35,12 @@ from h5chunk.store.read.files import (
     shard_numbers,
     wrong_counts,
 )
-from h5chunk.store.read.scan import CHECKSUM, MEMORY_BYTES, CheckedDataset, Damage, Look, check_parts
+from h5chunk.store.read.scan import CHECKSUM, CheckedDataset, Damage, Look
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import BadChunk, Checked, FolderReport, VerifyReport
 from h5chunk.tools.verify.tables import MatrixCheck, look_at_tables, without_path
 
 QUICK_CHUNKS = 32  # of each dataset
-MAX_THREADS = 8
 CHECKSUMS = f"{GROUP}/checksums/"
 OURS = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")
 
@@ -90,21 +88,22 @@ def verify(
     """
 
     def check(file: Path, progress: Progress | None) -> VerifyReport:
-        return _verify_file(file, quick, repair, manifest, trusted, progress)
+        report = _verify_file(file, quick, trusted, progress)
+        if repair is None or not report.bad:
+            return report
+        from h5chunk.tools.verify.repair import repair_chunks
+
+        repaired, bad = repair_chunks(file, list(report.bad), repair, manifest)
+        if repaired and report.problems:  # some may be gone
+            report = _verify_file(file, quick, trusted, progress)
+        return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
     if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
         return check(Path(path), progress)
     return _verify_folder(path, check, progress)
 
 
-def _verify_file(
-    path: Path,
-    quick: bool,
-    repair: str | os.PathLike[str] | None,
-    manifest: str | os.PathLike[str] | None,
-    trusted: bool,
-    progress: Progress | None,
-) -> VerifyReport:
+def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | None) -> VerifyReport:
     def check(say: Say) -> VerifyReport:
         with ExitStack() as stack:
             with limited_memory(path):
@@ -113,56 +112,37 @@ def _verify_file(
                 found.survey(file, trusted)
             return found.run(say)
 
-    report = in_child(check, lambda: printable(path), lambda told: progress(*told) if progress else None)
-    if repair is None or not report.bad:
-        return report
-    from h5chunk.tools.verify.repair import repair_chunks
-
-    repaired, bad = repair_chunks(path, list(report.bad), repair, manifest)
-    if repaired and report.problems:  # some may be gone
-        report = _verify_file(path, quick, None, None, trusted, progress)
-    return replace(report, bad=tuple(bad), repaired=tuple(repaired))
+    return in_child(check, lambda: printable(path), lambda told: progress(*told) if progress else None)
 
 
 def _verify_folder(
-    path: Paths,
-    check: Callable[[Path, Progress | None], VerifyReport],
-    progress: Progress | None = None,
+    path: Paths, check: Callable[[Path, Progress | None], VerifyReport], progress: Progress | None
 ) -> FolderReport:
-    """Check all files of a folder."""
+    """Check all files of a folder; an error that keeps one from being opened becomes its problem."""
     started = time.perf_counter()
     files = list_files(path)
     name = Path(path) if isinstance(path, (str, os.PathLike)) else files[0].parent
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-    reports, done = [], 0
+    reports, before = list[VerifyReport](), 0
+
+    def told(stage: str, done: int, _: int | None) -> None:
+        if progress is not None:
+            progress(stage, before + done, sum(sizes))
+
     for file, size in zip(files, sizes, strict=True):
-        reports.append(_check_one(file, check, _of_all(progress, done, sum(sizes))))
-        done += size
+        try:
+            reports.append(check(file, told))
+        except FileError as error:
+            problems = (without_path(error, file),)
+            reports.append(VerifyReport(str(file), size, False, False, (), (), problems, (), seconds=0.0, read_bytes=0))
+        before += size
     names = [file.name for file in files]
     missing = tuple(missing_shards(names))
     whole = [file for file, report in zip(files, reports, strict=True) if report.ok]
-    problems = [*wrong_counts(names), *_renamed(whole)]
+    wrong = [*wrong_counts(names), *_renamed(whole)]
     if not missing and len(whole) == len(files):
-        problems += _disagreements(files)
-    return FolderReport(str(name), tuple(reports), missing, tuple(problems), time.perf_counter() - started)
-
-
-def _of_all(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Return a progress function for one file that reports the progress of all files."""
-    if progress is None:
-        return None
-    return lambda stage, done, _: progress(stage, before + done, total)
-
-
-def _check_one(
-    file: Path, check: Callable[[Path, Progress | None], VerifyReport], progress: Progress | None
-) -> VerifyReport:
-    """Check one file; an error that keeps it from being opened becomes its problem."""
-    try:
-        return check(file, progress)
-    except FileError as error:
-        problem, num_bytes = without_path(error, file), file.stat().st_size if file.exists() else 0
-        return VerifyReport(str(file), num_bytes, False, False, (), (), (problem,), (), seconds=0.0, read_bytes=0)
+        wrong += _disagreements(files)
+    return FolderReport(str(name), tuple(reports), missing, tuple(wrong), time.perf_counter() - started)
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
@@ -311,15 +291,21 @@ class _FileCheck:
         try:
             for checked, chunks in self._datasets:
                 say(("verify", done, total))
-                threads = max(1, min(available_cores(), MAX_THREADS, MEMORY_BYTES // checked.thread_bytes()))
                 damages: list[Damage] = []
-                for came in check_parts(checked.parts(chunks), descriptor, threads):
+                for came in checked.check(chunks, descriptor):
                     done += came.num_bytes
                     damages += came.damages
                     say(("verify", done, total))
                 bad += [self._describe(checked, damage) for damage in sorted(damages, key=lambda each: each.chunk)]
         finally:
             os.close(descriptor)
+        fields = []
+        for checked, chunks in self._datasets:
+            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones that are never written
+            known = pattern or checked.by == CHECKSUM
+            unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
+            num_chunks = max(len(checked.written), len(chunks))
+            fields.append(Checked(checked.name, num_chunks, len(chunks), checked.by, *unwritten))
         for matrix in self._matrices.values():
             matrix.finish(not self._quick)
             self._problems += matrix.problems
@@ -329,20 +315,13 @@ class _FileCheck:
             num_bytes=self._path.stat().st_size,
             by_h5chunk=self._header is not None,
             quick=self._quick,
-            fields=tuple(self._how_checked()),
+            fields=tuple(fields),
             bad=tuple(bad),
             problems=tuple(self._problems),
             notes=tuple(self._notes),
             seconds=time.perf_counter() - self._started,
             read_bytes=done,
         )
-
-    def _how_checked(self) -> Iterator[Checked]:
-        for checked, chunks in self._datasets:
-            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones that are never written
-            known = pattern or checked.by == CHECKSUM
-            unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
-            yield Checked(checked.name, max(len(checked.written), len(chunks)), len(chunks), checked.by, *unwritten)
 
     def _describe(self, checked: CheckedDataset, damage: Damage) -> BadChunk:
         prefix, _, part = checked.name.rpartition("/")

@@ -7,12 +7,15 @@ import zlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import h5py
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.store.format.spec import LIBVER
 from h5chunk.store.hdf5.codecs import GZIP, crc32
 from h5chunk.store.hdf5.ranges import read_bytes
-from h5chunk.store.write.new_file import ChunkWriter, NewFile
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.part_file import ROOM_BYTES, check_room, writing
 from h5chunk.store.write.spool import TemporaryBytes
 
 
@@ -81,25 +84,30 @@ class CompressedTarget:
     any_order = False
 
     def __init__(self, new: NewFile, path: bytes, num_threads: int, checked: bool) -> None:
-        self._writer = ChunkWriter(new, path, checked)
-        self._num_threads = num_threads
+        self._new, self._path, self._num_threads, self._checked = new, path, num_threads, checked
         self._waiting: deque[Future[bytes]] = deque()
+        self._checksums: list[int] = []
+        self._filled = self._begun = self._stored = self._room_bytes = 0
 
     def __enter__(self) -> CompressedTarget:
-        dataset = self._writer.__enter__().dataset
-        properties = dataset.get_create_plist()
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        access.set_chunk_cache(1, 0, 0.0)  # a chunk that HDF5 compresses is written at once
+        with writing(self._new.path):
+            self._file = h5py.File(self._new.part, "r+", libver=LIBVER, locking=False)
+            self._dataset = h5py.h5d.open(self._file.id, self._path, access)
+        properties = self._dataset.get_create_plist()
         code, _, values, _ = properties.get_filter(0)
         self._level = values[0] if (properties.get_nfilters(), code) == (1, GZIP) else None
-        self._num_rows, self._chunks = dataset.shape[0], properties.get_chunk()
-        self._item = f"V{dataset.get_type().get_size()}"
+        self._num_rows, self._chunks = self._dataset.shape[0], properties.get_chunk()
+        self._item = f"V{self._dataset.get_type().get_size()}"
         self._chunk = self._new_chunk()
-        self._filled = self._begun = 0
         self._pool = ThreadPoolExecutor(self._num_threads)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._writer.__exit__()
+        with writing(self._new.path):
+            self._file.close()
 
     def _new_chunk(self) -> np.ndarray:
         return np.zeros(self._chunks, self._item).reshape(-1).view(np.uint8)
@@ -120,21 +128,41 @@ class CompressedTarget:
         """Compress a chunk, and store those that are ready."""
         if self._level is None:
             num_rows = min(self._chunks[0], self._num_rows - self._begun * self._chunks[0])
-            self._writer.write_values(self._chunk.view(self._item).reshape(self._chunks)[:num_rows])
+            self._store(self._chunk.view(self._item).reshape(self._chunks)[:num_rows])
         else:
             self._waiting.append(self._pool.submit(zlib.compress, self._chunk.data, self._level))
             self._chunk = self._new_chunk()
             while len(self._waiting) > self._num_threads:
-                self._writer.write(self._waiting.popleft().result())
+                self._store(self._waiting.popleft().result())
         self._begun, self._filled = self._begun + 1, 0
+
+    def _store(self, chunk: bytes | np.ndarray) -> None:
+        """Write the next chunk: as it is compressed, or as elements that HDF5 compresses."""
+        num_bytes = len(chunk) if isinstance(chunk, bytes) else 2 * chunk.nbytes
+        self._room_bytes -= num_bytes
+        if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
+            self._room_bytes = ROOM_BYTES
+            check_room(self._new.path, num_bytes + 2 * ROOM_BYTES)
+        place = self._stored * self._chunks[0], *(0,) * (len(self._chunks) - 1)
+        with writing(self._new.path):
+            if isinstance(chunk, bytes):
+                self._dataset.write_direct_chunk(place, chunk)
+            else:
+                space, kind = self._dataset.get_space(), self._dataset.get_type()
+                space.select_hyperslab(place, chunk.shape)
+                self._dataset.write(h5py.h5s.create_simple(chunk.shape), space, chunk, kind)
+                chunk = self._dataset.read_direct_chunk(place)[1] if self._checked else b""
+        self._stored += 1
+        if self._checked:
+            self._checksums.append(crc32(np.frombuffer(chunk, np.uint8)))
 
     def finish(self) -> np.ndarray:
         """As `PlainTarget.finish`."""
         if self._filled:  # the rest of it is zero
             self._compress()
         while self._waiting:
-            self._writer.write(self._waiting.popleft().result())
-        return np.array(self._writer.checksums, np.uint32)
+            self._store(self._waiting.popleft().result())
+        return np.array(self._checksums, np.uint32)
 
 
 Target = PlainTarget | CompressedTarget
