@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,7 +119,7 @@ class CheckedDataset:
         num_threads: int = MAX_THREADS,
         memory_bytes: int = MEMORY_BYTES,
         then: Callable[[np.ndarray], None] = lambda chunks: None,
-    ) -> Iterator[Parted]:
+    ) -> Generator[Parted]:
         """Check some chunks, ascending, part by part in threads; yield what came of each part, in order.
 
         The threads also do with each part that is whole what ``then`` says.
@@ -145,13 +146,14 @@ class CheckedDataset:
 
         FileError: a chunk is damaged; the message says what is ``undone`` of it, and a further ``remedy``.
         """
-        for came in self.check(chunks, descriptor, **how):
-            for damage in came.damages:
-                raise FileError(
-                    f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
-                    f"names all that is damaged, and repairs it with --repair{remedy}"
-                )
-            told(came.num_bytes)
+        with closing(self.check(chunks, descriptor, **how)) as parts:  # no thread goes on after an error
+            for came in parts:
+                for damage in came.damages:
+                    raise FileError(
+                        f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
+                        f"names all that is damaged, and repairs it with --repair{remedy}"
+                    )
+                told(came.num_bytes)
 
     def _check_part(self, chunks: np.ndarray, descriptor: int, then: Callable[[np.ndarray], None]) -> Parted:
         num_bytes, damages = 0, []
