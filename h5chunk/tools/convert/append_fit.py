@@ -10,10 +10,9 @@ import numpy as np
 
 from h5chunk.errors import FileError, SourceError, as_text
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import Layout, plan_layout
+from h5chunk.plan.layout import plan_layout
 from h5chunk.source import SampleSource, shape_text
 from h5chunk.sources.images import IMAGES, ImageSource
-from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
@@ -70,8 +69,12 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
             columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
         elif not np.array_equal(numbers, np.arange(len(numbers))):
             raise SourceError(f"{source}: field {name!r} counts its categories otherwise than {old.shown} does")
-    num_samples, largest = old.header.num_samples + len(job.order), max(f.sample_bytes for f in job.fields.values())
-    layout, cache = _longer_layout(old.header, num_samples, largest)
+    header, sample_bytes = old.header, job.layout.sample_bytes
+    was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
+    layout = plan_layout(header.num_samples + len(job.order), sample_bytes, header.chunk_samples)
+    if header.window_chunks != was.window_chunks:  # a tuner chose the window, as it may have chosen the cache
+        layout = replace(layout, window_chunks=header.window_chunks)
+    cache = None if header.cache == was.cache else header.cache
     options = {name: value for name, value in job.options.items() if name in ("seed", "shuffle", "fit")}
     first = _old_samples(old, job.source, cache)
     job = replace(job, layout=layout, options=options, columns=columns, categories=categories, old=first)
@@ -139,15 +142,6 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, sho
             "--new-classes (new_classes=True) puts them behind the others"
         )
     return added
-
-
-def _longer_layout(header: Header, num_samples: int, sample_bytes: int) -> tuple[Layout, CacheSettings | None]:
-    """Return layout and cache of a longer file: its own chunks, and its window and cache if a tuner chose them."""
-    size = header.chunk_samples
-    was, layout = (plan_layout(count, sample_bytes, size) for count in (header.num_samples, num_samples))
-    if header.window_chunks != was.window_chunks:
-        layout = replace(layout, window_chunks=header.window_chunks)
-    return layout, None if header.cache == was.cache else header.cache
 
 
 def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None) -> OldSamples:
