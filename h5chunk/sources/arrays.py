@@ -1,4 +1,4 @@
-"""Arrays, of which the first axis counts samples: .npy, .npz, and arrays given in Python, alone or in a dict.
+"""Arrays whose first axis counts samples: .npy, .npz, and NumPy arrays in memory, alone or in a dict.
 
 | array | becomes |
 | --- | --- |
@@ -8,8 +8,8 @@
 | fixed-length text (``U``) | UTF-8 |
 | Python objects, complex numbers, dates | refused |
 
-A .npy file, and a member of an .npz that is not compressed, are read sample by sample, in place. Compressed members are
-unpacked into memory, up to a limit.
+A .npy file, and an uncompressed member of an .npz, are read sample by sample, in place. Compressed members are unpacked
+into memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COLUMN_BYTES = 64 << 20
 
 
 class StoredArray:
-    """An array in a file, in C order, of which samples are read when they are asked for."""
+    """An array in a file, in C order, whose samples are read on demand."""
 
     def __init__(self, path: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._file, self._offset = StoredFile(path), offset
@@ -55,7 +55,7 @@ class StoredArray:
 
 
 class ArraySource(Samples):
-    """Arrays of one length, of shape (num_samples, ...), and the file that they are in, if there is one."""
+    """Arrays of one length, of shape (num_samples, ...), and the file that contains them, if any."""
 
     kind = "arrays"
     noun = "arrays"
@@ -131,7 +131,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
-    """Return the length of all arrays, or say which of them differ."""
+    """Return the common length of all arrays, or raise an error that names two arrays that differ."""
     for name, array in arrays.items():
         where = f"{shown}: {printable(name)!r}"
         if not array.shape:
@@ -147,7 +147,7 @@ def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
                 "give arrays of one length, or convert them one by one"
             )
     if not lengths:
-        raise SourceError(f"{shown}: holds no array")
+        raise SourceError(f"{shown}: holds no arrays")
     return lengths[first]
 
 
@@ -167,7 +167,7 @@ def _open_members(path: str, context: OpenContext) -> Iterator[tuple[str, Any]]:
 def _open_array(
     path: str, file: IO[bytes], shown: str, file_size: int, start: int | None, context: OpenContext
 ) -> StoredArray | np.ndarray:
-    """Open an array in .npy, of so many bytes with its header: in its place if it starts at one and is in C order."""
+    """Open an array in .npy of ``num_bytes`` with its header: in place if it is stored in C order, else in memory."""
     shape, is_fortran, dtype = read_header(file, shown)
     field_dtype(shown, dtype if dtype.kind != "U" else np.dtype("S1"))
     num_bytes, there = math.prod(shape) * dtype.itemsize, file_size - file.tell()
@@ -181,7 +181,7 @@ def _open_array(
         return StoredArray(path, start + file.tell(), shape, dtype)
     if num_bytes > context.memory_bytes:
         raise SourceError(
-            f"{shown} takes {human_bytes(num_bytes)} of memory, as its samples do not lie one behind the other, but "
+            f"{shown} takes {human_bytes(num_bytes)} of memory, as its samples are not contiguous, but "
             f"the limit is {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, "
             "np.savez)"
         )

@@ -1,4 +1,4 @@
-"""pyarrow, imported when it is first used: telling kinds of data apart and showing their options must not need it."""
+"""Import pyarrow on first use: recognising kinds of data, and showing their options, must not need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class _Late:
-    """A module that is imported when one of its names is looked up."""
+    """A module that is imported when one of its names is used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

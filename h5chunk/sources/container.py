@@ -1,7 +1,7 @@
 """Read the encoded bytes of images from a folder, or from an archive in place.
 
-A container travels to worker processes: it holds paths and numbers, and opens files when it is asked for bytes.
-Archives are read with ``pread`` at the places that their index gives, so that workers share nothing.
+A container travels to worker processes: it holds paths and numbers, and opens files when bytes are requested. Archives
+are read with ``pread`` at the offsets in their index, so that workers share nothing.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # the lengths of name and extra fiel
 
 
 def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Size, modification time and inode change time of a file; programs cannot set the last."""
+    """Return size, modification time and inode change time of a file; programs cannot set the last one."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class Folder:
-    """Files below a folder."""
+    """Images as files below a folder."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.fsencode(root)
 
     def select(self, members: np.ndarray) -> None:
-        """Do nothing, as names are all that a folder needs."""
+        """Do nothing: names are all that a folder needs."""
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
@@ -94,7 +94,7 @@ class Folder:
 
 
 def _check_member(kind: int, num_bytes: int) -> None:
-    """Raise SampleError for what is no regular file, by its type as of `stat.S_IFMT`, or has no size of an image."""
+    """Raise SampleError unless a file is regular, by its `stat.S_IFMT` type, and of a valid size for an image."""
     if kind != stat.S_IFREG:
         raise SampleError(f"is {KINDS.get(kind, KINDS[UNKNOWN])}, not a regular file")
     if num_bytes == 0:
@@ -112,7 +112,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 class StoredFile:
-    """A file of which parts are read at offsets, and which must not change; each process opens it once."""
+    """A file that is read at offsets, and must not change; each process opens it once."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -125,7 +125,7 @@ class StoredFile:
         return {**self.__dict__, "_opened": None}
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Read bytes from an offset on; SampleError if the file is too short, changed, or cannot be read."""
+        """Read bytes from an offset; SampleError if the file is too short, changed, or cannot be read."""
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is taken
             raise SampleError("is cut off by the end of its archive")
         try:
@@ -147,7 +147,7 @@ class StoredFile:
 
 
 class Archive(StoredFile):
-    """A zip, of which each member is a local header and a run of bytes; or an uncompressed tar, where it is such a run.
+    """A zip, whose members are a local header and a run of bytes; or an uncompressed tar, whose members are such runs.
 
     ``index``, (num_members, 6) int64, has of each where it starts, the bytes that it takes and those of its file, the
     method of packing (of a tar `IN_TAR`), its CRC-32, and its type of file.
@@ -158,16 +158,16 @@ class Archive(StoredFile):
         self._index = index
 
     def select(self, members: np.ndarray) -> None:
-        """Say which member each sample is: (num_samples,) int64."""
+        """Set the member of each sample: (num_samples,) int64."""
         self._index = self._index[members]
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        """Return 64-bit integers that change when the bytes of sample ``index``, whose path is ``name``, do."""
+        """Return 64-bit integers that change when the bytes of sample ``index``, with path ``name``, change."""
         start, _, size, method, crc, _ = self._index[index].tolist()
         return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)  # of a zip the same in a new one
 
     def read(self, index: int, name: bytes) -> bytes:
-        """Return the bytes of sample ``index``; SampleError if they cannot be had, or changed meanwhile."""
+        """Return the bytes of sample ``index``; SampleError if they cannot be read, or changed meanwhile."""
         start, stored, size, method, crc, kind = self._index[index].tolist()
         _check_member(kind, size)
         if method == IN_TAR:
@@ -184,7 +184,7 @@ class Archive(StoredFile):
             except zlib.error as error:
                 raise SampleError(f"cannot be inflated: {error}") from None
         elif method != zipfile.ZIP_STORED:
-            raise SampleError(f"is packed with zip method {method}: only stored and deflated members are read")
+            raise SampleError(f"is packed with zip method {method}: only stored and deflated members are supported")
         if len(data) != size or zlib.crc32(data) != crc:
             raise SampleError("does not match its length and checksum in the archive: the archive is damaged")
         return data
@@ -225,7 +225,7 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 
 
 class BoundedFile(io.FileIO):
-    """An archive of which headers are read: none of more bytes than ``limit``, whatever it claims."""
+    """An archive whose headers are read with a limit: no header may have more than ``limit`` bytes."""
 
     def __init__(self, path: str | os.PathLike[str], limit: int, damage: type[Exception]) -> None:
         super().__init__(path)

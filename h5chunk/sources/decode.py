@@ -41,7 +41,7 @@ _FILTER = Image.Resampling.BICUBIC
 
 @contextmanager
 def pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse images over ``max_pixels``, and truncated ones; its settings are those of the process."""
+    """Make Pillow refuse images over ``max_pixels``, and truncated images; its settings hold for the whole process."""
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, False
     try:
@@ -54,10 +54,10 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
 
 
 def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
-    """Decode an encoded image, or one that Pillow has opened; turn it upright, and give it the colours and size.
+    """Decode an encoded image, or an image that Pillow has opened; apply orientation, colours and size.
 
-    Call it within `pillow_limits`. Returns an image of mode L, LA, RGB or RGBA, and what to count for the report: the
-    mode that it came in, and what was done to it. A SampleError says why an image is refused.
+    Call it within `pillow_limits`. Returns an image of mode L, LA, RGB or RGBA, and notes to count in the report: its
+    original mode, and the conversions. A SampleError says why an image is refused.
     """
     try:
         return _adapt(_open(image) if isinstance(image, bytes) else image, options)
@@ -68,7 +68,7 @@ def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Ima
             f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant"
         ) from None
     except MemoryError:
-        raise SampleError("needs more memory than there is") from None
+        raise SampleError("needs more memory than is available") from None
     except Exception as error:  # Pillow's plugins raise many kinds on broken data
         raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
 
@@ -108,7 +108,7 @@ def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tupl
 
 
 def _refuse_deep(image: Image.Image) -> None:
-    """Refuse samples of more than 8 bits; Pillow opens some of them as 8-bit modes and drops the lower byte."""
+    """Refuse images of more than 8 bits; Pillow opens some of them as 8-bit modes and drops the lower byte."""
     args = [image.mode]
     for tile in getattr(image, "tile", ()):
         more = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
@@ -121,14 +121,14 @@ def _refuse_deep(image: Image.Image) -> None:
 
 
 def _turn(image: Image.Image) -> int:
-    """Return the EXIF orientation: 1 is upright. EXIF is parsed only where there is some, as that takes time."""
+    """Return the EXIF orientation; 1 is upright. EXIF is parsed only if present, because parsing is slow."""
     if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
         return image.getexif().get(0x0112, 1)
     return 1
 
 
 def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
-    """Let the JPEG decoder scale by 1/2, 1/4 or 1/8 where the target is that much smaller; others ignore it."""
+    """Let the JPEG decoder scale by 1/2, 1/4 or 1/8 if the target is much smaller; other decoders ignore it."""
     assert options.size is not None
     height, width = reversed(options.size) if sideways else options.size
     scales = width / image.width, height / image.height
@@ -146,7 +146,7 @@ def _convert(image: Image.Image, color: str) -> Image.Image:
         if image.mode == "1":
             return image.convert("L")
         if image.mode not in _KEPT:
-            raise SampleError(f"is of mode {image.mode}, which cannot be kept as it is: use color 'rgb' or 'gray'")
+            raise SampleError(f"is of mode {image.mode}, which cannot be kept: use color 'rgb' or 'gray'")
         return image
     if image.mode not in _TO_RGB:
         raise SampleError(f"is of mode {image.mode}, for which there is no policy: convert it to RGB first")
@@ -185,7 +185,7 @@ def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
 
 
 def sample_shape(image: Image.Image, layout: str) -> tuple[int, int, int]:
-    """Return the shape that an image has as a sample."""
+    """Return the shape of an image as a sample."""
     channels = _KEPT[image.mode]
     if layout == "nchw":
         return channels, image.height, image.width

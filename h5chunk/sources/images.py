@@ -1,4 +1,4 @@
-"""Images of a folder or an archive: a listing of their names, a container of their bytes, and how to decode them."""
+"""Images in a folder or an archive: a list of names, a container of their bytes, and the options of decoding."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ImageSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Whether a source is a path: this kind is asked last, and its error says what images can be in."""
+        """Return whether a source is a path: this kind is asked last, and its error says what images can be in."""
         return is_path(source)
 
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:
-        """List the images, and take the shape of the first."""
+        """List the images, and take the shape of the first one."""
         splits = options.split_folders
         if options.manifest is not None:
             listing = list_manifest(options.manifest, source, context.report_found)

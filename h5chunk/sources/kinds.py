@@ -1,7 +1,7 @@
-"""The kinds of data that are converted, and the options of each.
+"""The kinds of data that can be converted, and their options.
 
-To add a kind, write a module with a class that keeps the contract of `h5chunk.source`, and put it on the list. Help and
-command lines are made from these, so nothing heavy is imported here: `h5chunk.sources.open` imports the readers.
+To add a kind, write a module with a class that implements the contract of `h5chunk.source`, and list it here. Help and
+command lines are made from this list, so nothing heavy is imported: `h5chunk.sources.open` imports the readers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ImageOptions(Options):
             raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
 
     def recorded(self) -> dict[str, Any]:
-        """What a file records of the options: those that decide the pixels."""
+        """Return the options that a file records: those that determine the pixels."""
         return {name: getattr(self, name) for name in ("size", "fit", "color", "layout", "animated")}
 
 
@@ -113,7 +113,7 @@ class DelimitedOptions(MatrixSourceOptions):
 
 
 class Kind(NamedTuple):
-    """A kind of data: its name, the module and class that read it, and their options."""
+    """A kind of data: its name, the module and class that read it, and its options."""
 
     name: str
     module: str

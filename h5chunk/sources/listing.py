@@ -1,10 +1,10 @@
 """List the images of a folder or an archive in order, with their classes and splits.
 
-Knows names only; opens no image. The order and the labels are those of torchvision's ImageFolder: classes sorted
+Only names are used; no image is opened. The order and the labels are those of torchvision's ImageFolder: classes sorted
 by name, within a class the folders sorted by path, within a folder the files sorted by name.
 
-A data set often comes as ``train/cat/1.png``, ``val/cat/2.png``: its top folders are splits and no classes, and labels
-that count them would be worthless. Names decide; where they leave a doubt, nothing is guessed.
+A data set often has the form ``train/cat/1.png``, ``val/cat/2.png``: its top folders are splits, not classes, and
+labels made from them would be worthless. The names decide; if they are ambiguous, an error asks the user.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Listing:
 
 @dataclass
 class _Directory:
-    """The images of one folder: their names, and their numbers in the archive (of a folder on disk -1)."""
+    """The images of one folder: their names, and their numbers in the archive (-1 in a folder on disk)."""
 
     files: list[bytes] = field(default_factory=list)
     members: array[int] = field(default_factory=lambda: array("q"))
@@ -82,7 +82,7 @@ def list_images(source: str | os.PathLike[str], found: Found | None = None, *, s
 
 
 def check_source(path: Path) -> None:
-    """Raise SourceError unless there is something at ``path``."""
+    """Raise SourceError unless ``path`` exists."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -90,19 +90,19 @@ def check_source(path: Path) -> None:
     except OSError as error:
         raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # a byte 0 in it
-        raise SourceError(f"{printable(path)}: is no path: {error}") from None
+        raise SourceError(f"{printable(path)}: is not a valid path: {error}") from None
 
 
 def _is_hidden(name: bytes) -> bool:
-    """Whether a file or folder is one that systems leave behind (dot files, macOS's resource folder)."""
+    """Return whether a file or folder is hidden or left by the system (dot files, macOS's resource folder)."""
     return name.startswith(b".") or name == b"__MACOSX"
 
 
 def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-    """Yield (folder, file, -1) of all files below ``root``, and the folders themselves with an empty file.
+    """Yield (folder, file, -1) for all files below ``root``, and the folders themselves with an empty file.
 
-    Links are followed, but not into a folder that contains the link. Whatever is called like an image and is no folder
-    is taken for one, so that a broken link or a pipe is an error of that sample and not a sample that is missing.
+    Links are followed, but not into a folder that contains the link. Anything but a folder that has the name of an
+    image counts as an image, so that a broken link or a pipe is an error of that sample and not a missing sample.
     """
     stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders, and those that each lies in
     while stack:
@@ -130,7 +130,7 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
 
 
 def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes, int]]:
-    """Yield (folder, file, number) of the members of an archive, and its folders with an empty file."""
+    """Yield (folder, file, number) for the members of an archive, and its folders with an empty file."""
     for name, number in members:
         parts = [part for part in name.split(b"/") if part not in (b"", b".")]
         if not parts or any(map(_is_hidden, parts)):
@@ -140,7 +140,7 @@ def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes,
 
 
 def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dict[bytes, _Directory], list[str]]:
-    """Group images by folder, and say which files are none."""
+    """Group images by folder, and list the other files."""
     directories: dict[bytes, _Directory] = {}
     count, num_others, other = 0, 0, b""
     for folder, file, number in files:
@@ -197,7 +197,7 @@ def _arrange(source: str, directories: dict[bytes, _Directory], container: Conta
 
 
 def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> bool:
-    """Decide whether the top folders of a source are splits, given the paths of all folders that hold images.
+    """Decide whether the top folders of a source are splits, given the paths of all folders with images.
 
     >>> _has_split_folders("data", [b"train/cat", b"train/dog", b"val/cat"], "auto")
     True
@@ -216,7 +216,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
         if len(named) == 1 < len(tops) and named[0] not in nested:
             return False  # one class among others, which happens to be called so, such as trains among vehicles
         raise SourceError(
-            f"{source}: holds the folders {shown}, of which {as_text(named[0])!r} is called like a split: give "
+            f"{source}: holds the folders {shown}, of which {as_text(named[0])!r} has the name of a split: give "
             "--split-folders yes if they are splits, with classes one level down; no if they are classes; or convert "
             "one of them alone"
         )
@@ -230,7 +230,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
 
 
 def _depth(name: bytes) -> int:
-    """The number of folders on the path of a folder, including itself."""
+    """Return the number of folders on the path of a folder, including itself."""
     return name.count(b"/") + 1 if name else 0
 
 
@@ -240,7 +240,7 @@ def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
 
 
 def _names(directories: dict[bytes, _Directory], depth: int, members: array[int]) -> Iterator[bytes]:
-    """The paths of all images, by their first folders, then by folder, then by name; notes their members."""
+    """Return the paths of all images, sorted by their first folders, then folder, then name; note their members."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
         last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # of one name, the later member
@@ -256,7 +256,7 @@ def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
 
 
 def _add_splits(listing: Listing, directories: dict[bytes, _Directory]) -> None:
-    """Add the column ``split``, and say so, and which classes are not in all of the splits."""
+    """Add the column ``split``, and notes about it and about classes that some splits lack."""
     splits = sorted(_at(0, directories))
     numbers = _numbers(listing.names, 0, splits)
     listing.columns["split"] = np.array([as_text(split).encode() for split in splits])[numbers]

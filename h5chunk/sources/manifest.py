@@ -1,6 +1,6 @@
-"""A manifest: a table with the path of each image and further columns that become fields.
+"""Read a manifest: a table with the path of each image, and further columns that become fields.
 
-Read once: the cells of each column are kept as packed bytes, of which its type is found out at the end.
+It is read once: the cells of each column are kept as packed bytes, whose type is determined at the end.
 
 | column | becomes |
 | --- | --- |
@@ -9,10 +9,10 @@ Read once: the cells of each column are kept as packed bytes, of which its type 
 | whole numbers | int64; strings if one does not fit |
 | numbers, inf, nan | float64 |
 | anything else | UTF-8 strings of fixed length, at most 256 bytes |
-| the one called ``label`` or ``labels``, as words | ``labels``, int64, with the sorted words as class names |
+| ``label`` or ``labels``, as words | ``labels``, int64, with the sorted words as class names |
 
-CelebA's own list (a line with the count, then a header that does not name the path column, then lines separated by
-blanks) is read as well.
+CelebA's own list is supported too: a line with the count, then a header without the path column, then lines separated
+by blanks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WHOLE = re.compile(rb"[+-]?[0-9]+")
 def list_manifest(
     manifest: str | os.PathLike[str], source: str | os.PathLike[str], found: Found | None = None
 ) -> Listing:
-    """List the images that a manifest names, in its order, with its columns as fields.
+    """List the images of a manifest, in its order, with its columns as fields.
 
     It is .csv, .tsv or CelebA's list; its paths, relative to the source, are in the column with a usual name
     (`PATH_COLUMNS`), else in the first.
@@ -56,7 +56,7 @@ def list_manifest(
     path, source = Path(manifest), Path(source)
     check_source(path)
     if not path.is_file():  # a pipe would be waited for
-        raise SourceError(f"{printable(path)}: is no regular file: give a table as a file")
+        raise SourceError(f"{printable(path)}: is not a regular file: give a table as a file")
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             return _list(_Table(path, file), source, found or (lambda count: None))
@@ -140,7 +140,7 @@ class _Table:
         return SourceError(f"{self.shown}, line {line}: {what}")
 
     def _read_lines(self) -> Iterator[str]:
-        """The lines of the file, of which none may take unbounded memory."""
+        """Yield the lines of the file; no line may take unbounded memory."""
         number = 0
         while line := self._file.readline(MAX_LINE + 1):
             number += 1
@@ -149,7 +149,7 @@ class _Table:
             yield line
 
     def rows(self) -> Iterator[tuple[int, list[str]]]:
-        """(line number, cells) of each line below the header that is not blank."""
+        """Yield (line number, cells) for each line below the header that is not blank."""
         if self._delimiter is None:
             lines = ((number, line.split()) for number, line in enumerate(self._lines, self._skipped + 1))
         else:
@@ -169,7 +169,7 @@ class _Table:
             raise SourceError(f"{self.shown}: changed while it was read")
 
     def add(self, line: int, row: list[str]) -> bytes:
-        """Take the cells of a row; return its path."""
+        """Add the cells of a row, and return its path."""
         if not all(row):
             name = self.columns[row.index("")]
             raise self.error(line, f"column {name!r} is empty: fill it or drop the column")
@@ -214,7 +214,7 @@ class _Table:
 
 
 def _typed(words: np.ndarray) -> np.ndarray:
-    """Numbers, if all words of a column are numbers."""
+    """Convert the words of a column to numbers, if all of them are numbers."""
     if b"_" in words.tobytes():  # Python's numbers may have it
         return words
     try:

@@ -1,4 +1,4 @@
-"""Map-style data sets in Python, such as torchvision's and Hugging Face's: objects with a length and samples by number.
+"""Map-style data sets in Python, such as torchvision's and Hugging Face's: objects with ``len()`` and ``[index]``.
 
 | sample | becomes the fields |
 | --- | --- |
@@ -7,11 +7,11 @@
 | another tuple or list | ``images`` (an image), else ``field0``, ``field1``, ... |
 | anything else | ``images`` (an image), else ``data`` |
 
-Images are those of Pillow, and follow the options of images. Numbers, arrays, tensors, strings (UTF-8, of a fixed
-length, which is that of the longest) and bytes are kept as they are. All samples must be alike. ``classes`` or
-``class_to_idx`` of the data set, or the names in Hugging Face's ``features``, become the names of its classes.
+Images are Pillow images, and follow the options of images. Numbers, arrays, tensors, strings (UTF-8, of a fixed length:
+that of the longest) and bytes are kept unchanged. All samples must have the same structure. ``classes`` or
+``class_to_idx`` of the data set, or the names in Hugging Face's ``features``, become its class names.
 
-Samples are read in worker processes that are forked, where the system does that, as many data sets cannot be pickled.
+Samples are read in forked worker processes, if the system supports fork, as many data sets cannot be pickled.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class MappingSource(Samples):
         }
 
     def _sample(self, index: int) -> dict[str, Any]:
-        """A sample as a dict, with the names of the first."""
+        """Return a sample as a dict, with the names of the first sample."""
         try:
             sample = _named(self._dataset[index])
         except SampleError:
@@ -89,11 +89,11 @@ class MappingSource(Samples):
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
         if self.fields and sample.keys() != self.fields.keys():
             names = ", ".join(self.fields)
-            raise SampleError(f"has the fields {', '.join(sample)} but others have {names}: make them alike")
+            raise SampleError(f"has the fields {', '.join(sample)} but others have {names}: make them equal")
         return sample
 
     def _text_widths(self, context: OpenContext) -> dict[str, int]:
-        """The length of the longest string of each field, which only reading all samples tells."""
+        """Return the length of the longest string of each field, which requires reading all samples."""
         widths: dict[str, int] = {}
         for index in range(len(self)):
             try:
@@ -130,7 +130,7 @@ def _encoded(value: str | bytes) -> bytes:
 
 
 def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
-    """A number, an array, a tensor or a string as an array, of the dtype of its field once that is known.
+    """Convert a number, an array, a tensor or a string to an array, with the dtype of its field if known.
 
     SampleError: it is none of these, or the field cannot hold it exactly.
     """
@@ -142,7 +142,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
         field_dtype(name, array.dtype)
     except (SourceError, ValueError, TypeError, RuntimeError) as error:
         raise SampleError(
-            f"{shown} is of type {type(value).__name__}, which is no image, number, array or string: "
+            f"{shown} is of type {type(value).__name__}, which is not an image, number, array or string: "
             f"{printable(str(error))}"
         ) from None
     if field is None or array.dtype == field.dtype:
@@ -162,7 +162,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
 
 
 def _class_names(dataset: Any, fields: Mapping[str, SampleField]) -> dict[str, list[str]]:
-    """What the codes of fields mean, as torchvision and Hugging Face say it."""
+    """Return the meaning of codes in fields, as torchvision and Hugging Face define it."""
     found: dict[str, list[str]] = {}
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):

@@ -1,4 +1,4 @@
-"""Headers of .npy, and the members of .npz: checked before memory is taken for what they claim; nothing is unpickled.
+"""Check headers of .npy and members of .npz before memory is allocated for them; nothing is unpickled.
 
 Source: numpy.lib.format (the .npy format), numpy.savez.
 """
@@ -26,7 +26,7 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read shape, whether columns lie together, and type of an array in .npy; leaves the file at its first value.
+    """Read shape, order (whether columns are contiguous) and type of a .npy array; leave the file at its first value.
 
     SourceError: it is none, or one of Python objects.
     """
@@ -35,7 +35,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
             warnings.simplefilter("error")  # headers of Python 2 and the like
             version = np.lib.format.read_magic(file)
             if version not in ((1, 0), (2, 0)):
-                raise SourceError(f"{name}: version {version} of the .npy format is not read: save it again")
+                raise SourceError(f"{name}: version {version} of the .npy format is not supported: save it again")
             size = file.read(2 * version[0])
             length = int.from_bytes(size, "little")
             if length > MAX_HEADER_BYTES:
@@ -45,9 +45,9 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
     except SourceError:
         raise
     except Exception as error:  # a header is Python's notation, and its parser has errors of many types
-        raise SourceError(f"{name} is no .npy array: {(str(error).splitlines() or ['damaged'])[0]}") from None
+        raise SourceError(f"{name} is not a .npy array: {(str(error).splitlines() or ['damaged'])[0]}") from None
     if any(length < 0 for length in shape):
-        raise SourceError(f"{name} claims the shape {shape}: that cannot be")
+        raise SourceError(f"{name} claims the invalid shape {shape}")
     if dtype.hasobject:
         raise SourceError(f"{name} holds Python objects, which are never unpickled: save plain numbers")
     return shape, by_column, dtype
@@ -55,7 +55,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
 
 @contextmanager
 def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
-    """Open an .npz whose members do not claim what cannot be; damage found meanwhile becomes a SourceError."""
+    """Open an .npz whose members claim valid sizes; damage found meanwhile becomes a SourceError."""
     shown = printable(path)
     try:
         with BoundedFile(path, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
@@ -65,13 +65,13 @@ def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
     except SourceError:
         raise
     except (*DAMAGES, OSError) as error:
-        raise SourceError(f"{shown}: damaged, or no .npz: {error}") from None
+        raise SourceError(f"{shown}: damaged, or not an .npz: {error}") from None
 
 
 def _check_members(shown: str, archive: zipfile.ZipFile, num_bytes: int) -> None:
     repeated = next((name for name, count in Counter(archive.namelist()).items() if count > 1), None)
     if repeated is not None:
-        raise SourceError(f"{shown}: two members are called {repeated!r}: save it again")
+        raise SourceError(f"{shown}: two members have the name {repeated!r}: save it again")
     if sum(member.compress_size for member in archive.infolist()) > num_bytes:
         raise SourceError(f"{shown}: its members claim more than its {num_bytes} bytes: they overlap")
     for member in archive.infolist():
@@ -79,4 +79,4 @@ def _check_members(shown: str, archive: zipfile.ZipFile, num_bytes: int) -> None
         if member.flag_bits & 1 or member.compress_type not in PACKINGS:
             raise SourceError(f"{shown}: member {name!r} is encrypted or packed unusually: save it again")
         if size > MAX_RATIO * packed + MAX_SMALL_BYTES:
-            raise SourceError(f"{shown}: member {name!r} claims {size} bytes out of {packed}: that cannot be")
+            raise SourceError(f"{shown}: member {name!r} claims {size} bytes out of {packed}, which is impossible")

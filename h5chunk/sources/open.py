@@ -1,4 +1,4 @@
-"""Find out what kind of data a source is, and open it."""
+"""Find out the kind of a source, and open it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PACKAGES = {"pyarrow": "sparse"}  # optional ones, and the extra that installs t
 
 
 def all_kinds() -> list[Any]:
-    """The classes of all kinds of sources, in the order in which they are asked."""
+    """Return the classes of all kinds of sources, in the order in which they are tried."""
     return [getattr(import_module(f"h5chunk.sources.{kind.module}"), kind.class_name) for kind in KINDS]
 
 
 def find_kind(source: Any, kind: str | None = None) -> Any:
-    """Find the class that opens a source: the one of a name, or else the first that recognises the source."""
+    """Find the class that opens a source: by the name of its kind, or else the first that recognises the source."""
     kinds = all_kinds()
     names = [each.kind for each in kinds]
     if kind is not None:
@@ -50,9 +50,9 @@ def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) ->
 def choose_options(
     kind: Any, source: Any, given: Mapping[str, Any], groups: Sequence[type[Options]], *others: type[Options]
 ) -> list[Any]:
-    """Sort options by name into the groups that apply to the source: one object for each group.
+    """Divide options by name into the groups that apply to the source: one object per group.
 
-    An option that does not exist, or belongs to the ``others`` or to another kind only, is an OptionError.
+    OptionError if an option does not exist, or belongs only to the ``others`` or to another kind.
     """
     known = {name for group in groups for name in group.names()}
     for name in given:
@@ -62,7 +62,7 @@ def choose_options(
 
 
 def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]]) -> OptionError:
-    """The error of an option that only other kinds have, or none at all."""
+    """Return the error of an option that only other kinds have, or no kind."""
     homes: dict[str, list[str]] = {each.noun: [] for each in others if name in each.names()}
     for each in all_kinds():
         if name in each.Options.names():
@@ -72,7 +72,7 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
     nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
     return OptionError(
         f"{flag_of(name)} applies only to {nouns}; {describe(source)} contains {_with_kinds(kind.noun, kind.kind)}: "
-        "leave it out, or give the format of the source if it is another one"
+        "leave it out, or give the format of the source if this is wrong"
     )
 
 
@@ -82,5 +82,5 @@ def _with_kinds(noun: str, *kinds: str) -> str:
 
 
 def describe(source: Any) -> str:
-    """Name a source for people."""
+    """Describe a source in messages."""
     return printable(source) if is_path(source) else f"the {type(source).__name__}"

@@ -23,9 +23,9 @@ def option(
 ) -> Any:
     """Describe an option: a field of a dataclass that derives from `Options`.
 
-    The default is always allowed; ``False`` is that of a switch. ``metavar`` stands for the value in help, such as
-    ``H W``; ``shown_default`` is what help says of the default where the value does not. A number whose unit is
-    ``bytes`` may be written as ``512M``. A path names a file, which must not be the output.
+    The default is always allowed; the default of a switch is ``False``. ``metavar`` replaces the value in help, such as
+    ``H W``; ``shown_default`` replaces the default in help. A number whose unit is ``bytes`` may be written as
+    ``512M``. A path names a file, which must not be the output.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, metadata=metadata)
@@ -33,7 +33,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Base of options: checks choices and limits when it is made, and raises `OptionError`."""
+    """Base of options: checks choices and limits on creation, and raises `OptionError`."""
 
     heading: ClassVar[str] = ""  # of the command line's help
     noun: ClassVar[str] = ""  # the data that they apply to, for messages
@@ -52,7 +52,7 @@ class Options:
 
     @classmethod
     def heading_of(cls, name: str) -> str:
-        """Return the heading of the class that an option was described in."""
+        """Return the heading of the class that describes an option."""
         homes: list[Any] = [each for each in cls.__mro__ if name in getattr(each, "__dataclass_fields__", ())]
         return homes[-1].heading
 
@@ -61,17 +61,17 @@ class Options:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def given(self) -> dict[str, Any]:
-        """Options whose values are not the defaults."""
+        """Options whose values differ from their defaults."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
 
     def paths(self) -> list[Any]:
-        """Values of the options that name files."""
+        """Values of the options that are paths of files."""
         values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("is_path")]
         return [value for value in values if value is not None]
 
 
 def one_of(words: Sequence[str]) -> str:
-    """List words, of which one may be chosen.
+    """List words to choose from.
 
     >>> one_of(["fail", "skip"]), one_of(["auto", "yes", "no"])
     ('fail or skip', 'auto, yes or no')
@@ -80,7 +80,7 @@ def one_of(words: Sequence[str]) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Spell an option as on the command line.
+    """Return the spelling of an option on the command line.
 
     >>> flag_of("min_row_count")
     '--min-row-count'

@@ -1,4 +1,4 @@
-"""Look at a source from outside: its suffix, its first bytes, the members of an archive or an HDF5 file."""
+"""Inspect a source from outside: its suffix, its first bytes, the members of an archive or an HDF5 file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 def is_path(source: Any) -> bool:
-    """Whether a source is the name of a file or folder."""
+    """Return whether a source is the path of a file or folder."""
     return isinstance(source, (str, os.PathLike))
 
 
 def read_head(source: Any) -> bytes:
-    """Read the first bytes of a regular file; none of anything else."""
+    """Read the first bytes of a regular file; empty for anything else."""
     try:
         if is_path(source) and os.path.isfile(source):
             with open(source, "rb") as file:  # noqa: PTH123
@@ -36,7 +36,7 @@ def read_head(source: Any) -> bytes:
 
 
 def has_suffix(source: Any, *suffixes: str) -> bool:
-    """Whether a source is a regular file with one of some suffixes, in small letters, before ``.gz``."""
+    """Return whether a source is a regular file with one of these lower-case suffixes, before ``.gz``."""
     if not is_path(source):
         return False
     name = os.fsencode(source).decode("utf-8", "backslashreplace").lower()
@@ -44,7 +44,7 @@ def has_suffix(source: Any, *suffixes: str) -> bool:
 
 
 def zip_members(source: Any, head: bytes) -> set[str]:
-    """Names of the members of a zip with a small directory; empty for anything else."""
+    """Return the names of the members of a zip with a small directory; empty for anything else."""
     if not head.startswith(ZIP_MAGIC):
         return set()
     try:
@@ -55,7 +55,7 @@ def zip_members(source: Any, head: bytes) -> set[str]:
 
 
 def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
-    """The names at the root of an HDF5 file, and the names in those that are groups; empty for anything else."""
+    """Return the names at the root of an HDF5 file, and within its groups; empty for anything else."""
     if not head.startswith(HDF5_MAGIC):
         return {}
     import h5py
@@ -70,7 +70,7 @@ def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
 
 
 def text_lines(source: Any, head: bytes) -> list[bytes]:
-    """The first lines of a text, packed with gzip or not; none of anything else."""
+    """Return the first lines of a text, compressed with gzip or not; empty for anything else."""
     if not head or (b"\0" in head and not head.startswith(GZIP_MAGIC)):
         return []
     from h5chunk.sources.matrix.text import TextFile

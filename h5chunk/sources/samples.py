@@ -1,4 +1,4 @@
-"""Base of the kinds of sources of samples, whose values are numbers, arrays, strings or images."""
+"""Base of the sample sources, whose values are numbers, arrays, strings or images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
 
 
 class Samples(SampleSource):
-    """A kind of samples says what it recognises, opens it, and reads values; images are decoded here."""
+    """Base of sample sources: a subclass recognises and opens a source, and reads values; images are decoded here."""
 
     noun: ClassVar[str]  # what such a source contains, for messages
     Options: ClassVar[type[Options]] = Options
@@ -60,7 +60,7 @@ class Samples(SampleSource):
         return fields
 
     def settle(self, skip_bad: bool) -> list[str]:
-        """Take the fields of the first sample that can be read, which all samples must share; return their names.
+        """Take the fields of the first readable sample, which all samples must share; return the unreadable names.
 
         Raises SampleError if the first one cannot be read, or with ``skip_bad`` SourceError if none can.
         """
@@ -111,7 +111,7 @@ def largest_first(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
 
 
 def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which a file keeps values of some dtype: native byte order, and truth as uint8.
+    """Return the dtype in which a file stores values of a dtype: native byte order, and bool as uint8.
 
     SourceError: a file cannot hold such values; says how they could be changed.
     """

@@ -1,4 +1,4 @@
-"""Tables in .parquet files, one or a folder of them: a row is a sample, and columns are fields.
+"""Tables in .parquet files, one file or a folder of files: a row is a sample, and columns are fields.
 
 | column | becomes |
 | --- | --- |
@@ -10,7 +10,7 @@
 | anything else, and missing values | refused |
 
 Rows are read once, batch by batch; vectors and images wait in a temporary file, from which samples are read in any
-order. That file has no name, so that the system takes it back however this ends.
+order. That file has no name, so that the system removes it when the process ends.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Spool:
 
 
 class _Vectors(_Spool):
-    """Lists of numbers of one length and type."""
+    """Lists of numbers, all of the same length and type."""
 
     dtype = np.dtype(np.uint8)
     length: int | None = None
@@ -81,9 +81,9 @@ class _Vectors(_Spool):
             self.length, self.dtype = min(lengths), dtype
         if lengths != {self.length}:
             other = max(lengths - {self.length})
-            raise ValueError(f"holds lists of {self.length} and of {other} numbers: make them of one length")
+            raise ValueError(f"holds lists of {self.length} and of {other} numbers: give them one length")
         if not self.length or dtype != self.dtype:
-            raise ValueError(f"holds lists of {self.length} {self.dtype} and of {dtype}: make them of one type")
+            raise ValueError(f"holds lists of {self.length} {self.dtype} and of {dtype}: give them one type")
         self.append(np.ascontiguousarray(values, dtype), len(array))
 
     def value(self, index: int) -> np.ndarray:
@@ -117,7 +117,7 @@ class _Values(list[np.ndarray]):
 
 
 class TableSource(Samples):
-    """Tables in .parquet files with the same columns; rows of the first come first."""
+    """Tables in .parquet files with the same columns; their rows are concatenated."""
 
     kind = "table"
     noun = "tables"
@@ -205,7 +205,7 @@ class TableSource(Samples):
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
 
     def _settled(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The values of a column; words of categories as codes."""
+        """Return the values of a column; strings of categories become codes."""
         if self._categories.get(name) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
         words, codes = np.unique(values, return_inverse=True)
@@ -231,7 +231,7 @@ class TableSource(Samples):
 
 
 def _tables_in(source: Any) -> list[Path]:
-    """The .parquet files of a folder, if all visible files in it are such."""
+    """Return the .parquet files of a folder, if it has no other visible files."""
     folder = Path(os.fsdecode(source))
     if not folder.is_dir():
         return []
@@ -245,7 +245,7 @@ def _is_any(kind: Any, *names: str) -> bool:
 
 
 def _kind_of(kind: Any) -> Any:
-    """The class that keeps the values of a column of some type of Arrow; None for a type that is not read."""
+    """Return the class that keeps the values of a column of an Arrow type; None for unsupported types."""
     numbers = ("integer", "floating", "boolean")
     if _is_any(kind, *numbers, *TEXTS):
         return _Values
@@ -256,7 +256,7 @@ def _kind_of(kind: Any) -> Any:
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
-    """Names of classes, as Hugging Face writes them into the metadata of a table."""
+    """Return class names, as Hugging Face writes them into the metadata of a table."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: list(each["names"]) for name, each in features.items() if each.get("_type") == "ClassLabel"}

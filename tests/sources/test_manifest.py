@@ -111,7 +111,7 @@ def test_many_columns_and_a_number_of_many_digits(read: Read) -> None:
 def test_what_is_no_table_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "table.csv"
     {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
-    with pytest.raises(SourceError, match=r"table\.csv: is no regular file: give a table as a file"):
+    with pytest.raises(SourceError, match=r"table\.csv: is not a regular file: give a table as a file"):
         list_manifest(path, tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_refusals(read: Read, text: str | bytes, reason: str) -> None:
 def test_missing_manifest_or_source(read: Read, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"none\.csv: no such file"):
         list_manifest(tmp_path / "none.csv", tmp_path)
-    with pytest.raises(SourceError, match="photos: is no regular file"):
+    with pytest.raises(SourceError, match="photos: is not a regular file"):
         list_manifest(tmp_path / "photos", tmp_path)
     with pytest.raises(SourceError, match="nowhere: no such file or folder"):
         read("path\n1.png\n", source=tmp_path / "nowhere")

@@ -123,7 +123,7 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
             r"sample 29: .* float64, and does not fit the int64",
         ),
         (lambda i: 1 / (i - 5), SampleError, "sample 5: cannot be read: ZeroDivisionError: division"),
-        (lambda i: object(), SampleError, "type object, which is no image, number, array or string"),
+        (lambda i: object(), SampleError, "type object, which is not an image, number, array or string"),
     ],
 )
 def test_samples_that_are_not_alike(tmp_path: Path, get: Any, error: type[Exception], reason: str) -> None:

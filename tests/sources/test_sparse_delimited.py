@@ -106,7 +106,7 @@ def test_columns_may_be_told(tmp_path, columns, expected):
     ("columns", "message"),
     [
         (("a",), "names 1 columns"),
-        (("a", "a"), "names one column twice"),
+        (("a", "a"), "names a column twice"),
         (("a", "z"), "column 'z' is not in .*it has a, b"),
         (("a", "9"), "column 9 is not there"),
     ],

@@ -244,7 +244,7 @@ def test_layers_that_are_not_there(tmp_path):
 def test_genomes_of_10x_version_2(tmp_path):
     path = write_10x(tmp_path / "m.h5", MATRIX * 9, version=2)
     write_10x(path, MATRIX * 20, version=2, genome="mm10")
-    with pytest.raises(SourceError, match="a matrix for each of hg19, mm10: say which"):
+    with pytest.raises(SourceError, match="a matrix for each of hg19, mm10: choose one"):
         open_source(path)
     with pytest.raises(SourceError, match="has no matrix 'mm9': it has hg19, mm10"):
         open_source(path, layer="mm9")

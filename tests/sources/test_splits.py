@@ -130,10 +130,10 @@ def test_loose_images_and_empty_classes_in_splits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("train/a/1.png", "extra/a/1.png"), r"the folders 'extra', 'train', of which 'train' is called like a split"),
-        (("train/1.png", "val/1.png", "cat/1.png"), r"'cat', 'train', 'val', of which 'train' is called like a split"),
-        (("train/a/1.png", "train/b/1.png"), r"the folders 'train', of which 'train' is called like a split"),
-        (("val/1.png",), r"the folders 'val', of which 'val' is called like a split"),
+        (("train/a/1.png", "extra/a/1.png"), r"the folders 'extra', 'train', of which 'train' has the name of a split"),
+        (("train/1.png", "val/1.png", "cat/1.png"), r"'cat', 'train', 'val', of which 'train' has the name of a split"),
+        (("train/a/1.png", "train/b/1.png"), r"the folders 'train', of which 'train' has the name of a split"),
+        (("val/1.png",), r"the folders 'val', of which 'val' has the name of a split"),
     ],
 )
 def test_doubt_is_an_error_that_names_the_ways_out(tmp_path: Path, names: tuple[str, ...], message: str) -> None:

@@ -114,7 +114,7 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
     [
         ([1, 2, None], "column 'a' has no value in row 2: fill it, or convert the table without it"),
         (["x", None], "column 'a' has no value in row 1"),
-        ([[1], [1, 2]], "column 'a' holds lists of 1 and of 2 numbers: make them of one length"),
+        ([[1], [1, 2]], "column 'a' holds lists of 1 and of 2 numbers: give them one length"),
         ([[1, None]], "column 'a' holds a list with a missing number"),
         (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
         ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: convert the table without it"),

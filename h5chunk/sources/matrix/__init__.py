@@ -1,5 +1,5 @@
 """Readers of sparse matrices: each yields blocks of (row, column, value) in bounded memory.
 
-``block`` says what a source is. ``text`` is shared by formats in text, ``compressed`` by those of compressed rows or
-columns, and ``hdf5`` by those in HDF5; the other modules read one format each.
+``block`` defines the interface of a source. Text formats share ``text``, formats with compressed rows or columns share
+``compressed``, and HDF5 formats share ``hdf5``; the other modules read one format each.
 """

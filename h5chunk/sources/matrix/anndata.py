@@ -1,7 +1,7 @@
-"""AnnData files: one matrix, the columns of ``obs`` as fields, and the names of rows and columns.
+"""Read AnnData files: one matrix, the columns of ``obs`` as fields, and the names of rows and columns.
 
-The matrix is X, a layer, or raw/X: compressed rows or columns as any version of AnnData keeps them, or dense, whose
-zeros are dropped. Columns of ``obs`` that have no type of fixed size are left out and listed in ``ignored``.
+The matrix is X, a layer, or raw/X: compressed rows or columns as in any version of AnnData, or dense, whose zeros are
+dropped. Columns of ``obs`` without a type of fixed size are left out and listed in ``ignored``.
 Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of h5sparse (legacy).
 """
 
@@ -52,8 +52,8 @@ class H5adSource(SparseSource):
         with self._file.open() as root:
             if "h5chunk" in root:
                 raise root.error(
-                    "was written by h5chunk, which keeps values as codes (value * scale): convert what it was made "
-                    "from, or lay it out anew with h5chunk repack"
+                    "was written by h5chunk, which stores values as codes (value * scale): convert its source instead, "
+                    "or change its layout with h5chunk repack"
                 )
             self._layout, self.shape, parts = self._matrix(root)
             self.num_bytes = sum(part.stored_bytes for part in parts)
@@ -66,7 +66,7 @@ class H5adSource(SparseSource):
                 self._read_fields(root.group("obs"))
 
     def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[Stored]]:
-        """How the matrix is kept, its shape, and its parts: data, indices, indptr; or the dense one."""
+        """Return the encoding of the matrix, its shape, and its datasets: data, indices, indptr; or the dense one."""
         holder = root
         for name in self._where[:-1]:
             if name not in holder:
@@ -82,7 +82,7 @@ class H5adSource(SparseSource):
         group = holder.group(name)
         word = group.word("encoding-type") or group.word("h5sparse_format")
         if word not in FORMATS:
-            raise group.error(f"is encoded as {word!r} but {', '.join(FORMATS)} and dense datasets are read")
+            raise group.error(f"is encoded as {word!r} but only {', '.join(FORMATS)} and dense datasets are supported")
         shape = self._shape(group)
         parts = [group.dataset(part) for part in ("data", "indices", "indptr")]
         check_vectors(FORMATS[word], shape, parts)
@@ -92,12 +92,12 @@ class H5adSource(SparseSource):
         for name in ("shape", "h5sparse_shape"):
             if (shape := group.numbers(name)) is not None:
                 if shape.shape != (2,) or int(shape.min()) < 0:
-                    raise group.error(f"its attribute {name!r} must be two numbers, of rows and of columns")
+                    raise group.error(f"its attribute {name!r} must be two numbers: rows and columns")
                 return int(shape[0]), int(shape[1])
         raise group.error("has no attribute 'shape'")
 
     def _names(self, holder: GuardedGroup, table: str, length: int) -> np.ndarray | None:
-        """obs_names or var_names, if they are strings."""
+        """Read obs_names or var_names, if they are strings."""
         if table not in holder or not holder.is_group(table):
             return None  # files of before 2020 keep tables of mixed types
         group = holder.group(table)
@@ -136,7 +136,7 @@ class H5adSource(SparseSource):
             raise _Unfit(f"is encoded as {word!r}")
 
     def _column(self, stored: Stored) -> np.ndarray:
-        """The values of one row field."""
+        """Read the values of one row field."""
         if stored.length != self.shape[0]:
             raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
         if stored.is_strings:
@@ -175,7 +175,7 @@ class H5adSource(SparseSource):
 
 
 class _Unfit(Exception):
-    """Why a column of obs is left out."""
+    """The reason why a column of obs is left out."""
 
 
 def _strings(stored: Stored) -> np.ndarray:
@@ -188,7 +188,7 @@ def _strings(stored: Stored) -> np.ndarray:
 
 
 def _choices(root: GuardedGroup) -> str:
-    """The matrices that are there, for messages."""
+    """List the matrices of the file, for messages."""
     there = [name for name in ("X", "raw") if name in root]
     there += root.group("layers").names() if "layers" in root else []
     return f"matrices that it has (--layer): {', '.join(there) or 'none'}"

@@ -1,8 +1,8 @@
 """The interface of all readers of sparse matrices.
 
-A source knows its file and nothing of what is made of it. It checks what the file claims before it believes it, names
-what is wrong with row, column or line, and lets through any finite value of any type: which values fit the output, and
-what is done about duplicates, is the converter's business.
+A source knows its file, but not how its data is used. It checks what the file claims before trusting it, names row,
+column or line in errors, and accepts any finite value of any type: which values fit the output, and how duplicates are
+combined, is decided by the converter.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SparseSource:
 
     @classmethod
     def open(cls, source: Any, options: Any, context: OpenContext) -> SparseSource:
-        """Open a source; reads no more than its description."""
+        """Open a source; read no more than its description."""
         return cls(os.fspath(source), options, context)
 
     def files(self) -> Sequence[str]:
@@ -81,11 +81,11 @@ class SparseSource:
         return (self.path,)
 
     def identity(self) -> dict[str, Any] | None:
-        """Return a JSON fingerprint: equal ones mean equal entries. None if there is none."""
+        """Return a JSON fingerprint: equal fingerprints mean equal entries. None if the source has none."""
         return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        """Yield the entries block by block, with the bytes of the source consumed so far; the same at each call.
+        """Yield the entries block by block, with the bytes of the source read so far; every call yields the same.
 
         Reading takes about ``max_bytes`` of memory, the blocks included. A SourceError names line, or row and column.
         """
@@ -93,7 +93,7 @@ class SparseSource:
 
 
 class Transposed(SparseSource):
-    """The transpose of a source; its row fields are left out, as they belong to columns now."""
+    """The transpose of a source; its row fields are left out, because they now belong to columns."""
 
     def __init__(self, source: SparseSource) -> None:
         self._source = source
@@ -111,7 +111,7 @@ class Transposed(SparseSource):
 
 
 class MemoryLimit:
-    """Limit on the memory that one source may take: what it claims to hold is checked before memory is taken."""
+    """Limit on the memory of one source: what the file claims is checked before memory is allocated."""
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -119,9 +119,9 @@ class MemoryLimit:
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Raise SourceError if what the source claims does not fit in memory beside what it keeps there.
+        """Raise SourceError if what the source claims does not fit in memory, with what it already keeps.
 
-        ``part_read`` is the part of the source that this was found in, from 0 to 1; the rest is taken to be alike.
+        ``part_read`` is the fraction of the source read so far, from 0 to 1; the rest is assumed to be similar.
         """
         if self._held_bytes + num_bytes <= self.memory_bytes:
             return
@@ -136,7 +136,7 @@ class MemoryLimit:
         )
 
     def keep(self, claim: str, num_bytes: int) -> None:
-        """Check what the source keeps in memory until it is converted, and count it."""
+        """Check and count memory that the source keeps until it is converted."""
         self.check(claim, num_bytes)
         self._held_bytes += num_bytes
 

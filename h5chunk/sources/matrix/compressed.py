@@ -1,7 +1,7 @@
-"""Compressed rows, compressed columns and coordinates, from vectors that are read piece by piece, checked in full.
+"""Read compressed rows, compressed columns and coordinates piece by piece, with full checks.
 
-Knows neither zip nor HDF5: a vector has a length and a type and gives a range of its values. Nothing of it is believed:
-pointers must start at 0, never fall and end at the number of entries; indices must be in range; values must be finite.
+A vector, from a zip or HDF5, has a length, a type, and ranges of values. Nothing in it is trusted: pointers must start
+at 0, never decrease and end at the number of entries; indices must be in range; values must be finite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_ENTRIES = 256
 
 
 class Vector(Protocol):
-    """One dimension of numbers in a file, with its name for messages; ranges are asked for in ascending order."""
+    """A one-dimensional array of numbers in a file, with its name for messages, that is read in ascending order."""
 
     name: str
     length: int
@@ -27,7 +27,7 @@ class Vector(Protocol):
 
     @property
     def consumed_bytes(self) -> int:
-        """Bytes of the source that were read so far."""
+        """Bytes of the source read so far."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read the values from ``start`` up to ``stop``."""
@@ -40,7 +40,7 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):
-        raise SourceError(f"{first.name}: the matrix's shape {shape} cannot be")
+        raise SourceError(f"{first.name}: the matrix's shape {shape} is invalid")
     for vector in (first, second):
         if vector.dtype.kind not in "iu":
             raise SourceError(f"{vector.name} has the type {vector.dtype} but must be whole numbers")
@@ -60,7 +60,7 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
 
 
 def check_values_type(name: str, dtype: np.dtype) -> None:
-    """Raise SourceError unless a type is that of real numbers of at most 64 bits."""
+    """Raise SourceError unless a type is for real numbers of at most 64 bits."""
     if dtype.kind == "c":
         raise SourceError(f"{name} holds complex numbers ({dtype}): keep the real part, or the absolute value")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
@@ -70,7 +70,7 @@ def check_values_type(name: str, dtype: np.dtype) -> None:
 def read_blocks(
     layout: str, shape: tuple[int, int], vectors: Sequence[Vector], max_bytes: int
 ) -> Iterator[tuple[Block, int]]:
-    """Yield the entries in stored order, with the bytes consumed so far; parameters as of `check_vectors`."""
+    """Yield the entries in stored order, with the bytes read so far; for parameters, see `check_vectors`."""
     check_vectors(layout, shape, vectors)
     at_once = max(MIN_ENTRIES, max_bytes // ENTRY_BYTES)
     if layout == "coo":
@@ -113,9 +113,9 @@ def _coordinates(shape: tuple[int, int], vectors: Sequence[Vector], at_once: int
 
 
 def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries: int, word: str) -> np.ndarray:
-    """Where the rows ``first`` up to ``last`` start, and where the last one ends: (last - first + 1,) int64.
+    """Return the starts of rows ``first`` to ``last``, and the end of the last row: (last - first + 1,) int64.
 
-    Vectors are read once and in order, so that the first is what the piece above ended with.
+    Vectors are read once and in order, so that the first start is the end of the previous piece.
     """
     start = 0 if first == 0 else first + 1
     read = vector.read(start, last + 1)
@@ -129,7 +129,7 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
     if len(falls):
         place = int(falls[0])
         raise SourceError(
-            f"{vector.name} falls from {ends[place]} to {ends[place + 1]} at {word} {first + place}: it must never fall"
+            f"{vector.name} falls from {ends[place]} to {ends[place + 1]} at {word} {first + place}: it must not fall"
         )
     beyond = np.flatnonzero(ends > num_entries)
     if len(beyond):
@@ -143,7 +143,7 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
 def _numbers(
     vector: Vector, start: int, stop: int, limit: int, word: str, others: str, other: np.ndarray
 ) -> np.ndarray:
-    """Checked numbers of rows or columns, int64; messages name the number on the other axis."""
+    """Read and check numbers of rows or columns, int64; messages name the number on the other axis."""
     read = vector.read(start, stop)
     if len(read) and (int(read.min()) < 0 or int(read.max()) >= limit):
         place = int(np.flatnonzero((read < 0) | (read >= limit))[0])

@@ -54,10 +54,10 @@ AS_STRING = ":str"
 
 
 class DelimitedSource(TextSource):
-    """A delimited file. Ids that are strings come as fixed-length bytes (``S``) in the blocks.
+    """A delimited file. Ids that are strings are fixed-length bytes (``S``) in the blocks.
 
-    The option ``columns`` names those that are row, column and, if there are more, value and time, by the header or by
-    numbers from 0; a name that ends with ``:str`` says that its ids are strings.
+    The option ``columns`` names the columns for row, column and optionally value and time, by the header or by numbers
+    from 0; a name that ends with ``:str`` declares its ids to be strings.
     """
 
     kind = "csv"
@@ -140,15 +140,15 @@ class DelimitedSource(TextSource):
         return names
 
     def _choose(self, columns: tuple[str, ...] | None) -> list[int]:
-        """Numbers of the columns that are row, column[, value]."""
+        """Return the numbers of the columns for row, column[, value]."""
         if columns is not None:
             if not 2 <= len(columns) <= len(PARTS):
                 raise OptionError(
-                    f"columns names {len(columns)} columns: name row, column and, if there are, value and time"
+                    f"columns names {len(columns)} columns: name row, column and, if they exist, value and time"
                 )
             chosen = [self._number(name) for name in columns]
             if len(set(chosen)) < len(chosen):
-                raise OptionError(f"columns {columns!r} names one column twice")
+                raise OptionError(f"columns {columns!r} names a column twice")
             return chosen
         if self.header is None:
             return list(range(min(self._width, 3)))
@@ -224,7 +224,7 @@ class DelimitedSource(TextSource):
             self._text.fail("holds no line of data below its header")
 
     def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
-        """Columns of whole lines, in which nothing is wrong; else ArrowInvalid."""
+        """Parse the columns of whole lines; raise ArrowInvalid if anything is wrong."""
         if self._comment is not None and (data.startswith(self._comment) or b"\n" + self._comment in data):
             raise pyarrow.ArrowInvalid("a comment")
         data = self._dialect.translate(data)
@@ -283,7 +283,7 @@ class DelimitedSource(TextSource):
 
 
 def _num_comments(lines: list[bytes]) -> int:
-    """Comments and blank lines above the first line."""
+    """Count comments and blank lines before the first line of data."""
     return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)), len(lines))
 
 
@@ -296,7 +296,7 @@ def _plain(name: str) -> str:
 
 
 def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:
-    """Convert strings to bytes of fixed length, and times to whole numbers in the same order."""
+    """Convert strings to bytes of fixed length, and times to whole numbers of the same order."""
     if column.type == pyarrow.binary():
         return to_fixed_bytes(column)
     if pyarrow.types.is_timestamp(column.type):

@@ -1,4 +1,4 @@
-"""Guess and undo the delimiters and quotes of text in columns, and tell numbers, words and times apart."""
+"""Guess and undo the delimiters and quotes of text in columns, and distinguish numbers, words and times."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Dialect:
         return self.delimiter in (b",", b";", b"\t")
 
     def translate(self, data: bytes) -> bytes:
-        """The same lines with a delimiter of one character."""
+        """Return the same lines with a delimiter of one character."""
         if self.delimiter == b" ":
             data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
             return EDGES.sub(b"", data) if EDGE.search(data) else data
         return data if self.delimiter == self.mark else data.replace(self.delimiter, self.mark)
 
     def cells(self, line: bytes) -> list[bytes]:
-        """The cells of one line."""
+        """Return the cells of one line."""
         line = self.translate(line)
         if not self.has_quotes or b'"' not in line:
             return line.split(self.mark)
@@ -67,13 +67,13 @@ def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:
 
 
 def is_whole(cell: bytes) -> bool:
-    """Whether a cell is a whole number of 64 bits, as int64 writes it."""
+    """Return whether a cell is a whole number that fits int64, in its usual spelling."""
     cell = cell.strip(b" \t")
     return WHOLE.fullmatch(cell) is not None and -(1 << 63) <= int(cell) < 1 << 63
 
 
 def is_number(cell: bytes) -> bool:
-    """Whether a cell is a number."""
+    """Return whether a cell is a number."""
     try:
         float(cell)
     except ValueError:
@@ -82,7 +82,7 @@ def is_number(cell: bytes) -> bool:
 
 
 def time_type(cells: list[bytes]) -> Any:
-    """The type as which times are read; None if they are neither numbers nor ISO 8601 dates."""
+    """Return the type for reading times; None if they are neither numbers nor ISO 8601 dates."""
     if all(map(is_whole, cells)):
         return pyarrow.int64()
     if all(map(is_number, cells)):

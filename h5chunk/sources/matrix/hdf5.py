@@ -1,9 +1,9 @@
 """Groups and datasets of untrusted HDF5 files of matrices, checked and read by `h5chunk.store.hdf5`.
 
-Nothing leads out of the file, and shapes are in proportion to what is stored (`h5chunk.store.hdf5.guard`). Chunks are
-decoded outside of HDF5 where they can be, to their exact length. Strings of variable length are looked up without HDF5,
-within bounds (`h5chunk.store.hdf5.strings`), and become strings of fixed length. Chunks, tables and strings that take
-more memory than is allowed are refused before it is taken.
+No reference leads out of the file, and shapes are in proportion to the stored bytes (`h5chunk.store.hdf5.guard`).
+Chunks are decoded outside of HDF5 if possible, to their exact length. Strings of variable length are resolved without
+HDF5, within bounds (`h5chunk.store.hdf5.strings`), and become strings of fixed length. Chunks, tables and strings that
+exceed the memory limit are refused before memory is allocated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMEDY = "or copy it into this file (h5repack)"
 
 
 class GuardedFile(RegularFile):
-    """An HDF5 file that is opened when needed, with a limit on what is kept of it and on a decoded chunk."""
+    """An HDF5 file that is opened when needed, with a limit on kept memory and on the size of a decoded chunk."""
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         super().__init__(path)
@@ -45,7 +45,7 @@ class GuardedFile(RegularFile):
 
     @contextmanager
     def open(self) -> Iterator[GuardedGroup]:
-        """Open the root group; errors about the file become SourceErrors meanwhile."""
+        """Open the root group; errors of the file become SourceErrors meanwhile."""
         try:
             with opened(self.path) as file:
                 descriptor = open_descriptor(Path(self.path))
@@ -73,16 +73,16 @@ class GuardedGroup:
         return list(self._group)
 
     def words(self, name: str) -> list[str]:
-        """Read an attribute that is a string or several; nothing if there is no such attribute."""
+        """Read an attribute with one or several strings; empty if it does not exist."""
         return read_words(self._group, name, self.error)
 
     def word(self, name: str) -> str:
-        """Read an attribute that is one string; an empty one if there is no such attribute."""
+        """Read an attribute with one string; empty if it does not exist."""
         words = self.words(name)
         return words[0] if len(words) == 1 else ""
 
     def numbers(self, name: str) -> np.ndarray | None:
-        """Read an attribute that is whole numbers, if there is one."""
+        """Read an attribute with whole numbers; None if it does not exist."""
         if name not in self._group.attrs:
             return None
         kind = h5py.h5a.open(self._group.id, name.encode()).get_type()
@@ -91,7 +91,7 @@ class GuardedGroup:
         return np.asarray(self._group.attrs[name])
 
     def error(self, what: str, name: str = "") -> SourceError:
-        """Make an error that names the file and a member."""
+        """Return an error that names the file and a member."""
         where = self._place(name)
         return self.owner.error(f"{where}: {what}" if where else what)
 
@@ -114,7 +114,7 @@ class GuardedGroup:
         return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
 
     def dataset(self, name: str, num_dimensions: int = 1) -> Stored:
-        """Open a dataset in it, whose claims are checked."""
+        """Open a dataset of the group, whose claims are checked."""
         member = self._member(name)
         if not isinstance(member, h5py.Dataset):
             raise self.error("must be a dataset", name)
@@ -155,16 +155,16 @@ class Stored:
         kind = self._dataset.id.get_type()
         if isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str():
             if self._dataset.file.id.get_create_plist().get_sizes()[0] != 8:
-                raise self.error("its strings have addresses that are not of 8 bytes: repack the file (h5repack)")
+                raise self.error("its strings have addresses that are not of 8 bytes: rewrite the file (h5repack)")
             return True, POINTER
         try:
             dtype = self._dataset.dtype
         except (TypeError, ValueError) as error:
-            raise self.error(f"has a type that is not read: {error}") from None
+            raise self.error(f"has an unsupported type: {error}") from None
         if dtype.kind not in "biufcS" or not dtype.itemsize:
-            raise self.error(f"has the type {dtype} but numbers and strings are read")
+            raise self.error(f"has the type {dtype} but only numbers and strings are supported")
         if dtype.kind in "biufc" and not is_stored_as(self._dataset, dtype):
-            raise self.error("has numbers of unusual precision or bit offset, which are not read: convert its type")
+            raise self.error("has numbers of unusual precision or bit offset: convert its type")
         return False, dtype
 
     def _open_chunks(self) -> RawChunks:
@@ -178,11 +178,11 @@ class Stored:
 
     @property
     def consumed_bytes(self) -> int:
-        """Bytes of the file that were read so far."""
+        """Bytes of the file read so far."""
         return self.stored_bytes * self._at // max(1, self.length)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read values from ``start`` up to ``stop`` of a dataset of one dimension."""
+        """Read values from ``start`` to ``stop`` of a dataset with one dimension."""
         self._at = stop
         if self._chunks is None:
             return self._read_run(start, (stop - start,), (slice(start, stop),))
@@ -195,18 +195,18 @@ class Stored:
         return values
 
     def names(self, what: str, length: int) -> np.ndarray:
-        """Read strings, one for each row or column, which are kept."""
+        """Read strings, one per row or column, which are kept."""
         if self.length != length:
             raise self.error(f"has {self.length} names but the matrix has {length} {what}")
         return self.keep(self.strings(), what)
 
     def keep(self, values: np.ndarray, what: str) -> np.ndarray:
-        """Count the memory of an array that is kept until all is converted, when it is also permuted."""
+        """Count the memory of an array that is kept until the end, including that of permuting it."""
         self.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
         return values
 
     def all(self) -> np.ndarray:
-        """Read all values of a dataset of one dimension, if they fit in memory."""
+        """Read all values of a dataset with one dimension, if they fit in memory."""
         self.memory.check(f"{self.length:,} values of {self.where}", self.num_bytes)
         return self.read(0, self.length)
 
@@ -235,7 +235,7 @@ class Stored:
             raise self.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
 
     def _strings_by_hdf5(self) -> np.ndarray:
-        """Read strings whose chunks are not decoded here, in a child process, as HDF5 may hang on damaged ones."""
+        """Read strings whose chunks only HDF5 can decode, in a child process, as HDF5 may hang on damaged strings."""
         self.memory.check(f"{self.length:,} strings in {self.where}", self.length * STRING_BYTES)
 
         def read(_: object) -> np.ndarray:
@@ -246,7 +246,7 @@ class Stored:
         return in_child(read, lambda: self.name)
 
     def parts(self, max_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Read (row, column, values) of the blocks that cover a dataset of two dimensions."""
+        """Yield (row, column, values) for blocks that cover a dataset with two dimensions."""
         if not self.num_bytes:
             return
         num_rows, num_columns = self.shape
@@ -266,10 +266,10 @@ class Stored:
                     yield row, column, self._chunk(number)[: self._at - row, : stop - column]
 
     def _read_run(self, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> np.ndarray:
-        """Read elements that lie side by side in a contiguous dataset, or some of a compact one."""
+        """Read contiguous elements of a contiguous dataset, or elements of a compact dataset."""
         if self._offset is None:
             if self.is_text and self.length:
-                raise self.error("its strings are kept in an unusual way: write them again")
+                raise self.error("its strings are stored in an unusual way: write them again")
             return np.empty(0, POINTER) if self.is_text else np.asarray(self._dataset[wanted])
         values = np.empty(shape, self.dtype)
         offset = self._offset + start * self.dtype.itemsize
@@ -277,7 +277,7 @@ class Stored:
         return values
 
     def _chunk(self, number: int) -> np.ndarray:
-        """Read one chunk, whole; the last one is kept."""
+        """Read one whole chunk; the last chunk is cached."""
         assert self._chunks is not None
         if self._cached is None or self._cached[0] != number:
             data = np.empty(self._chunks.chunk_bytes, np.uint8)

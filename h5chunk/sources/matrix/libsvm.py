@@ -1,8 +1,8 @@
-"""Rows as libsvm and svmlight write them: ``label [qid:N] index:value ... # comment``; .gz too.
+"""Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
-Indices count from 1, or from 0 if one of the file is 0. A file is read twice: for labels and that zero when it is
-opened, and for its entries. Blank lines and lines of a comment alone are no rows. Source: the README of LIBSVM and
-the page of SVM-light; pyarrow parts the words and reads the numbers.
+Indices count from 1, or from 0 if the file contains an index 0. A file is read twice: for labels and that 0 when it is
+opened, and then for its entries. Blank lines and comment lines are not rows. Source: the README of LIBSVM and the page
+of SVM-light; pyarrow splits the words and parses the numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 class LibsvmSource(TextSource):
-    """A file of libsvm or svmlight; its labels are kept in memory."""
+    """A libsvm or svmlight file; its labels are kept in memory."""
 
     kind = "libsvm"
     is_sorted_by_row = True
@@ -53,7 +53,7 @@ class LibsvmSource(TextSource):
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
-        """All labels, int64 if all are whole, else float64; finds out where indices start."""
+        """Read all labels, int64 if all are whole, else float64; and find out where indices start."""
         parts: list[np.ndarray] = []
         self._base, count = 1, 0
         for piece in self._pieces(memory.memory_bytes // 8):
@@ -78,7 +78,7 @@ class LibsvmSource(TextSource):
             yield Block(rows, columns, values), piece.consumed_bytes
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Number of entries of each row, and columns and values of all; ValueError if something is wrong."""
+        """Return the number of entries of each row, and all columns and values; ValueError if something is wrong."""
         lines = pyarrow.array([_without_comments(data)], pyarrow.large_binary())
         lines = pc.split_pattern(lines, "\n").flatten().cast(pyarrow.large_string())
         lines = pc.ascii_trim_whitespace(lines)
@@ -97,7 +97,7 @@ class LibsvmSource(TextSource):
         pairs = flat.filter(pyarrow.array(is_pair))
         parts = pc.split_pattern(pairs, ":")
         if len(parts) and not (pc.list_value_length(parts).to_numpy() == 2).all():
-            raise ValueError("an entry is no pair")
+            raise ValueError("an entry is not a pair")
         both = parts.flatten()
         columns = both[::2].cast(pyarrow.int64()).to_numpy() - self._base
         values = both[1::2]
@@ -130,9 +130,9 @@ def _without_comments(data: bytes) -> bytes:
 
 
 def _labels(data: bytes) -> np.ndarray:
-    """The labels of whole lines; ValueError if one is no finite number."""
+    """Return the labels of whole lines; ValueError if a label is not a finite number."""
     words = FIRST_WORD.findall(_without_comments(data))
     numbers = np.array(words, dtype="S").astype(np.float64) if words else np.empty(0)
     if not np.isfinite(numbers).all() or b"_" in b"".join(words):
-        raise ValueError("a label is no finite number")
+        raise ValueError("a label is not a finite number")
     return numbers

@@ -1,6 +1,6 @@
-"""Matrix Market files of coordinates: real, integer or pattern; general, symmetric or skew-symmetric; .gz too.
+"""Read Matrix Market coordinate files: real, integer or pattern; general, symmetric or skew-symmetric; also .gz.
 
-A symmetric file keeps one triangle and gives both. Source: Boisvert, Pozo, Remington, "The Matrix Market Exchange
+A symmetric file stores one triangle and yields both. Source: Boisvert, Pozo, Remington, "The Matrix Market Exchange
 Formats" (NISTIR 5935); pyarrow.csv reads the numbers.
 """
 
@@ -102,7 +102,7 @@ class MtxSource(TextSource):
             )
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Rows, columns and values in which nothing is wrong; else ValueError."""
+        """Parse rows, columns and values; raise ValueError if anything is wrong."""
         types = dict(enumerate([INTEGER, INTEGER, *([self._value_type] if self._value_type else [])]))
         read = read_columns(BLANK.translate(data), " ", False, len(types), types)
         rows, columns, *rest = (column.to_numpy() for column in read)

@@ -1,7 +1,7 @@
-"""Matrices in files of NumPy: an .npz of ``scipy.sparse.save_npz``, and a dense .npy, of which zeros are dropped.
+"""Read matrices in NumPy files: an .npz of ``scipy.sparse.save_npz``, or a dense .npy, whose zeros are dropped.
 
-The members of an .npz (compressed rows, compressed columns or coordinates) are unpacked as streams, several side by
-side, so that memory is bounded whatever they claim. Source: scipy.sparse.save_npz (members and their names).
+The members of an .npz (compressed rows, compressed columns or coordinates) are unpacked as parallel streams, so that
+memory is bounded whatever they claim. Source: scipy.sparse.save_npz (members and their names).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEMBERS = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("
 
 
 class NpzSource(SparseSource):
-    """A scipy .npz."""
+    """An .npz of scipy."""
 
     kind = "npz"
     shape: tuple[int, int]
@@ -53,9 +53,7 @@ class NpzSource(SparseSource):
             self._layout = self._read_layout(archive)
             shape = self._small(archive, "shape")
             if shape.dtype.kind not in "iu" or shape.size != 2 or int(shape.min()) < 0:
-                raise self._file.error(
-                    f"member 'shape' is {shape.tolist()} but must be two numbers, of rows and of columns"
-                )
+                raise self._file.error(f"member 'shape' is {shape.tolist()} but must be two numbers: rows and columns")
             self.shape = int(shape[0]), int(shape[1])
             check_vectors(self._layout, self.shape, self._vectors(archive))
         self.is_sorted_by_row = self._layout == "csr"
@@ -73,7 +71,7 @@ class NpzSource(SparseSource):
             raise self._file.error(f"has no member {name!r}, so it is no matrix of scipy.sparse.save_npz")
         member = _Member(self.path, archive, name)
         if member.num_bytes > MAX_SMALL_BYTES:
-            raise self._file.error(f"member {name!r} has {member.num_bytes} bytes: that cannot be")
+            raise self._file.error(f"member {name!r} has {member.num_bytes} bytes, which is invalid")
         return member.read(0, member.length)
 
     def _read_layout(self, archive: zipfile.ZipFile) -> str:
@@ -83,14 +81,14 @@ class NpzSource(SparseSource):
         text = word.ravel()[0]
         name = text.decode("latin-1") if isinstance(text, bytes) else str(text)
         if name not in MEMBERS:
-            raise self._file.error(f"format is {name!r} but csr, csc and coo are read: save it after .tocsr()")
+            raise self._file.error(f"format is {name!r} but must be csr, csc or coo: save it after .tocsr()")
         missing = [part for part in (*MEMBERS[name], "data") if f"{part}.npy" not in archive.namelist()]
         if missing:
             raise self._file.error(f"has no member {missing[0]!r}, which format {name} needs")
         return name
 
     def _vectors(self, archive: zipfile.ZipFile) -> list[_Member]:
-        """Streams of data, and of indices and indptr, or of rows and columns."""
+        """Open the streams of data, and of indices and indptr, or of rows and columns."""
         return [_Member(self.path, archive, name) for name in ("data", *MEMBERS[self._layout])]
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
@@ -99,7 +97,7 @@ class NpzSource(SparseSource):
 
 
 class _Member:
-    """A vector that lies in a zip, as a stream; zipfile compares its checksum with the last value."""
+    """A vector in a zip, as a stream; zipfile checks its checksum at the last value."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile, name: str) -> None:
         self.name = f"{printable(path)}: {name}"
@@ -131,7 +129,7 @@ class _Member:
 
 
 class NpySource(SparseSource):
-    """A dense .npy of two dimensions."""
+    """A dense .npy with two dimensions."""
 
     kind = "npy"
     shape: tuple[int, int]
@@ -167,7 +165,7 @@ class NpySource(SparseSource):
             yield block, self._offset + (start + len(part)) * self._dtype.itemsize
 
     def _cells(self, start: int, count: int) -> np.ndarray:
-        """Some cells, as they are stored; not mapped into memory, as a file that gets shorter would end the process."""
+        """Read cells as they are stored; the file is not memory-mapped, as truncation would then kill the process."""
         offset = self._offset + start * self._dtype.itemsize
         with self._file.reading() as file:
             cells = np.fromfile(file, self._dtype, count, offset=offset)

@@ -1,16 +1,16 @@
 """Counts of 10x Genomics' Cell Ranger: samples are the barcodes (cells), and columns are features (genes).
 
-In HDF5 they are kept as compressed columns of features x barcodes, which are the compressed rows of what is wanted.
-In a folder, a Matrix Market file has tables of barcodes and features beside it:
+In HDF5 they are stored as compressed columns of features x barcodes, which equal the compressed rows of barcodes x
+features. In a folder, a Matrix Market file has tables of barcodes and features beside it:
 
 | | matrix | cells | genes |
 | --- | --- | --- | --- |
 | Cell Ranger 2 | ``matrix.mtx`` | ``barcodes.tsv`` | ``genes.tsv`` |
 | Cell Ranger 3 and later, STARsolo | ``matrix.mtx.gz`` | ``barcodes.tsv.gz`` | ``features.tsv.gz`` |
 
-Each of them may be packed with gzip or not. The names may have one prefix, as in ``GSM123_matrix.mtx.gz``; the matrix
-may have another name if the tables have none. The file has a row for each feature, so that it is read transposed; one
-that has a row for each barcode, by the lengths of the tables, is read as it is.
+Every file may be compressed with gzip or not. The names may share a prefix, as in ``GSM123_matrix.mtx.gz``; the matrix
+may have another name if the tables have no prefix. The file has a row for each feature, so that it is read transposed;
+a file with a row for each barcode, judging by the lengths of the tables, is not transposed.
 Source: 10x Genomics, "Feature-Barcode Matrices" (HDF5 and the MEX format).
 """
 
@@ -42,7 +42,7 @@ WAYS = (
 
 
 class TenxSource(SparseSource):
-    """A 10x .h5; the layer is the genome, in files of version 2 that have several."""
+    """A 10x .h5; in files of version 2 with several genomes, the layer is the genome."""
 
     kind = "10x"
     Options = LayerOptions
@@ -77,16 +77,16 @@ class TenxSource(SparseSource):
             self.column_names = genes.names("features", self.shape[1])
 
     def _find(self, root: GuardedGroup) -> GuardedGroup:
-        """The group of version 3, or of the genome of version 2."""
+        """Return the group of version 3, or of the genome of version 2."""
         found = [
             name
             for name in root.names()
             if root.is_group(name) and {"barcodes", "indptr"} <= set(root.group(name).names())
         ]
         if not found:
-            raise root.error("has no group with barcodes and indptr, so it is no matrix of 10x")
+            raise root.error("has no group with barcodes and indptr, so it is not a matrix of 10x")
         if self._layer is None and len(found) > 1:
-            raise root.error(f"has a matrix for each of {', '.join(found)}: say which (--layer)")
+            raise root.error(f"has a matrix for each of {', '.join(found)}: choose one (--layer)")
         name = found[0] if self._layer is None else self._layer
         if name not in found:
             raise root.error(f"has no matrix {name!r}: it has {', '.join(found)} (--layer)")
@@ -95,7 +95,7 @@ class TenxSource(SparseSource):
     def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[Stored]]:
         sizes = group.dataset("shape")
         if sizes.dtype.kind not in "iu" or sizes.length != 2:
-            raise sizes.error("must be two numbers, of features and of barcodes")
+            raise sizes.error("must be two numbers: features and barcodes")
         num_features, num_barcodes = (int(size) for size in sizes.read(0, 2))
         parts = [group.dataset(name) for name in ("data", "indices", "indptr")]
         shape = num_barcodes, num_features
@@ -118,8 +118,8 @@ class TenxFiles(NamedTuple):
 def _find_files(path: str | os.PathLike[str]) -> TenxFiles | None:
     """Find the tables that belong to a folder, or to a Matrix Market file.
 
-    None for a folder without ``matrix.mtx`` in it, or in the only folder in it (where Cell Ranger 2 puts it, below the
-    name of the genome), and for any other file that has no table beside it.
+    None for a folder without ``matrix.mtx`` in it, or in its only subfolder (which Cell Ranger 2 names after the
+    genome), and for any other file without a table beside it.
     """
     path = os.fsdecode(path)
     if os.path.isdir(path):
@@ -155,7 +155,7 @@ def _first_file(folder: str, name: str) -> str | None:
 
 
 class TenxFolderSource(SparseSource):
-    """A Matrix Market file of 10x with its tables, which has one matrix and thus no layers."""
+    """A Matrix Market file of 10x with its tables; it has one matrix and therefore no layers."""
 
     kind = "10x"
     axes = ("barcodes", "features")
@@ -192,7 +192,7 @@ class TenxFolderSource(SparseSource):
 
 
 def _read_names(path: str, most: int, memory: MemoryLimit) -> np.ndarray:
-    """Read the first column of a table without a header, of at most so many lines: (lines,) ``S``."""
+    """Read the first column of a table without a header, of at most ``most`` lines: (lines,) ``S``."""
     table = TextFile(path)
     parts: list[np.ndarray] = []
     count, width = 0, 1

@@ -1,7 +1,7 @@
 """Read text, compressed with gzip or not, in pieces of whole lines with their line numbers.
 
-Knows lines, not what they mean (`TextSource` is told). Decoding is bounded: a piece has a size, a line has a limit, and
-what inflates without end is a line without end.
+This module knows lines, not their meaning (`TextSource` is told). Memory is bounded: pieces and lines have a maximum
+length, and data that inflates without end is a line that is too long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole lines of a text, the number of the first, from 1, and the bytes of the file that were read so far."""
+    """Whole lines of a text, the number of the first line (from 1), and the bytes of the file read so far."""
 
     data: bytes
     line: int
@@ -66,7 +66,7 @@ class TextFile(RegularFile):
             self.fail("its lines end with carriage returns only: turn them into line feeds (tr '\\r' '\\n')")
 
     def fail(self, what: str, line: int | None = None) -> NoReturn:
-        """Raise the error that names file and line."""
+        """Raise an error that names file and line."""
         where = printable(self.path) + (f", line {line}" if line else "")
         raise SourceError(f"{where}: {what}") from None
 
@@ -74,14 +74,14 @@ class TextFile(RegularFile):
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if self.is_packed else raw
 
     def head_lines(self) -> list[bytes]:
-        """The first lines, whole, without their ends."""
+        """Return the first lines, whole, without line ends."""
         lines = self.head.split(b"\n")
         if len(lines) > 1 and (len(self.head) >= HEAD_BYTES - len(UTF8_MARK) or not lines[-1]):
             lines.pop()
         return [line.removesuffix(b"\r") for line in lines]
 
     def probes(self, num_probes: int, num_bytes: int) -> Iterator[bytes]:
-        """Whole lines from places spread over a text that is not packed."""
+        """Yield whole lines from places spread over an uncompressed text."""
         if self.is_packed or self.num_bytes <= HEAD_BYTES:
             return
         with self.reading() as raw:
@@ -91,7 +91,7 @@ class TextFile(RegularFile):
                 yield b"\n".join(lines if number == num_probes else lines[:-1])
 
     def pieces(self, num_bytes: int) -> Iterator[Piece]:
-        """All lines, in order, about ``num_bytes`` at a time; none longer than `PIECES_OF_LINE` times that."""
+        """Yield all lines, in order, about ``num_bytes`` at a time; no piece exceeds `PIECES_OF_LINE` times that."""
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of a line that goes on
@@ -133,7 +133,7 @@ class TextFile(RegularFile):
 
 
 class TextSource(SparseSource):
-    """Base of matrices in text, of which pieces are parsed as a whole; where that fails, the bad line is looked for."""
+    """Base of text matrices, which are parsed piece by piece; if a piece fails, its first bad line is found."""
 
     pieces_in_memory: ClassVar[int]  # text and all that is made of it
     num_skipped = 0  # lines above the data
@@ -143,7 +143,7 @@ class TextSource(SparseSource):
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
 
     def _pieces(self, max_bytes: int) -> Iterator[Piece]:
-        """The lines of data."""
+        """Yield the lines of data."""
         size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // self.pieces_in_memory))
         for piece in self._text.pieces(size):
             if piece.line <= self.num_skipped:
@@ -152,7 +152,7 @@ class TextSource(SparseSource):
             yield piece
 
     def _parse(self, piece: Piece, read: Callable[[bytes], Any]) -> Any:
-        """Return what ``read`` makes of a piece; if it raises ValueError, as Arrow does, say which line is wrong."""
+        """Return the result of ``read`` for a piece; on a ValueError, also from Arrow, find the line that is wrong."""
         try:
             return read(piece.data)
         except ValueError:
@@ -168,7 +168,7 @@ class TextSource(SparseSource):
             self._refuse_line(piece.line + low, lines[low].removesuffix(b"\r"))
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        """Say what is wrong with a line."""
+        """Raise an error that says what is wrong with a line."""
         raise NotImplementedError
 
 
