@@ -153,7 +153,7 @@ def npy(array: np.ndarray) -> bytes:
         (npy(np.ones(99))[:-1], "takes 792 bytes but 791 are there: it is damaged or cut short"),
         (npy(np.ones(99)) + b"x", "takes 792 bytes but 793 are there"),
         (npy(np.ones(99)).replace(b"(99,), ", b"(9999,)"), "takes 79992 bytes but 792 are there"),
-        (npy(np.ones(99))[:20], r"is no \.npy array"),
+        (npy(np.ones(99))[:20], r"is not a \.npy array"),
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])
