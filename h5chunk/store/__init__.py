@@ -1,5 +1,5 @@
-"""The file: its format, writers under whose output's name no half-written file ever stands, and readers.
+"""The file: its format, readers, and writers that never leave a half-written file under the output's name.
 
-``format`` specifies what is in a file, ``write`` makes one appear under its name only when it is complete, ``read``
-reads rows of any HDF5 file, ``guard`` validates files before they are read, ``rewrite`` writes any file anew.
+``format`` specifies the content of a file, ``write`` puts a file under its name only when it is complete, ``read``
+reads rows of any HDF5 file, ``hdf5`` validates files before they are read, ``rewrite`` rewrites any file.
 """

@@ -354,7 +354,7 @@ def test_big_endian_numbers_are_read_through_hdf5(tmp_path, part):
     numbers = getattr(matrix, part)
     setattr(matrix, part, numbers.astype(">f4" if part == "data" else ">i4"))
     path = write_anndata(tmp_path / "a.h5", matrix)
-    with pytest.warns(UserWarning, match="is not stored as this machine has it"):
+    with pytest.warns(UserWarning, match="is not stored in this machine.s format"):
         loader = ChunkLoader(path, 90, shuffle=False)
     assert np.array_equal(next(iter(loader))[0].numpy(), wanted)
     assert np.array_equal(ChunkDataset(path)[np.arange(90)][0].numpy(), wanted)

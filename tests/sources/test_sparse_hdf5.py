@@ -94,7 +94,7 @@ def test_attributes_in_a_heap_of_their_own_are_refused(tmp_path):
             group.attrs[f"a{number}"] = "word"
     with (
         GuardedFile(tmp_path / "a.h5").open() as root,
-        pytest.raises(SourceError, match="g: its attribute 'a3' is kept in an unusual way"),
+        pytest.raises(SourceError, match="g: its attribute 'a3' is stored in an unusual way"),
     ):
         root.group("g").word("a3")
 

@@ -167,7 +167,11 @@ ARRAYS: dict[str, tuple[str, bytes, str]] = {
     ),
     "short member": ("m.npz", npz(data=npy(np.ones(3))[:-1]), "data claims 24 bytes but 23 are there"),
     "long member": ("m.npz", npz(data=npy(np.ones(3)) + b"x"), "data claims 24 bytes but 25 are there"),
-    "impossible ratio": ("m.npz", claiming(1 << 30), "'indices.npy' claims 1073741824 bytes out of .*, which is impossible"),
+    "impossible ratio": (
+        "m.npz",
+        claiming(1 << 30),
+        "'indices.npy' claims 1073741824 bytes out of .*, which is impossible",
+    ),
     "overlapping": ("m.npz", overlapping(), "its members claim more than its .* bytes: they overlap"),
     "cut zip": ("m.npz", npz()[:-30], "damaged, or not an .npz"),
     "flipped zip": ("m.npz", npz(store=True).replace(npy(np.array([1.0, 2, 3]))[-16:], bytes(16)), "Bad CRC-32"),

@@ -120,8 +120,8 @@ def test_keys_differ_with_all_that_they_are_made_of() -> None:
     ("make", "message"),
     [
         (lambda path: path.mkdir(), "cannot be written: Is a directory"),
-        (lambda path: path.symlink_to("precious"), "j: is a link, which is not written through: remove it"),
-        (os.mkfifo, "j: is no regular file: remove it"),
+        (lambda path: path.symlink_to("precious"), "j: is a symbolic link, which is not followed: remove it"),
+        (os.mkfifo, "j: is not a regular file: remove it"),
     ],
 )
 def test_what_is_no_file_is_neither_written_nor_waited_for(

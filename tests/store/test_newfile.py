@@ -177,7 +177,7 @@ def test_leftover_of_a_killed_writer_is_taken_over(tmp_path: Path) -> None:
 
 def test_part_file_that_is_a_pipe_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".a.h5.h5chunk-part")
-    with pytest.raises(OutputError, match="h5chunk-part: is no regular file: remove it"), NewFile(tmp_path / "a.h5"):
+    with pytest.raises(OutputError, match="h5chunk-part: is not a regular file: remove it"), NewFile(tmp_path / "a.h5"):
         raise AssertionError
     assert os.listdir(tmp_path) == [".a.h5.h5chunk-part"]
 

@@ -503,7 +503,9 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("h5chunk.store.write.spool.write_at", full)
     source, _ = make(900, 150, 50_000)
-    with pytest.raises(OutputError, match=r"the disk is full after .* bytes of a temporary file: free some, give more"):
+    with pytest.raises(
+        OutputError, match=r"the disk is full after .* bytes of a temporary file: free some space, give more"
+    ):
         run(source, tmp_path / "x.h5", memory_bytes=1 << 20)
     assert list(tmp_path.iterdir()) == []
 

@@ -38,8 +38,8 @@ _ATTRIBUTES = ("format_version", "h5chunk_version", "kind", *_NUMBERS, *_CACHE, 
 class Header:
     """The header of an h5chunk file.
 
-    The cache is recommended for one process that reads all open windows. ``options`` are what the command that wrote
-    the file was asked for, if the file says it; ``kind`` is ``csr`` or ``dense`` of a matrix, else empty.
+    The cache is recommended for one process that reads all open windows. ``options`` are the options of the command
+    that wrote the file, if it records them; ``kind`` is ``csr`` or ``dense`` for a matrix, else empty.
     """
 
     format_version: int
@@ -55,7 +55,7 @@ class Header:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that are read where none are named, as the file records them."""
+        """Names of the fields to read by default, as the file records them."""
         names = self.options.get("fields")
         names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         return tuple(name for name in names if name and name.isprintable() and "/" not in name)
@@ -64,10 +64,10 @@ class Header:
 def header_attributes(
     *, cache: CacheSettings, options: Mapping[str, Any], kind: str = "", **numbers: int
 ) -> dict[str, Any]:
-    """Return attributes of ``/h5chunk``, of the types that the specification gives them.
+    """Return attributes of ``/h5chunk``, with the types of the specification.
 
-    ``options`` must be for JSON; ``kind`` is empty, ``csr`` or ``dense``; ``numbers`` are those of ``num_samples``,
-    ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled`` that are set.
+    ``options`` must be for JSON; ``kind`` is empty, ``csr`` or ``dense``; ``numbers`` may be ``num_samples``,
+    ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled``.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -78,7 +78,7 @@ def header_attributes(
 
 
 def read_header(file: h5py.File) -> Header | None:
-    """Read the header of a file; None if h5chunk did not write it. FileError: it is of a newer format, or damaged."""
+    """Read the header of a file; None if h5chunk did not write it. FileError: its format is newer, or it is damaged."""
     check_beside(file, GROUP, _ATTRIBUTES)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
@@ -115,7 +115,7 @@ def read_header(file: h5py.File) -> Header | None:
 
 
 def checksums_of(file: h5py.File, start: int = 0) -> int:
-    """Return one CRC-32 of all checksums that an h5chunk file holds, continued from ``start``."""
+    """Return one CRC-32 over all checksums of an h5chunk file, continued from ``start``."""
     total = start
 
     def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
@@ -142,9 +142,9 @@ class Matrix:
 
 
 def read_matrix(file: h5py.File) -> Matrix | None:
-    """Read the shape and scale of the matrix of an h5chunk file; None if there is none.
+    """Read the shape and scale of the matrix of an h5chunk file; None if it has no matrix.
 
-    Raises FileError if it is damaged: shapes, types and the ends of ``indptr`` are checked, but not the entries.
+    FileError if it is damaged: shapes, types and the ends of ``indptr`` are checked, but not the entries.
     """
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:

@@ -1,9 +1,9 @@
-"""Read and write the recommendation of `h5chunk tune` for a file, kept beside it: ``NAME.h5chunk.json``.
+"""Read and write the recommendation of `h5chunk tune`, which is stored beside a file: ``NAME.h5chunk.json``.
 
-A recommendation goes before the window and the cache in the header of an h5chunk file, which stays as it was.
+A recommendation overrides the window and the cache in the header of an h5chunk file, which is not changed.
 
-A JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and what it was found for: the path
-``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. Where those no longer fit, it says nothing. It
+It is a JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it is for: the
+path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, it is ignored. It
 appears under its name complete and on disk, or not at all.
 """
 
@@ -32,10 +32,10 @@ def sidecar_of(path: str | os.PathLike[str]) -> Path:
 
 
 def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> Recommended | None:
-    """Read the recommended window and cache of a file; None if there are none, or they were made for something else.
+    """Read the recommended window and cache of a file; None if there is no recommendation, or it is for other data.
 
-    What they must be made for is ``dataset``, that with the largest samples, its ``num_samples`` and ``chunk_samples``.
-    Raises FileError if the sidecar is damaged, or cannot be read though it is there.
+    It must be for this ``dataset`` (the one with the largest samples), ``num_samples`` and ``chunk_samples``. Raises
+    FileError if the sidecar is damaged, or exists but cannot be read.
     """
     sidecar = sidecar_of(path)
     try:
@@ -64,7 +64,7 @@ def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> 
 def write_recommendation(
     path: str | os.PathLike[str], window_chunks: int, cache: CacheSettings, **made_for: str | int
 ) -> Path:
-    """Write the recommendation for a file; return its path. OutputError: it cannot be written."""
+    """Write the recommendation for a file; return its path. OutputError if it cannot be written."""
     sidecar = sidecar_of(path)
     settings = {"window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     content = {"version": VERSION, **settings, **made_for}

@@ -142,7 +142,7 @@ GZIP_LEVEL = 1  # of dense rows, mostly zeros: higher ones take three times the 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """A field to be written: its name, shape and dtype of one sample, and whether its chunks are compressed."""
+    """A field to write: its name, shape and dtype of one sample, and whether its chunks are compressed."""
 
     name: str
     sample_shape: tuple[int, ...]
@@ -157,7 +157,7 @@ class FieldSpec:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A dataset to be written that is no field; contiguous if it has no ``chunks``.
+    """A dataset to write that is not a field; contiguous without ``chunks``.
 
     With a value to ``fill``, nothing is ever written to it: all elements read as this, and take no bytes. With
     ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.targets.CompressedTarget`).
@@ -171,7 +171,7 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in the file."""
+        """Bytes of the dataset in the file."""
         if self.fill is not None:
             return 0
         shape = self.shape
@@ -182,7 +182,7 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The layout of a file, as it must be known before its first sample is written.
+    """The layout of a file, which must be known before its first sample is written.
 
     The field with the largest samples comes first: it then lies at the start of the file. ``tables`` are datasets below
     ``/h5chunk``, ``arrays`` further ones, by path, which come behind the fields. ``attributes`` are those of
@@ -199,7 +199,7 @@ class FileSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file, but for alignment, some of the metadata, and what is compressed."""
+        """Bytes of the file, without alignment, some of the metadata, and compressed data."""
         num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
         tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
         arrays = sum(each.num_bytes for each in self.arrays.values())
@@ -218,7 +218,7 @@ class Region:
 def new_file(
     path: str | os.PathLike[str], creation: h5py.h5p.PropFCID, libver: tuple[str, str], alignment: int
 ) -> h5py.h5f.FileID:
-    """Create an empty file, without the time stamp that h5py before 3.16 gives to the root group."""
+    """Create an empty file, without the time stamp that h5py before 3.16 writes into the root group."""
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     versions = {"v110": h5py.h5f.LIBVER_V110, "latest": h5py.h5f.LIBVER_LATEST}
@@ -241,7 +241,7 @@ def make_group(parent: h5py.Group, path: str) -> h5py.Group:
 
 
 def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
-    """Write a file with everything but its data; return the places of the data, by path without the leading slash.
+    """Write a file with everything except its data; return the regions of the data, by path without leading slash.
 
     Datasets without elements are left out.
     """
@@ -307,12 +307,12 @@ def _create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Data
 
 
 def _fixed(value: Any) -> Any:
-    """Convert a string to one of fixed length: h5py makes a ``str`` variable-length."""
+    """Convert a string to fixed length: h5py makes a ``str`` variable-length."""
     return np.bytes_(value.encode()) if isinstance(value, str) else value
 
 
 def region_of(dataset: h5py.Dataset) -> Region:
-    """Return the place of the bytes of a dataset without a filter."""
+    """Return the byte range of a dataset without a filter."""
     table = list_chunks(dataset)
     if not table.is_one_run:
         raise RuntimeError(f"the chunks of {dataset.name} are not one run of bytes in this version of HDF5")

@@ -1,1 +1,1 @@
-"""Opening, validating and decoding of HDF5 files."""
+"""Open, validate and decode HDF5 files."""

@@ -1,11 +1,11 @@
-"""Run work on an HDF5 file in a child process, so that a file on which HDF5 crashes or hangs is only an error.
+"""Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
 The child is forked: it runs the code that the caller would run, with the same memory, and touches nothing but HDF5 and
 the file. Forking is safe beside other threads and an initialised GPU, as no thread is inside HDF5 at that moment (its
 lock is held), no garbage of the caller's is collected in the child, and the child ends without any cleanup. A child
 that sleeps for ever all the same, because of a lock that nobody will release, is ended.
 
-Only on Linux. Elsewhere, and where the system refuses to fork, the work is done in the calling process.
+It works only on Linux. Elsewhere, and if the system refuses to fork, the work is done in the calling process.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _tried: set[Hashable] = set()  # files, as they were, that did not crash
 
 
 class Stuck(WorkerError):
-    """A child process only slept for a long time, which is not the fault of the file."""
+    """A child process that slept for a long time, which is not the fault of the file."""
 
 
 def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
-    """Look at files in a child process, once for each file, as it is now, and process.
+    """Run ``look`` on files in a child process, once per file, file version and calling process.
 
-    ``look`` does with a file what the caller is about to do with it; ``about`` tells apart what it looks at. FileError:
-    HDF5 crashes or loops on a file. Errors of ``look`` are raised as well.
+    ``look`` does with a file what the caller is about to do with it; ``about`` identifies that work. FileError: HDF5
+    crashes or loops on a file. Errors of ``look`` are raised as well.
     """
     if _is_child:
         return
@@ -80,10 +80,10 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
 
 
 def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
-    """Return what ``work(say)`` returns in a child process, or raise its error; both must pickle.
+    """Return the result of ``work(say)`` in a child process, or raise its error; both must pickle.
 
-    What it passes to ``say`` is passed to ``heard`` in this process; ``shown`` gives the file, for messages. FileError:
-    the child crashed, or does nothing but run. WorkerError: its error is not one of h5chunk's, or it only sleeps.
+    Messages to ``say`` are passed to ``heard`` in this process; ``shown`` returns the file, for messages. FileError:
+    the child crashed, or loops. WorkerError: its error is not an error of h5chunk, or it only sleeps.
     """
     if sys.platform != "linux" or _is_child:
         return work(heard)
@@ -121,7 +121,7 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit the memory of a child process meanwhile: damaged metadata claim more than a file of this size needs."""
+    """Limit the memory of a child process meanwhile: damaged metadata may claim more than a file of this size needs."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
@@ -137,7 +137,7 @@ def limited_memory(path: Path) -> Iterator[None]:
 
 
 def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) -> list[Any]:
-    """Return a list of the result; an empty one if the child dies before it has one."""
+    """Receive messages, and return a list with the result; empty if the child dies before it has a result."""
     watch = _Watch(child)
     while True:
         try:
@@ -158,7 +158,7 @@ def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) 
 
 
 class _Watch:
-    """Sees whether a child process makes progress: whether it reads, writes, or sends messages."""
+    """Watch whether a child process makes progress: whether it reads, writes, or sends messages."""
 
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
@@ -167,7 +167,7 @@ class _Watch:
         self._since = 0.0
 
     def check(self, shown: Callable[[], str]) -> None:
-        """Raise an error if the child only runs, or only sleeps."""
+        """Raise an error if the child only computes, or only sleeps."""
         moved, threads = None, self._threads()
         with contextlib.suppress(OSError):
             moved = (self._folder / "io").read_bytes()
@@ -188,7 +188,7 @@ class _Watch:
         return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
     def _threads(self) -> dict[str, tuple[str, int]]:
-        """Return the state and the processor time, in ticks, of each thread."""
+        """Return the state and the processor time, in ticks, of every thread."""
         found = {}
         with contextlib.suppress(OSError):
             for each in (self._folder / "task").iterdir():

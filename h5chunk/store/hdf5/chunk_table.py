@@ -1,4 +1,4 @@
-"""List the places of a dataset's chunks in the file, once, for any thread or process; and find those never written.
+"""List the file offsets of a dataset's chunks, once, for any thread or process; and find unwritten chunks.
 
 Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; asking for them one by one
 walks the index each time. HDF5 1.14.2 leaves the user block out of the offsets, in ``H5Dget_chunk_info`` too, so the
@@ -55,7 +55,7 @@ class ChunkTable:
 
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> ChunkTable:
-        """Return a table of chunks none of which was written."""
+        """Return a table of chunks that were never written."""
         count = math.prod(_grid(shape, chunk_shape))
         return cls(np.full(count, -1), np.zeros(count, np.int64), np.zeros(count, np.uint32), chunk_shape, shape)
 
@@ -64,7 +64,7 @@ class ChunkTable:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether chunks lie one behind the other in order, all of one size: then any rows are one byte range."""
+        """Whether chunks are contiguous, in order, and of equal size, so that any range of rows is one byte range."""
         if len(self) == 0 or self.offsets[0] < 0:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
@@ -81,11 +81,11 @@ class ChunkTable:
 
     @property
     def num_across(self) -> int:
-        """Chunks that lie side by side over the same rows."""
+        """Number of chunks across: chunks that hold the same rows."""
         return math.prod(_grid(self.shape[1:], self.chunk_shape[1:]))
 
     def rows(self, chunk: int) -> tuple[int, int]:
-        """Return the first and the last index of the first axis that lie in a chunk."""
+        """Return the first and the last index of the first axis in a chunk."""
         first = chunk // self.num_across * self.chunk_shape[0]
         return first, min(first + self.chunk_shape[0], self.shape[0]) - 1
 
@@ -96,10 +96,10 @@ def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
-    """List the chunks of a dataset in one pass. NotDirect: HDF5 lists them at wrong places.
+    """List the chunks of a dataset in one pass. NotDirect: HDF5 lists them at wrong offsets.
 
-    FileError: a chunk reaches out of the file, lies over another one or is of another length than it can be, the index
-    of chunks makes no sense, or HDF5 reads other bytes than the file has at the offset of a chunk.
+    FileError: a chunk extends beyond the file, overlaps another or has an impossible length, the chunk index is
+    inconsistent, or HDF5 reads other bytes than the file has at the offset of a chunk.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):
@@ -128,9 +128,9 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
 
 
 def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
-    """Whether HDF5 lists chunks at wrong places: of an extensible array for an axis that is not the first.
+    """Return whether HDF5 lists chunks at wrong offsets: for an extensible array along an axis that is not the first.
 
-    The index has the axis that can grow in front, and HDF5 lists it as if it had not moved that axis.
+    The index moves the growing axis to the front, and HDF5 lists chunks as if it had not.
     Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
     """
     if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
@@ -140,14 +140,14 @@ def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
 
 
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
-    """Whether values of a type lie elsewhere in the file, where HDF5 would look for them unchecked."""
+    """Return whether values of a type are stored elsewhere in the file, where HDF5 would read them unchecked."""
     if isinstance(kind, h5py.h5t.TypeStringID):
         return bool(kind.is_variable_str())
     return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
 
 
 def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
-    """Whether the partial chunks at the edges of a chunked dataset are stored without its filters.
+    """Return whether the partial chunks at the edges of a dataset are stored without its filters.
 
     Their filter masks do not say so. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
     """
@@ -156,9 +156,9 @@ def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
 
 
 def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
-    """Whether the numbers of a dataset are stored bit by bit as NumPy has this type.
+    """Return whether the numbers of a dataset are stored exactly as NumPy stores this type.
 
-    h5py gives types of other precisions and bit offsets, and other floats, the next NumPy type that holds their values.
+    For other precisions, bit offsets and floats, h5py reports the next NumPy type that holds their values.
     """
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
@@ -168,7 +168,7 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
 
 
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
-    """Return the bytes of one element in the file; of variable length, those of the pointer to it."""
+    """Return the bytes of one element in the file; for variable length, those of its pointer."""
     kind = dataset.id.get_type()
     if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
         return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])
@@ -176,7 +176,7 @@ def stored_item_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Check the stored lengths of chunks, as HDF5 reads that much into memory of the expected length."""
+    """Check the stored lengths of chunks: HDF5 reads that many bytes into memory of the expected length."""
     if dataset.chunks is None:
         return
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
@@ -200,9 +200,9 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 
 
 def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Compare the smallest stored chunk with the bytes at its offset, if it is of up to 1 MiB or uncompressed.
+    """Compare the smallest stored chunk with the bytes at its offset, if it is at most 1 MiB or uncompressed.
 
-    What lies in a file that is open for writing is not compared.
+    Files that are open for writing are not compared.
     """
     file, stored = dataset.file.id, np.flatnonzero(table.sizes)
     if not len(stored) or file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
@@ -221,7 +221,7 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 
 
 def _read_start(dataset: h5py.Dataset, start: tuple[int, ...], size: int) -> bytes:
-    """Read the first stored bytes of a chunk through HDF5; none where that would take long."""
+    """Read the first stored bytes of a chunk through HDF5; none if that would be slow."""
     chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
     if dataset.chunks and size <= COMPARED_BYTES:
         memory = bytearray(size)
@@ -243,7 +243,7 @@ def _visit_chunks(dataset: h5py.Dataset, note: Callable[[h5py.h5d.StoreInfo], No
 
 @functools.cache
 def _leaves_out_user_block() -> bool:
-    """Whether this HDF5 lists offsets that count from the end of the user block, seen on a file in memory."""
+    """Return whether this HDF5 lists offsets relative to the end of the user block, by a test on a file in memory."""
     memory = io.BytesIO()
     listed: list[h5py.h5d.StoreInfo] = []
     with h5py.File(memory, "w", userblock_size=PROBE_BLOCK) as file:
@@ -294,7 +294,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
 
 
 def count_unwritten(dataset: h5py.Dataset) -> int:
-    """Return the number of chunks that were never written, which is legal; a contiguous dataset is one chunk."""
+    """Return the number of chunks that were never written, which is legal; a contiguous dataset counts as one chunk."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
@@ -304,7 +304,7 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """Return the value that readers give for elements never written: the fill value; else zero, or an error."""
+    """Return the value that readers give for unwritten elements: the fill value; else zero, or an error."""
     if not _has_fill_value(dataset):
         never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
         found = "0" if never or dataset.id.get_storage_size() else "an error"
@@ -315,7 +315,7 @@ def unwritten_value(dataset: h5py.Dataset) -> str:
 
 
 def leaves_memory(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5, unlike h5py, leaves memory unchanged for elements never written, without a fill value."""
+    """Return whether HDF5, unlike h5py, leaves memory unchanged for unwritten elements without a fill value."""
     if _has_fill_value(dataset):
         return False
     if dataset.chunks is None:

@@ -21,21 +21,21 @@ MAX_ATTRIBUTE_BYTES = 1 << 20
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return what identifies an object, whatever its name: numbers of the file, and of the place in it.
+    """Return an identifier of an object, whatever its name: numbers of the file, and of the address in it.
 
-    ``h5o.get_info`` would tell as well, but it also reads the index of chunks, and crashes where that is damaged.
+    ``h5o.get_info`` would work as well, but it also reads the chunk index, and crashes if that is damaged.
     """
     about = h5py.h5g.get_objinfo(item.id)
     return (*about.fileno, *about.objno)
 
 
 def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
-    """Whether two objects lie in one file."""
+    """Return whether two objects are in the same file."""
     return bool(h5py.h5g.get_objinfo(item.id).fileno == h5py.h5g.get_objinfo(other.id).fileno)
 
 
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:
-    """Raise TrustError for a filter that is not known, FieldError for one that comes twice, or cannot work."""
+    """Raise TrustError for an unknown filter, FieldError for a filter that is repeated, or has invalid parameters."""
     codes = []
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
@@ -62,7 +62,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
 
 
 def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
-    """Raise FieldError unless shape, chunks and stored bytes are in proportion to each other and to the file."""
+    """Raise FieldError unless shape, chunks and stored bytes are consistent with each other and with the file."""
     shape, item_bytes = dataset.id.get_space().shape, dataset.id.get_type().get_size()
     claimed, stored = math.prod(shape) * item_bytes, dataset.id.get_storage_size()
     file_bytes = dataset.file.id.get_filesize()
@@ -113,7 +113,7 @@ def _check_chunk_claims(
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
     """Raise FileError unless all attributes, or those of these names, are small and of fixed-size types.
 
-    HDF5 may crash on damaged attributes: when it lists them, as it believes how many there are, and when it finds one.
+    HDF5 may crash on damaged attributes: when it lists them, because it trusts their count, and when it opens one.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)
@@ -125,7 +125,7 @@ def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | Non
 
 
 def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
-    """Read an attribute; give the default if there is none, or it is large or of variable length."""
+    """Read an attribute; return the default if it is missing, large or of variable length."""
     if name not in item.attrs:
         return default
     attribute = item.attrs.get_id(name)

@@ -1,11 +1,11 @@
 """Decode the stored bytes of one chunk outside HDF5, in any number of threads, and check every length.
 
-HDF5 decodes under its one lock and does not check that a chunk comes out whole. Here each filter must give exactly the
-bytes that the chunk has, or it is an error; no stored byte makes it write beyond them or take memory out of proportion.
-This part reads no file: where the stored bytes come from, and what their values mean, others know.
+HDF5 decodes under its global lock and does not check that a chunk comes out whole. Here each filter must give exactly
+the bytes of the chunk, otherwise it is an error; stored bytes can neither make it write beyond them nor allocate too
+much memory. This module reads no files, and does not know the meaning of values.
 
-imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, compressed
-chunks are left to HDF5. Each filter is few calls into C, as every call gives up the GIL and may wait to get it back.
+imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 decodes
+compressed chunks. Each filter takes few calls into C, as every call releases the GIL and may wait for it.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
 H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
@@ -52,18 +52,18 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class NoDecoder(Exception):
-    """The filters of a dataset are left to HDF5, for the reason in the message."""
+    """The filters of a dataset must be decoded by HDF5, for the reason in the message."""
 
 
 class DecodeError(Exception):
-    """The stored bytes of a chunk are damaged; the message says how, but not which chunk it is."""
+    """The stored bytes of a chunk are damaged; the message says how, but does not name the chunk."""
 
 
 class ChunkDecoder:
-    """Decoder of the chunks of one dataset. It pickles, and serves any number of threads at a time.
+    """Decode the chunks of one dataset. It can be pickled, and used by any number of threads at a time.
 
-    ``properties`` of the dataset's creation are not kept. No writer stores a chunk in more than ``max_stored_bytes``.
-    Raises NoDecoder if a filter is not decoded here, or not without imagecodecs.
+    ``properties`` (dataset creation) are not kept. No writer stores a chunk in more than ``max_stored_bytes``.
+    NoDecoder if a filter cannot be decoded here, or needs imagecodecs.
     """
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
@@ -85,9 +85,9 @@ class ChunkDecoder:
         return " + ".join(KNOWN_FILTERS[code] for _, code, _ in self._filters) or "no filter"
 
     def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
-        """Decode one chunk, whose stored bytes are only read, into ``out``, (chunk_bytes,) uint8, or raise DecodeError.
+        """Decode a chunk from its stored bytes into ``out``, (chunk_bytes,) uint8, or raise DecodeError.
 
-        Bit i of the mask says that filter i was skipped for this chunk. After an error ``out`` holds anything.
+        Bit i of the mask says that filter i was skipped for this chunk. After an error ``out`` is undefined.
         """
         if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 ({self.chunk_bytes},)")
@@ -116,7 +116,7 @@ class ChunkDecoder:
 
 
 def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
-    """Raise NoDecoder unless a filter with these parameters is decoded here."""
+    """Raise NoDecoder unless a filter with these parameters can be decoded here."""
     label = KNOWN_FILTERS.get(code) or ascii(name.decode(errors="replace")[:40])
     if code not in _CODECS:
         raise NoDecoder(f"filter {label} ({code}) is decoded by HDF5 alone")
@@ -163,7 +163,7 @@ def _fastest_crc32() -> Callable[..., Any]:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return a function of imagecodecs; raise DecodeError where a decoder was unpickled without it."""
+    """Return a function of imagecodecs; DecodeError if a decoder was unpickled where it is missing."""
     call = _library(name)
     if call is None:
         raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
@@ -183,7 +183,7 @@ _local = threading.local()
 
 
 def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
-    """Return memory of this thread, (num_bytes,) uint8, which the next call with this name reuses."""
+    """Return memory of this thread, (num_bytes,) uint8, which is reused by the next call with this name."""
     memory: np.ndarray | None = getattr(local, name, None)
     if memory is None or len(memory) < num_bytes:
         memory = np.empty(num_bytes, np.uint8)
@@ -211,7 +211,7 @@ def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Undo the shuffle filter: bytes j of all elements lie together; bytes after whole elements are unchanged."""
+    """Undo the shuffle filter: bytes j of all elements are adjacent; bytes after whole elements are unchanged."""
     _check_room(len(data), out)
     if not values or not values[0]:  # so HDF5 writes a second shuffle, which it then skips in each chunk
         raise DecodeError("the size of elements is not known")
@@ -246,9 +246,9 @@ def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Blosc, after checking the lengths in the header, which c-blosc believes."""
+    """Decode Blosc, after checking the lengths in the header, which c-blosc trusts."""
     if len(data) < 16:
-        raise DecodeError(f"{len(data)} bytes, its header has 16")
+        raise DecodeError(f"{len(data)} bytes, but its header has 16")
     version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
     if stored != len(data):
         raise DecodeError(f"{len(data)} bytes are stored, its header says {stored}")
@@ -267,9 +267,9 @@ def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nda
 
 
 def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
-    """Read the header of LZ4 and Bitshuffle: the bytes of all blocks, and of one."""
+    """Read the header of LZ4 and Bitshuffle: the bytes of all blocks, and of one block."""
     if len(data) < 12:
-        raise DecodeError(f"{len(data)} bytes, its header has 12")
+        raise DecodeError(f"{len(data)} bytes, but its header has 12")
     length, block = struct.unpack_from(">QI", data.data)
     _check_room(length, out)
     if not length or not block:
@@ -291,7 +291,7 @@ def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice]
 
 
 def _compressor(values: tuple[int, ...]) -> int:
-    """Return the number of the compressor of Bitshuffle's bit planes; 0 if there is none."""
+    """Return the number of the compressor of Bitshuffle's bit planes; 0 if they are not compressed."""
     return values[4] if len(values) > 4 else 0
 
 
@@ -335,7 +335,7 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
 
 
 class _Codec(NamedTuple):
-    """The functions of imagecodecs that a filter needs, and what undoes it."""
+    """The functions of imagecodecs that a filter needs, and the function that undoes the filter."""
 
     functions: tuple[str, ...]
     decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # stored bytes, parameters, room for them

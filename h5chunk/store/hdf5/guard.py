@@ -1,4 +1,4 @@
-"""Validate untrusted HDF5 files: no references out of the file, and sizes in proportion to what is stored.
+"""Validate untrusted HDF5 files: no references out of the file, and sizes in proportion to the stored bytes.
 
 | threat | what is done |
 | --- | --- |
@@ -12,11 +12,11 @@
 | values of variable length, references | refused as fields; not read in our own group, nor large attributes there |
 | links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and such shapes |
 
-What HDF5 itself does with damaged metadata is left to HDF5. What it raises becomes a FileError, and so do its crashes
-and loops, as files are first opened in a child process (`h5chunk.store.hdf5.child`).
+Damaged metadata is left to HDF5 itself. Its errors become FileErrors, and so do its crashes and loops, because files
+are first opened in a child process (`h5chunk.store.hdf5.child`).
 
-With ``trusted``, links, views, external storage and any filter are let through where what they lead to lies in the
-folder of the file, or below it.
+With ``trusted``, links, views, external storage and any filter are allowed if they lead to the folder of the file, or
+below it.
 `scripts/PROMISES.md` says how this was shown.
 """
 
@@ -42,18 +42,17 @@ PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", 
 
 
 class Trust:
-    """The folder that data may come from: that of the trusted file, or below it.
+    """The folder that data may come from: the folder of the trusted file, and those below it.
 
-    HDF5 looks for the file of a link in several places, and takes the first that it can open. Here the same places are
-    looked at, in the same order, and the first that is there must lie in the folder, after all links of the system are
-    resolved.
+    HDF5 looks for the file of a link in several places, and opens the first that it can. Here the same places are
+    examined, in the same order, and the first existing file must be in the folder, after symbolic links are resolved.
     """
 
     def __init__(self, path: Path) -> None:
         self.folder = path.resolve().parent
 
     def check(self, target: Path, where: str, target_name: str) -> None:
-        """Raise TrustError unless a file lies in the trusted folder and is a regular one."""
+        """Raise TrustError unless a file is regular and in the trusted folder."""
         real = target.resolve()
         if not real.is_relative_to(self.folder):
             raise TrustError(
@@ -65,9 +64,9 @@ class Trust:
 
     @contextmanager
     def opened(self, base: str, target: str, where: str, what: str) -> Iterator[h5py.File | None]:
-        """Open the file that a link or view in the file ``base`` leads to; None if HDF5 finds none either.
+        """Open the file that a link or view in the file ``base`` refers to; None if HDF5 does not find it either.
 
-        Raises TrustError if it lies outside of the trusted folder, FieldError if it cannot be opened.
+        Raises TrustError if it is outside the trusted folder, FieldError if it cannot be opened.
         """
         if what == "a view" and target == ".":
             with h5py.File(base, "r") as file:
@@ -111,8 +110,8 @@ def _places(base: str, target: str, what: str) -> list[Path]:
 class Guard:
     """Find objects in one file, and refuse those that must not be read.
 
-    With ``trusted``, links, views and external storage may lead to other files in the folder of this one or below it,
-    and unknown filters are run. Else the error says what to do about it, with ``remedy``.
+    With ``trusted``, links, views and external storage may lead to other files in the folder of this file or below it,
+    and unknown filters are run. Otherwise the error suggests ``remedy``.
     """
 
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
@@ -122,13 +121,13 @@ class Guard:
         self._trust = Trust(self.path) if trusted else None
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
-        """Open the object under a path in the file; None if there is none. TrustError: a link is not followed."""
+        """Open the object under a path in the file; None if it does not exist. TrustError: a link is not followed."""
         where = self._where(name)
         with damages_are(FieldError, f"{where} cannot be opened"):
             return file[name] if self._is_there(file, name, where, 0) else None
 
     def _is_there(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
-        """Walk the names of a path; each must be a hard link, or one that is trusted."""
+        """Walk the names of a path; every name must be a hard link, or a trusted link."""
         if depth > MAX_DEPTH:
             raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they go round in a circle")
         group: Any = start.file["/"] if name.startswith("/") else start
@@ -142,7 +141,7 @@ class Guard:
         return True
 
     def _leads(self, link: Any, group: h5py.Group, where: str, depth: int) -> bool:
-        """Return whether a soft or external link leads to an object."""
+        """Return whether a soft or external link points to an object."""
         soft, external = isinstance(link, h5py.SoftLink), isinstance(link, h5py.ExternalLink)
         if not soft and not external:
             raise TrustError(f"{where} is a link of a kind that the user of a file defines: copy what it leads to")
@@ -156,7 +155,7 @@ class Guard:
             return other is not None and self._is_there(other, link.path, where, depth + 1)
 
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
-        """Check the claims of a dataset before its shape is used; TrustError: its values lie elsewhere."""
+        """Check the claims of a dataset before its shape is used; TrustError: its values are stored elsewhere."""
         where = self._where(name)
         with damages_are(FieldError, f"{where} is damaged"):
             self._check_field(dataset, where, 0)
@@ -200,7 +199,7 @@ class Guard:
                     self._check_field(other[name], where, depth + 1)
 
     def check_matrix(self, file: h5py.File, name: str) -> None:
-        """Check the parts of a sparse matrix in a group as `check_field` does."""
+        """Check the datasets of a sparse matrix in a group, like `check_field`."""
         group = file[name]
         parts = ["indptr", "indices"] + ([] if small_attribute(group, "pattern", False) else ["data"])
         for part in (part for part in list(group) if part in parts):  # ``part in group`` would follow links
@@ -210,7 +209,7 @@ class Guard:
                 self.check_field(item, where)
 
     def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | FieldError]]:
-        """Yield all datasets in a group by their path from there, each once; and the error of what is not read."""
+        """Yield all datasets in a group, once, by their path in it; and the errors of those that are refused."""
         seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:
@@ -253,7 +252,7 @@ class Guard:
 
 
 def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
-    """Raise FileError unless the group that h5chunk keeps beside the data, and some of its attributes, can be read."""
+    """Raise FileError unless h5chunk's own group, and the named attributes, can be read safely."""
     shown = f"{printable(file.filename)}: damaged: what its group /{name} holds cannot be"
     with damages_are(FileError, shown):
         link = file.get(name, getlink=True)

@@ -1,4 +1,4 @@
-"""Open HDF5 files for reading, and translate what HDF5 and the system raise of them into errors with a file's name."""
+"""Open HDF5 files for reading, and translate errors of HDF5 and the system into errors with the file's name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REASONS = (
 
 @contextmanager
 def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise FileError where HDF5 fails on a damaged file, and OutputError where the disk of its copy is full."""
+    """Raise FileError if HDF5 fails on a damaged file, and OutputError if the disk of its copy is full."""
     try:
         yield
     except H5ChunkError:
@@ -40,7 +40,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def damages_are(kind: type[FileError], words: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise what HDF5 raises of a damaged file, and other errors, as an error that begins with these words."""
+    """Raise errors of HDF5 on a damaged file, and other errors, as an error that begins with these words."""
     damages: tuple[type[Exception], ...] = (*DAMAGES, *others)
     try:
         yield
@@ -52,7 +52,7 @@ def damages_are(kind: type[FileError], words: str, *others: type[Exception]) -> 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
-    """Open a file for a while; any failure of HDF5 on it meanwhile becomes a FileError."""
+    """Open a file in a context; any failure of HDF5 on it becomes a FileError."""
     with translate_errors(path), open_file(path, **options) as file:
         yield file
 
@@ -60,7 +60,7 @@ def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     """Open a file for reading, with further arguments of `h5py.File`.
 
-    FileError: it is missing, not HDF5, cut short, or open for writing.
+    FileError: the file is missing, not HDF5, cut short, or open for writing.
     """
     shown = printable(path)
     if not os.path.exists(path):  # False as well of names that are too long

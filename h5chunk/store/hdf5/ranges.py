@@ -1,7 +1,7 @@
-"""Read byte ranges of a file with one system call each into many places of memory.
+"""Read byte ranges of a file into many places in memory, with one system call per range.
 
-``os.preadv`` wants a Python object for each buffer, made while holding the GIL. Here NumPy makes tables of addresses
-and lengths, and libc's ``preadv`` takes them as they are: a shuffled batch costs threads no time in Python.
+``os.preadv`` needs a Python object per buffer, created under the GIL. Here NumPy makes tables of addresses and lengths,
+which are passed to libc's ``preadv``: scattering a shuffled batch takes no time in Python.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def open_descriptor(path: Path) -> int:
 
 
 class VectorPart:
-    """A task that reads runs of bytes and scatters each to a row of places.
+    """A task that reads runs of bytes and scatters each run to several places.
 
-    A run is its first vector, its number of vectors, its offset in the file and its bytes; a vector, of (n, 2) uintp,
-    is the address and the length of a place in the memory that ``out`` keeps.
+    A run has a first vector, a number of vectors, an offset in the file and a number of bytes; a vector, in (n, 2)
+    uintp, is the address and the length of a place in the memory that ``out`` keeps.
     """
 
     def __init__(self, runs: list[tuple[int, int, int, int]], vectors: np.ndarray, out: object, where: Where) -> None:
@@ -70,14 +70,14 @@ class VectorPart:
         return jobs
 
     def end(self) -> None:
-        """All jobs of the task have ended well."""
+        """Finish the task, after all its jobs have ended well."""
 
     def error_of(self, result: Result) -> FileError:
-        """Return the error that a job of this task ended with."""
+        """Return the error of a failed job of this task."""
         return read_error(self._where(result.offset), result)
 
     def places(self) -> Iterator[Iterator[np.ndarray]]:
-        """Yield the places that each run was read to: (length,) uint8."""
+        """Yield, for each run, the places that it was read to: (length,) uint8."""
         for first, count, _, _ in self._runs:
             yield (
                 np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
@@ -85,7 +85,7 @@ class VectorPart:
             )
 
     def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
-        """Read the rest: preadv may read less than was asked for, in large requests or after a signal."""
+        """Read the rest: preadv may read less than requested, in large requests or after a signal."""
         for address, length in self._vectors[first : first + count].tolist():
             if got < length:
                 place = (ctypes.c_char * length).from_address(address)
@@ -95,7 +95,7 @@ class VectorPart:
 
 
 def read_error(where: str, result: Result) -> FileError:
-    """Return the error of a job that could not read."""
+    """Return the error of a job that failed to read."""
     if result.status == SYSTEM:
         return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
     if result.status == CUT_SHORT:
@@ -104,7 +104,7 @@ def read_error(where: str, result: Result) -> FileError:
 
 
 def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return the table of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
+    """Return the vectors of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
     vectors = np.empty((len(sizes), 2), np.uintp)
     vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
     return vectors
@@ -113,9 +113,9 @@ def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.nda
 def vector_parts(
     offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, where: Where
 ) -> Iterator[VectorPart]:
-    """Yield the tasks that read ``sizes[i]`` bytes of the file from ``offsets[i]`` on to byte ``places[i]`` of ``out``.
+    """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` in the file to byte ``places[i]`` of ``out``.
 
-    Neighbours in the file share a system call.
+    Adjacent ranges in the file share a system call.
     """
     vectors = vectors_of(sizes, places, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
@@ -131,7 +131,7 @@ def vector_parts(
 
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
-    """Fill a buffer from an offset of the file; raise FileError if that ends before, or cannot be read."""
+    """Fill a buffer from an offset of the file; FileError if the file ends too early, or cannot be read."""
     done = 0
     while done < len(buffer):
         try:

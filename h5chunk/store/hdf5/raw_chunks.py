@@ -43,11 +43,11 @@ class RawChunks:
 
     @property
     def needs_hdf5(self) -> bool:
-        """Whether HDF5 reads the chunks."""
+        """Whether HDF5 must read the chunks."""
         return self.decodes and bool(self.left_to_hdf5)
 
     def run_ends(self, first: int, last: int) -> list[int]:
-        """Return the ends of runs of chunks that lie one behind the other, from ``first`` to ``last`` (excluded)."""
+        """Return the ends of runs of contiguous chunks, from ``first`` to ``last`` (excluded)."""
         offsets = self._table.offsets[first:last]
         unwritten = offsets < 0
         behind = (offsets[1:] == offsets[:-1] + self.chunk_bytes) & ~unwritten[:-1]
@@ -55,7 +55,7 @@ class RawChunks:
         return [*ends.tolist(), last]
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Read bytes of a chunk without filters from its byte ``start`` on, and of those behind it in a run."""
+        """Read bytes of an unfiltered chunk from its byte ``start`` on, and of the following chunks in a run."""
         offset = int(self._table.offsets[number])
         if offset < 0:
             self._put_fill(number, out)
@@ -89,7 +89,7 @@ class RawChunks:
             raise FileError(f"{self.where}, chunk {number}: {error}: it is damaged") from None
 
     def _put_fill(self, number: int, out: np.ndarray) -> None:
-        """Put what HDF5 reads of a chunk that was never written, which is one value, into all elements."""
+        """Fill ``out`` with the value that HDF5 reads for a chunk that was never written."""
         if self._fill is None:
             start = self._table.start(number)
             self._fill = self._read_by_hdf5(start, (1,) * len(start)).reshape(1).view(np.uint8)
@@ -106,7 +106,7 @@ class RawChunks:
         out.view(f"V{self._item_bytes}").reshape(chunks)[tuple(map(slice, count))] = values
 
     def _read_by_hdf5(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
-        """Read elements unconverted."""
+        """Read elements without conversion."""
         assert self._dataset is not None
         values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves it so where there is no fill value
         dataset = self._dataset.id

@@ -1,8 +1,8 @@
-"""Read strings of variable length, and attributes that hold them, from an HDF5 file without the library.
+"""Read strings of variable length, and attributes that hold them, from an HDF5 file without the HDF5 library.
 
-HDF5 believes the lengths that it finds: one damaged byte makes it take gigabytes. Here everything is checked against
-the file first. Files have addresses of 8 bytes. Source: HDF5 File Format Specification, III.E
-(global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
+HDF5 trusts the lengths in the file: one damaged byte makes it allocate gigabytes. Here everything is checked against
+the file first. Addresses in the file must have 8 bytes. Source: HDF5 File Format Specification, III.E (global heap),
+IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 @dataclass(frozen=True)
 class Bytes:
-    """An open file, of which ranges are read; ``error`` makes an error that names what is read.
+    """An open file whose ranges are read; ``error`` makes an error that names the object being read.
 
-    Addresses are counted from byte ``base``, behind what a user put there.
+    Addresses are relative to byte ``base``, the end of the user block.
     """
 
     descriptor: int
@@ -51,10 +51,10 @@ class Bytes:
 
 
 def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkError]) -> list[str]:
-    """Read an attribute that is a string, or a list of them; those of variable length are looked up without HDF5.
+    """Read an attribute with one or several strings; strings of variable length are read without HDF5.
 
-    ``item`` is of a file on disk; ``error`` makes the error of a damaged attribute. Returns an empty list if there is
-    no such attribute, or it is something else.
+    ``item`` is in a file on disk; ``error`` makes the error of a damaged attribute. Returns an empty list if the
+    attribute does not exist, or has another type.
     """
     if name not in item.attrs:
         return []
@@ -75,9 +75,9 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
 
 
 def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
-    """Read the strings that pointers, (n,) `POINTER`, lead to: (n,) ``S``, as long as the longest.
+    """Read the strings that pointers, (n,) `POINTER`, refer to: (n,) ``S``, as long as the longest.
 
-    Raises what ``file.error`` makes if a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
+    Raises ``file.error`` if a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
@@ -109,7 +109,7 @@ def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
 
 
 def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
-    """Return the (start, size) of each object of a collection, by its index."""
+    """Return the (start, size) of the objects in a collection, by index."""
     objects = {}
     at = HEAP_HEADER.size
     while at + HEAP_OBJECT.size <= len(data):
@@ -138,11 +138,11 @@ def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> by
                 value = message[at + sum(parts) :][:num_bytes]
                 if len(value) == num_bytes:
                     return value
-    raise file.error(f"its attribute {name!r} is kept in an unusual way, or damaged: write the file again")
+    raise file.error(f"its attribute {name!r} is stored in an unusual way, or damaged: write the file again")
 
 
 def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the (type, bytes) of each message in an object header of version 1 or 2."""
+    """Yield the (type, bytes) of the messages in an object header of version 1 or 2."""
     start = file.read(address, 16)
     is_new = start.startswith(b"OHDR")
     if is_new:

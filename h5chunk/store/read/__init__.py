@@ -1,1 +1,1 @@
-"""Reading of fields and rows, through HDF5 and by byte ranges."""
+"""Read fields and rows, through HDF5 and by byte ranges."""

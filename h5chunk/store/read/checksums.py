@@ -1,10 +1,9 @@
 """Check chunks against the checksums of an h5chunk file as they are read for training.
 
-A checksum is of a chunk's stored bytes, padding included (`h5chunk.store.format.spec`): so chunks are checked whole,
-however few of their rows are wanted. Compressed chunks that threads decode are checked as they lie in memory, and so
-are plain chunks of which all rows are wanted. Of others, and of what goes through HDF5, the bytes of the chunk are read
-once more from the file, which the page cache holds: what is wrong on the disk, or in the page cache, is found; what
-happens behind it is not.
+A checksum covers a chunk's stored bytes, padding included (`h5chunk.store.format.spec`): so chunks are checked whole,
+however few of their rows are wanted. Compressed chunks that threads decode are checked in memory, and so are plain
+chunks if all their rows are wanted. Other chunks, and those read through HDF5, are read again from the file, usually
+from the page cache: errors on the disk or in the page cache are found; later errors are not.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums of one dataset's chunks, (num_chunks,) uint32, and which chunks this process has found ``right``.
+    """The checksums of one dataset's chunks, (num_chunks,) uint32, and the chunks that this process found ``right``.
 
-    These need no other look, unless all are checked ``always``.
+    Right chunks are not checked again, unless checking is ``always``.
     """
 
     expected: np.ndarray
@@ -51,9 +50,9 @@ NO_SUMS: Sums = MappingProxyType({})
 
 
 class ChunkChecks:
-    """Checker of the chunks of one dataset, for any number of threads.
+    """Check the chunks of one dataset, from any number of threads.
 
-    ``indptr`` says which rows the entries of a matrix belong to, for messages.
+    ``indptr`` has the rows of a matrix's entries, for messages.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class ChunkChecks:
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks that hold some of these rows of the dataset, at least one; or as many from each row on."""
+        """Return the chunks that hold these rows of the dataset, at least one; or ``counts`` rows from each row on."""
         bands = rows // self._chunk_rows
         if counts is None:
             bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
@@ -80,9 +79,9 @@ class ChunkChecks:
             yield CheckTask(self, some)
 
     def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
-        """Return which rows belong to chunks that are to be checked, and of which all rows are there: (n,) bool.
+        """Return which rows belong to chunks that must be checked, and are completely requested: (n,) bool.
 
-        ``rows`` of a chunk lie side by side, ascending.
+        The ``rows`` of a chunk are adjacent, ascending.
         """
         chunks = rows // self._chunk_rows
         firsts = np.append(0, np.flatnonzero(chunks[1:] != chunks[:-1]) + 1)
@@ -93,9 +92,9 @@ class ChunkChecks:
         return np.repeat(whole & ~self.sums.right[chunks[firsts]], counts)
 
     def whole_parts(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
-        """Yield the tasks that read chunks of which all rows are wanted, each to its vector, and check them.
+        """Yield tasks that read completely requested chunks to their vectors, and check them.
 
-        ``rows`` are those of whole chunks, ``vectors`` are (n, 2) uintp, as `VectorPart` takes them.
+        ``rows`` are those of whole chunks, ``vectors`` are (n, 2) uintp, as for `VectorPart`.
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
@@ -106,12 +105,12 @@ class ChunkChecks:
             yield WholeChunks(self, chunks[some], VectorPart(runs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
-        """Divide an array with a number for each chunk into those of tasks."""
+        """Divide an array with one number per chunk into arrays for tasks."""
         per_part = max(1, PART_BYTES // max(1, int(self.table.sizes.max(initial=0))))
         return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
-        """Read the stored bytes of chunks that are to be checked; FileError: one is not what it was when written."""
+        """Read and check the stored bytes of chunks that need checking; FileError if one has changed."""
         for chunk in chunks[~self.sums.right[chunks]].tolist():
             offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
@@ -123,12 +122,12 @@ class ChunkChecks:
             self.compare(chunk, found)
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
-        """Compare a chunk whose stored bytes are in memory."""
+        """Check a chunk whose stored bytes are in memory."""
         if not self.sums.right[chunk]:
             self.compare(chunk, crc32(stored))
 
     def compare(self, chunk: int, found: int) -> None:
-        """Raise FileError if what was found is not the checksum of a chunk; else note that it is right."""
+        """Raise FileError if a computed checksum is wrong; otherwise mark the chunk as right."""
         if found != self.sums.expected[chunk]:
             raise self.mismatch(chunk, found)
         self.note_right(chunk)
@@ -151,7 +150,7 @@ class ChunkChecks:
         return self.where(self.table.chunk_at(offset))
 
     def where(self, chunk: int) -> str:
-        """Name a chunk, and the first and the last sample with elements in it."""
+        """Name a chunk, and the first and last samples in it."""
         first, last = self.table.rows(chunk)
         if self._indptr is not None:
             first, last = (np.searchsorted(self._indptr, (first, last), "right") - 1).tolist()
@@ -185,7 +184,7 @@ class CheckTask:
 
 
 class WholeChunks(CheckTask):
-    """A task that reads whole chunks, one a run of ``read``, and checks each while a processor's cache holds it."""
+    """A task that reads whole chunks, one per run of ``read``, and checks each while it is in a processor's cache."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorPart) -> None:
         super().__init__(checks, chunks)
@@ -209,9 +208,9 @@ class WholeChunks(CheckTask):
 def read_sums(
     file: h5py.File, path: Path, fields: Mapping[str, Field | MatrixField], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
-    """Read the checksums of fields; none if they are not to be checked. OptionError: they shall be, but there are none.
+    """Read the checksums of fields; empty if checking is off. OptionError if the file has no checksums to check.
 
-    Raises FileError if those that the file has cannot be.
+    Raises FileError if the file's checksums are invalid.
     """
     if checksums not in (OFF, FIRST, ALWAYS):
         raise OptionError(f"checksums is {checksums!r}: give off, first or always")
@@ -241,7 +240,7 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
     if not isinstance(table, h5py.Dataset):
         raise OptionError(
             f"checksums is {checksums!r}, but {printable(path)} has no checksums of {name!r}: leave checksums out, or "
-            "write the file anew with h5chunk repack --window-chunks N (AnnData's with h5chunk convert), which adds "
+            "rewrite the file with h5chunk repack --window-chunks N (AnnData's with h5chunk convert), which adds "
             "them"
         )
     if is_listed_wrongly(dataset):

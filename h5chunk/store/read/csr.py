@@ -1,8 +1,8 @@
 """Read rows of a CSR matrix: by their byte ranges in the file, outside HDF5's lock; or through HDF5.
 
-A row is one range of ``indices`` and the same range of ``data``. Rows that lie side by side in the file are read with
-one call, and each goes where a shuffled window wants it. Any file will do in which ``indptr``, ``indices`` and
-``data`` are datasets of numbers in one group: those of h5chunk, or AnnData's.
+A row is one range of ``indices`` and the same range of ``data``. Adjacent rows in the file are read with one call, and
+each goes to its place in a shuffled window. The file may have ``indptr``, ``indices`` and ``data`` datasets in any
+group: those of h5chunk, or of AnnData.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GAP_BYTES = 48 << 10  # between two rows: to read it as well takes the time of a
 class CsrBuffers:
     """The memory that rows of a matrix are read into.
 
-    Row i begins at ``starts[i]``, (num_rows + 1,) int64, of ``indices``, which has the file's type, and of ``values``,
-    which a pattern does not have.
+    Row i begins at ``starts[i]``, (num_rows + 1,) int64, of ``indices``, with the file's type, and of ``values``, which
+    is missing for a pattern.
     """
 
     starts: np.ndarray
@@ -41,9 +41,9 @@ class CsrBuffers:
 
 
 class CsrField(ByteReader):
-    """Reader of rows of a CSR matrix by their byte ranges; raises NotDirect if a layout, type or filter needs HDF5.
+    """Read rows of a CSR matrix by their byte ranges; NotDirect if a layout, type or filter needs HDF5.
 
-    It is plain if no entry is compressed, and all lie one behind the other.
+    It is plain if entries are uncompressed and contiguous.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CsrField(ByteReader):
 
 
 class CsrHandle:
-    """The open datasets of a matrix, each with its own chunk cache of these settings."""
+    """The open datasets of a matrix, each with its own chunk cache."""
 
     def __init__(
         self, file: h5py.File, field: MatrixField, indptr: np.ndarray, cache: CacheSettings | None, sums: Sums
@@ -103,9 +103,9 @@ class CsrHandle:
                 self._checks.append(ChunkChecks(path, name, list_chunks(dataset), sums[name], indptr))
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
-        """Read rows, in any order; ``out.starts`` is there already.
+        """Read rows, in any order; ``out.starts`` is set by the caller.
 
-        Rows that lie near each other are read with one call, and what lies between them with them.
+        Rows that are close to each other are read with one call, including the rows between them.
         """
         if not len(rows):
             return
@@ -130,7 +130,7 @@ class CsrHandle:
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:
-    """Open a dataset with a chunk cache of its own; None: that of the file."""
+    """Open a dataset with its own chunk cache; None: with the default cache of the file."""
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     if cache is not None:
         access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)

@@ -1,8 +1,8 @@
 """Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
 
-The chunk table is listed once through HDF5; after that the file is only read with ``preadv``. What is stored plainly
-goes straight to its place in a shuffled batch. What is compressed is read and decoded chunk by chunk, and its rows are
-copied to their places.
+The chunk table is listed once through HDF5; after that the file is read only with ``preadv``. Uncompressed data goes
+straight to its place in a shuffled batch. Compressed data is read and decoded chunk by chunk, and its rows are copied
+to their places.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # chunk, piece, rows 
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless a dataset's numbers are bytes of its file, plain or encoded, as this machine has them."""
+    """Raise NotDirect unless a dataset's numbers are bytes of its file, plain or encoded, in this machine's format."""
     properties = dataset.id.get_create_plist()
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
     if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
         raise NotDirect("its data lie in other files")
     if dtype.kind not in "biuf" or not is_stored_as(dataset, dtype):
-        raise NotDirect(f"its type {dataset.dtype} is not stored as this machine has it")
+        raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
     if not math.prod(dataset.shape):
         raise NotDirect("it is empty")
 
 
 class DecodedChunks:
-    """The chunks of a dataset by number, decoded by threads; those that a window used in part are kept.
+    """The chunks of a dataset by number, decoded by threads; chunks that a window used in part are kept.
 
-    The dataset is not kept. Raises NotDirect where a filter, or the size of the chunks, needs HDF5. ``indptr``, of the
-    entries of a matrix, is for messages.
+    The dataset is not kept. NotDirect if a filter, or the size of the chunks, needs HDF5. ``indptr`` is for messages
+    about the entries of a matrix.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DecodedChunks:
         self.forget()
 
     def forget(self) -> None:
-        """Free what is kept; in a fork also locks that its threads, left behind, may hold."""
+        """Free the kept chunks; in a fork also locks that threads of the parent may hold."""
         self.local = threading.local()
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._kept_lock = threading.Lock()
@@ -91,8 +91,8 @@ class DecodedChunks:
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
 
-        ``is_whole`` says whether all of the chunk is used now; else the next window will ask for it again, and it is
-        kept. Raises FileError if the chunk is damaged, or cannot be read.
+        ``is_whole`` says whether all of the chunk is used now; otherwise the next window will need it again, and it is
+        kept. FileError if the chunk is damaged, or cannot be read.
         """
         if is_whole:
             values = scratch(self.local, "decoded", self.chunk_bytes)
@@ -124,9 +124,9 @@ class _Kept:
 
 
 class ByteReader:
-    """What reads a field by byte ranges. It holds numbers only; descriptors are the caller's.
+    """Base of readers by byte ranges. It holds only numbers; the caller owns the file descriptors.
 
-    It is plain if rows are bytes of the file, neither compressed nor cut into pieces; else ``chunks`` are decoded.
+    It is plain if rows are bytes of the file, neither compressed nor cut into pieces; otherwise ``chunks`` are decoded.
     """
 
     name: str
@@ -136,7 +136,7 @@ class ByteReader:
     chunks: Sequence[DecodedChunks] = ()
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
-        """Yield the tasks that read row ``rows[i]`` to ``out[places[i]]``, for several threads.
+        """Yield tasks for several threads that read row ``rows[i]`` to ``out[places[i]]``.
 
         There is at least one. Rows of a chunk stand side by side, ascending within it; no place comes twice. ``out``,
         (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, must stay in place until the last part is done.
@@ -152,7 +152,7 @@ class ByteReader:
         raise NotImplementedError
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return the memory that so many threads take, beside that of the rows."""
+        """Return the memory that this many threads take, without that of the rows."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
@@ -166,7 +166,7 @@ class ByteReader:
 
 
 def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS) -> PlainField | ChunkedField:
-    """Return the reader of a field by byte ranges; the file is not kept. ``sums`` are what is to be checked.
+    """Return the reader of a field by byte ranges; the file is not kept. ``sums`` are checksums to check.
 
     Raises NotDirect if the layout or a filter needs HDF5.
     """
@@ -180,7 +180,7 @@ def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS
 
 
 class PlainField(ByteReader):
-    """Reader of rows that are plain bytes of the file."""
+    """Read rows that are plain bytes of the file."""
 
     is_plain = True
 
@@ -237,10 +237,10 @@ class PlainField(ByteReader):
 
 
 class ChunkedField(ByteReader):
-    """Reader of rows of chunks that are compressed, or hold parts of samples: a chunk is read once for all its rows.
+    """Read rows of chunks that are compressed, or hold parts of samples: a chunk is read once for all its rows.
 
-    A band is the chunks that lie side by side over the same samples: one, where chunks hold whole samples. The piece of
-    a sample that a chunk holds is copied to the sample's place.
+    A band is the chunks that hold parts of the same samples: one chunk, if chunks hold whole samples. The piece of a
+    sample in a chunk is copied to the sample's place.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class ChunkedField(ByteReader):
     def parts(
         self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[Part]:
-        """As `PlainField.parts`; a part may also find stored bytes that cannot be decoded."""
+        """See `PlainField.parts`; a task may also find stored bytes that cannot be decoded."""
         target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
         copies = self._copies(rows, places) if counts is None else self._copies_of_runs(rows, places, counts)
         per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
@@ -286,7 +286,7 @@ class ChunkedField(ByteReader):
                 yield chunk, 0, slice(low - begin, high - begin), there[low - first : high - first]
 
     def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
-        """Read chunks, and copy their pieces of some samples of their band to these samples' places."""
+        """Read chunks, and copy their pieces of the selected samples in their band to these samples' places."""
         for band, piece, rows, places in copies:
             is_whole = len(places) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
             values = self._decoded.read(descriptor, band * len(self._pieces) + piece, is_whole=is_whole)

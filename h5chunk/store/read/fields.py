@@ -1,6 +1,6 @@
 """Describe datasets, and groups that hold a sparse matrix, as fields of samples.
 
-`h5chunk.store.format.spec` specifies the matrix of an h5chunk file. AnnData's differ in types, and may be compressed:
+`h5chunk.store.format.spec` specifies the matrix of an h5chunk file. AnnData's types differ, and may be compressed:
 https://anndata.readthedocs.io/en/latest/fileformat-prose.html, "Sparse arrays".
 """
 
@@ -32,10 +32,10 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a file, as its dataset describes it: ``name`` is what users call it, ``dataset`` its path.
+    """A field of a file, as its dataset describes it: ``name`` is the user's name, ``dataset`` the path in the file.
 
-    The type is of native byte order. ``axes``, such as NCHW, are empty if the file does not say them. Of rows of a
-    matrix, a value is what is stored over ``scale``.
+    The type is of native byte order. ``axes``, such as NCHW, is empty if the file does not have it. For rows of a
+    matrix, a value is the stored number over ``scale``.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Field:
 
 @dataclass(frozen=True)
 class MatrixField:
-    """A CSR matrix of a file; a sample is a row of it. ``dataset`` is the path of its group.
+    """A CSR matrix of a file; a sample is a row. ``dataset`` is the path of its group.
 
-    Types are those that are stored; a pattern has no ``value_dtype``, as all values are one and none is read. Others
-    are what is stored over ``scale``. ``chunk_samples`` is the rows of a nominal chunk of rows; entries may be
+    Types are the stored ones; a pattern has no ``value_dtype``, as all values are 1 and none is read. Other values are
+    stored numbers over ``scale``. ``chunk_samples`` is the number of rows in a nominal chunk of rows; entries may be
     compressed (``filtered``).
     """
 
@@ -74,22 +74,22 @@ class MatrixField:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Of a row made dense."""
+        """Shape of a row made dense."""
         return (self.num_columns,)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the values, as stored."""
+        """Type of the values, as stored."""
         return np.dtype(np.uint8) if self.value_dtype is None else self.value_dtype
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """The lists of entries that are read: a pattern's values are not."""
+        """The datasets of entries to read: a pattern has no values to read."""
         return ("indices",) if self.value_dtype is None else ("indices", "data")
 
     @property
     def entry_bytes(self) -> int:
-        """Stored bytes of an entry."""
+        """Stored bytes per entry."""
         return self.index_dtype.itemsize + (0 if self.value_dtype is None else self.value_dtype.itemsize)
 
     @property
@@ -100,7 +100,7 @@ class MatrixField:
 
 
 def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
-    """Return the fields that are read where none are named."""
+    """Return the fields that are read by default."""
     recorded = header.fields if header is not None else ()
     recorded = tuple(name for name in recorded if file.id.links.exists(name.encode()))
     if recorded:
@@ -152,7 +152,7 @@ def look_at(
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
-    """Find the groups that hold what a CSR or CSC matrix is made of, among the names of datasets.
+    """Find the groups that hold the parts of a CSR or CSC matrix, among the names of datasets.
 
     >>> find_matrix_groups(["X/data", "X/indices", "X/indptr", "indptr", "obs/indptr"])
     ['X']
@@ -163,9 +163,9 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 
 
 def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
-    """Describe the CSR matrix in a group; ``chunk_samples`` is what an h5chunk file says of it: values are codes then.
+    """Describe the CSR matrix in a group; with ``chunk_samples`` it is from an h5chunk file, and its values are codes.
 
-    FieldError: it is no CSR matrix. FileError: it is damaged.
+    FieldError: it is not a CSR matrix. FileError: it is damaged.
     """
     where = f"{printable(path)}: {name!r}"
     for part in MATRIX_PARTS:
@@ -202,7 +202,7 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
 
 
 def _scale(item: h5py.HLObject, where: str) -> float:
-    """Return the number that the values of a matrix of h5chunk's are divided by."""
+    """Return the divisor of the values of an h5chunk matrix."""
     try:
         scale = float(small_attribute(item, "scale"))
     except (TypeError, ValueError, OverflowError):
@@ -213,7 +213,7 @@ def _scale(item: h5py.HLObject, where: str) -> float:
 
 
 def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
-    """Return rows and columns, if the group says that rows are compressed: a CSC matrix looks the same."""
+    """Return rows and columns, if the group says that rows are compressed: a CSC matrix has the same datasets."""
     with damages_are(FileError, f"{where} is damaged: what it says of itself cannot be read"):
         words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
     kind = next((each[0] for each in words if len(each) == 1), "")
@@ -231,7 +231,7 @@ def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
 
 
 def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
-    """Read the first entry of each row: (num_rows + 1,) int64; raise FileError if it is damaged."""
+    """Read the start of each row: (num_rows + 1,) int64; FileError if it is damaged."""
     where = f"{printable(path)}: {field.name!r}"
     dataset = group["indptr"]
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:

@@ -46,7 +46,7 @@ def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
 
 
 def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
-    """Open files; those that are not trusted in a child process first, which HDF5 may crash."""
+    """Open files; untrusted files first in a child process, as they may crash HDF5."""
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
         try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
@@ -75,7 +75,7 @@ def list_files(path: Paths) -> list[Path]:
 
 
 def _check_shards(path: Paths) -> None:
-    """Raise FileError if a folder has a part of a set of shards, or of several ones of one name."""
+    """Raise FileError if a folder has an incomplete set of shards, or several sets with the same name."""
     if not isinstance(path, (str, os.PathLike)):
         for each in path:
             _check_shards(each)
@@ -111,7 +111,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str] | str]:
-    """Return the key for sorting by name, with numbers in it by their value; for equal ones, by name."""
+    """Return the key for sorting by name, with numbers in it by value; then by the exact name."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)

@@ -1,7 +1,7 @@
 """Read several files as one, with samples numbered file after file.
 
-A set has one reader for each of its files, which opens it when the first of its samples is asked for. The chunks of
-different files may differ in size; their fields must agree, and so must the classes that labels stand for.
+A set has one reader per file, which opens the file when its first sample is needed. The chunks of different files may
+differ in size; their fields must agree, and so must the classes of labels.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MATRIX_REMEDY = (
 
 
 class FileSet(H5Reader):
-    """Reader of rows of several files as if they were one, with the attributes and options of `H5Reader`.
+    """Read rows of several files as if they were one, with the attributes and options of `H5Reader`.
 
-    Where the files' chunks differ, ``chunk_samples`` is what they have on average. The header is what all files say of
-    themselves, if all do; a set is shuffled if it was as a whole, when it was packed. FieldError: fields differ, or
-    the classes of labels.
+    If the files' chunks differ, ``chunk_samples`` is their average. The header combines the files' headers, if all have
+    one; a set is shuffled if it was shuffled as a whole when written. FieldError: fields differ, or the classes of
+    labels.
     """
 
     def __init__(
@@ -88,25 +88,25 @@ class FileSet(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """As `H5Reader.fingerprint`, of all files in their order."""
+        """See `H5Reader.fingerprint`; this covers all files in their order."""
         of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
         return zlib.crc32(repr(of_each).encode())
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """As `H5Reader.indptr`, as if the entries of all files lay one behind the other."""
+        """See `H5Reader.indptr`; this concatenates the entries of all files."""
         lengths = [np.diff(reader.indptr) for reader in self.readers]
         return np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Share the cache ``main`` of the largest field out among the files, as each has one of its own."""
+        """Divide the cache ``main`` of the largest field among the files, each of which has its own."""
         if main != self._cache:
             self._cache = main
             for reader in self.readers:
                 reader.set_caches(self._share(reader, main))
 
     def _share(self, reader: H5Reader, main: CacheSettings) -> CacheSettings:
-        """Return the cache of one file: its part of the open chunks, and as many more as chance may give it."""
+        """Return the cache of one file: its part of the open chunks, and a margin for chance."""
         grid = reader.main.grid
         if not main.nbytes or not grid.chunks:
             return CacheSettings(1, 0, main.w0)
@@ -115,11 +115,11 @@ class FileSet(H5Reader):
         return CacheSettings(min(main.nslots, grid.num_slots), min(main.nbytes, bands * grid.band_bytes), main.w0)
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """The most that the caches of the largest field take, all files together."""
+        """Return the most bytes that the caches of the largest field take, in all files together."""
         return sum(self._share(reader, main).nbytes for reader in self.readers)
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """Return the caches that HDF5 uses in this process, by field: those of all files together."""
+        """Return the caches that HDF5 uses in this process, by field, added up over all files."""
         found = [reader.caches_in_force() for reader in self.readers]
         return {
             name: CacheSettings(
@@ -129,7 +129,7 @@ class FileSet(H5Reader):
         }
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, as `H5Reader.read`."""
+        """Read rows of a field, like `H5Reader.read`."""
         for number, some in self.by_file(rows):
             reader, whole = self.readers[number], len(some) == len(rows)
             there = out
@@ -145,7 +145,7 @@ class FileSet(H5Reader):
                 out[some] = there
 
     def check_unchanged(self, descriptor: object = None) -> None:
-        """Raise FileError unless all files are what they were; those that were opened, are as they are read."""
+        """Raise FileError unless all files are unchanged; open files are checked as they are read."""
         if descriptor is None:
             for reader in self.readers:
                 reader.check_unchanged()
@@ -160,14 +160,14 @@ class FileSet(H5Reader):
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
-    """Add the remedy to an error where no more files can be opened."""
+    """Add a remedy to an error about too many open files."""
     if os.strerror(errno.EMFILE) not in str(error):
         return error
     return FileError(f"{error}: a set of {num_files} files: raise ulimit -n, or pack them into fewer")
 
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
-    """Raise OptionError if a file comes twice, FieldError unless all files have the same fields."""
+    """Raise OptionError if a file is repeated, FieldError unless all files have the same fields."""
     seen: dict[tuple[int, ...], Path] = {}
     first = readers[0]
     for reader in readers:
@@ -184,7 +184,7 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
 
 
 def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:
-    """Describe a field of all files, one behind the other, with the largest of their chunks."""
+    """Describe the concatenation of a field of all files, with the largest of their chunks."""
     fields = [reader.fields[name] for reader in readers]
     dense = [field for field in fields if isinstance(field, Field)]
     matrices = [field for field in fields if isinstance(field, MatrixField)]
@@ -212,7 +212,7 @@ def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField
 
 
 def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
-    """Raise FieldError unless a field is the same in all files, as far as these traits of it go."""
+    """Raise FieldError unless a field has these traits in common in all files."""
     first = readers[0].fields[name]
     for reader in readers[1:]:
         for what in traits:
@@ -233,7 +233,7 @@ def _text(what: str, value: object) -> str:
 
 
 def _joined_header(files: FileSet) -> Header | None:
-    """Return one header for all files; None if one of them is no h5chunk file."""
+    """Combine the headers of all files; None if a file is not an h5chunk file."""
     class_names = _class_names(files.readers)
     headers = [reader.header for reader in files.readers if reader.header is not None]
     if len(headers) < len(files.readers):
@@ -258,7 +258,7 @@ def _joined_header(files: FileSet) -> Header | None:
 
 
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
-    """Return the longest list of classes, of which the others must be the beginning."""
+    """Return the longest list of classes; the other lists must be beginnings of it."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, there = max(named, key=lambda each: len(each[1]), default=(Path(), ()))
     for path, here in named:

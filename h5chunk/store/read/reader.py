@@ -1,7 +1,7 @@
 """Read rows of any HDF5 file whose samples lie along the first axis, through HDF5's own chunk cache.
 
-A reader travels between processes and opens the file in each one when it is first asked for rows. The rows of a
-request are read chunk by chunk, so that a request needs each chunk once, whatever the order of its rows.
+A reader can be sent between processes, and opens the file in each process at the first read. The rows of a request are
+read chunk by chunk, so that a request needs each chunk once, whatever the order of its rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest,
 
 
 class H5Reader:
-    """Reader of some fields of one file, which is a set of one: see `h5chunk.store.read.fileset`.
+    """Read fields of one file; a set of files is read by `h5chunk.store.read.fileset`.
 
-    ``fields`` are datasets, or groups that hold a CSR matrix, by the name that they shall have; None: ``images``, or
-    the matrix ``X``, and ``labels`` if there are any. With ``checksums`` "first", chunks are checked against the
-    checksums of an h5chunk file when this process first reads of them; with "always", whenever it does.
+    ``fields`` are datasets, or groups that hold a CSR matrix, by field name; None: ``images``, or the matrix ``X``, and
+    ``labels`` if they exist. With ``checksums`` "first", chunks are checked against the checksums of an h5chunk file at
+    this process's first read; with "always", at every read.
 
     ``main`` is the ``matrix``, of which there may be one, or the field of the largest samples; ``chunk_samples`` of it
     are read together. ``starts``, (num_files + 1,) int64, are the numbers of each file's first sample, and of all.
@@ -90,11 +90,11 @@ class H5Reader:
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
-        """The reader of each file."""
+        """The readers of the files."""
         return self._readers or (self,)
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each file in which there are any of these rows, and where they are among them, in the same order."""
+        """Yield each file that has any of these rows, and their positions in ``rows``, in the same order."""
         if not len(rows):
             return
         if len(self.readers) == 1:
@@ -107,20 +107,20 @@ class H5Reader:
             yield int(files[some[0]]), some
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """The most that caches of the largest field take in one process, all files together."""
+        """Return the most bytes that caches of the largest field take in one process, in all files together."""
         return main.nbytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that are read together: of all chunks of the largest field that hold ``chunk_samples`` samples."""
+        """Bytes that are read together: all chunks of the largest field that hold ``chunk_samples`` samples."""
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that is the same for copies of a file, and other for other data as far as can be seen.
+        """A number that is equal for copies of a file, and differs for other data as far as possible.
 
-        That is by their checksums in h5chunk files, by names, shapes and types in others.
+        It is computed from the checksums of h5chunk files, and from names, shapes and types in other files.
         """
         about = [
             (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str) for name, each in self.fields.items()
@@ -134,7 +134,7 @@ class H5Reader:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """Where each row of the matrix begins in its entries: (num_rows + 1,) int64. FileError if it is damaged."""
+        """The start of each row of the matrix in its entries: (num_rows + 1,) int64. FileError if it is damaged."""
         assert self.matrix is not None
         name = f"{self.matrix.name}/indptr"
         with opened(self.path) as file:
@@ -147,9 +147,9 @@ class H5Reader:
             return read_indptr(file[self.matrix.dataset], self.path, self.matrix)
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Give the largest field the cache ``main``, and each other field room for the same samples.
+        """Give the largest field the cache ``main``, and other fields caches for the same samples.
 
-        Takes effect at the next read.
+        This takes effect at the next read.
         """
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
         caches = {}
@@ -165,13 +165,13 @@ class H5Reader:
             self.close()
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """Return the caches that HDF5 uses in this process, by field: read back, not remembered."""
+        """Return the caches that HDF5 uses in this process, by field, as HDF5 reports them."""
         return {name: cache_of(handle.id) for name, handle in self._handles().items()}
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read rows of a field, (n,) int64, in any order, also repeated.
 
-        ``out`` is (n, *sample_shape), of the field's dtype, C-contiguous; of a matrix CsrBuffers with its ``starts``.
+        ``out`` is (n, *sample_shape), of the field's dtype, C-contiguous; for a matrix, CsrBuffers with ``starts`` set.
         """
         handle = self._handles()[name]
         try:
@@ -189,7 +189,7 @@ class H5Reader:
         self.check_unchanged()  # HDF5 gives zeros for what a file that was cut short lacks
 
     def _handles(self) -> dict[str, _Handle | CsrHandle]:
-        """The open datasets of this process; those inherited by a fork are left alone."""
+        """The open datasets of this process; those inherited by a fork are never used."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = None
             with translate_errors(self.path):
@@ -199,7 +199,7 @@ class H5Reader:
         return self._opened[1]
 
     def read_through(self, file: h5py.File) -> dict[str, _Handle | CsrHandle]:
-        """Read through a file that is open already, such as one over a Python file object, until `close`."""
+        """Read through an open file, such as one over a Python file object, until `close`."""
         handles: dict[str, _Handle | CsrHandle] = {}
         for name, field in self.fields.items():
             if isinstance(field, MatrixField):
@@ -211,15 +211,15 @@ class H5Reader:
         return handles
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
-        """Raise FileError unless the path (or the open file) is what it was when this reader was made."""
+        """Raise FileError unless the path (or the open file) is unchanged since this reader was made."""
         found = stamp_of(self.path if descriptor is None else descriptor)
         if not found:
-            raise FileError(f"{printable(self.path)}: no such file any more: removed since it was first opened")
+            raise FileError(f"{printable(self.path)}: no such file: it was removed after it was first opened")
         if found != self.stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
 
     def touch(self) -> None:
-        """Read all the metadata that reading samples needs, and none of the samples."""
+        """Read all the metadata that reading samples needs, but no samples."""
         assert self.fingerprint is not None
         self._handles()
         self.close()
@@ -259,7 +259,7 @@ class _Handle:
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read rows chunk by chunk: a run in one call where that copies little more than is wanted, else singly."""
+        """Read rows chunk by chunk: a run in one call if that copies little more than needed, else one by one."""
         if not len(rows):
             return
         if self._checks is not None:

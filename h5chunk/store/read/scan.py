@@ -1,7 +1,7 @@
-"""Read the stored chunks of a dataset, and find damaged ones by their checksums, or as they do not decode.
+"""Read the stored chunks of a dataset, and find damaged chunks by their checksums, or by decoding them.
 
-Chunks are read by byte ranges in several threads, outside HDF5's lock; only filters that are not decoded here are left
-to HDF5. What the values mean, others know: they can have a look at those of each chunk that is right.
+Chunks are read by byte ranges in several threads, outside HDF5's lock; only unsupported filters are left to HDF5. The
+values of chunks that are right can be passed on for further checks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Look = Callable[[int, np.ndarray], None]  # (number of the first element, bytes)
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged chunk; ``expected`` and ``found`` are checksums, None where there is none or it could not be read."""
+    """A damaged chunk; ``expected`` and ``found`` are checksums, None if missing or unreadable."""
 
     chunk: int
     what: str
@@ -54,14 +54,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Parted:
-    """The result of a task: the bytes that were read, and the damage."""
+    """The result of a task: the bytes read, and the damage."""
 
     num_bytes: int
     damages: tuple[Damage, ...] = ()
 
 
 class CheckedDataset:
-    """The chunks of a dataset, to be checked by number.
+    """Check the chunks of one dataset, by number.
 
     The dataset is not virtual, has no external storage, and must stay open. ``expected``, (num_chunks,) uint32, is the
     CRC-32 of the stored bytes of each chunk. Raises FileError if the index of its chunks makes no sense. Where chunks
@@ -171,7 +171,7 @@ class CheckedDataset:
         return Parted(num_bytes, tuple(damages))
 
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
-        """Check a chunk; a plain one in pieces. FileError: it cannot be read."""
+        """Check a chunk; a plain chunk in pieces. FileError if it cannot be read."""
         if offset < 0:
             return None if self._expected is None else Damage(chunk, "was never written, though it has a checksum")
         room = size

@@ -1,7 +1,6 @@
-"""Read rows of one or several files by their byte ranges: the rows of a request are grouped by file.
+"""Read rows of one or several files by byte ranges: the rows of a request are grouped by file.
 
-The bytes that are read for some samples are counted of decoded samples, each chunk read once: what a cache that holds
-open chunks gives.
+Bytes read are counted in decoded samples, with every chunk read once, as with a cache that holds all open chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NOTABLE = 1.01  # bytes read over bytes wanted: less is not worth saying
 
 
 class OpenFiles:
-    """Descriptors of a set's files, each opened when it is first asked for; for any number of threads."""
+    """File descriptors of a set, opened on first use; for any number of threads."""
 
     def __init__(self, reader: H5Reader) -> None:
         self._readers = reader.readers
@@ -37,7 +36,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def of(self, number: int) -> int:
-        """Return the descriptor of a file; raise FileError if it cannot be opened, or is not what it was."""
+        """Return the descriptor of a file; FileError if it cannot be opened, or has changed."""
         found = self._open[number]
         if found is None:
             with self._lock:
@@ -51,7 +50,7 @@ class OpenFiles:
         self._readers[number].check_unchanged()
 
     def close(self) -> None:
-        """Close them. Not while parts are read."""
+        """Close the files. Do not call this while tasks run."""
         for descriptor in self._open:
             if descriptor is not None:
                 os.close(descriptor)
@@ -85,10 +84,10 @@ def close_descriptors(opened: int | OpenFiles) -> None:
 
 
 class FilesField(ByteReader):
-    """Reader of a field of several files, as `PlainField` is of one; its tasks take `OpenFiles` for a descriptor.
+    """Read a field of several files, as `PlainField` reads one file; its tasks take `OpenFiles` for a descriptor.
 
-    Of each file, there is the reader of the field in it; None if it is without samples. The files share the memory that
-    one would have.
+    It has the field's reader for each file; None for a file without samples. The files share the memory that a single
+    file would have.
     """
 
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:
@@ -135,18 +134,18 @@ class FilesField(ByteReader):
 
 
 class FileParts:
-    """A task made of tasks of several files, each with its file's number, which a thread runs one after the other."""
+    """A task of tasks in several files, with the numbers of the files, which a thread runs one after another."""
 
     def __init__(self, parts: list[tuple[Part, int]]) -> None:
         self._parts = parts
 
     @property
     def is_plain(self) -> bool:
-        """Whether native threads can do all of it."""
+        """Whether native threads can run all of it."""
         return all(hasattr(part, "jobs") for part, _ in self._parts)
 
     def each(self, opened: OpenFiles) -> Iterator[tuple[Part, int, Callable[[], None]]]:
-        """Yield each part with the descriptor of its file, and what looks whether that was changed meanwhile."""
+        """Yield each part with the descriptor of its file, and a check that the file did not change meanwhile."""
         for part, number in self._parts:
             yield part, opened.of(number), partial(opened.check, number)
 
@@ -159,7 +158,7 @@ class FileParts:
 def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the fields that can be read by byte ranges, and the reasons why the others cannot.
 
-    Raises FileError if a file is damaged, or was changed.
+    FileError if a file is damaged, or was changed.
     """
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
@@ -189,9 +188,9 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
 def read_amplification(
     reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], kept: Collection[str] = ()
 ) -> float:
-    """Return the bytes read over the bytes of some samples; 1.0 if there are none, or all are read (``rows`` None).
+    """Return bytes read over bytes used for these samples; 1.0 if there are none, or all are read (``rows`` None).
 
-    ``direct`` is read by byte ranges, other fields through HDF5; those ``kept`` in memory whole are not counted.
+    ``direct`` fields are read by byte ranges, others through HDF5; ``kept`` fields, whole in memory, do not count.
     """
     names = [name for name in reader.fields if name not in kept]
     wanted = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
@@ -208,7 +207,7 @@ def read_amplification(
 
 
 def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Return the bytes of some samples of a field, each as often as it is named."""
+    """Return the bytes of samples of a field, counting repetitions."""
     field = reader.fields[name]
     if isinstance(field, MatrixField):
         return int((reader.indptr[rows + 1] - reader.indptr[rows]).sum()) * field.entry_bytes
@@ -216,9 +215,9 @@ def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
 
 
 def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Return the bytes that are read through HDF5's chunk cache: whole chunks, but for large plain samples.
+    """Return the bytes read through HDF5's chunk cache: whole chunks, except for large uncompressed samples.
 
-    Of a compressed matrix, whose chunks are not those of its rows, about.
+    This is approximate for a compressed matrix, whose chunks are not aligned with rows.
     """
     field, grid = reader.fields[name], reader.fields[name].grid
     if isinstance(field, Field):

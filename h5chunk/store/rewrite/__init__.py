@@ -1,1 +1,1 @@
-"""Rewriting of whole files, whatever is in them."""
+"""Rewrite whole files, whatever they contain."""

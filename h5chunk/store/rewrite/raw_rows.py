@@ -1,9 +1,8 @@
-"""Read rows of any dataset of fixed-size elements as the bytes that they are, whatever their type and chunks.
+"""Read rows of any dataset of fixed-size elements as bytes, whatever their type and chunks.
 
-For rewriting a file: rows are wanted in order, each once, in long runs. No value is converted. Chunks are read by byte
-ranges and decoded outside HDF5's lock where `h5chunk.store.hdf5.codecs` can, so that threads read side by side; else
-HDF5 decodes them, one after the other. Chunks that were never written give the fill value, or zeros
-without one.
+This is for rewriting a file: rows are wanted in order, once, in long runs. No value is converted. Chunks are read by
+byte ranges and decoded outside HDF5's lock if `h5chunk.store.hdf5.codecs` can, so that threads read in parallel; else
+HDF5 decodes them, one after another. Chunks that were never written give the fill value, or zeros without one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BLOCK_BYTES = 1 << 20  # of samples that are put together at a time: what a proc
 
 
 class SpilledChunks:
-    """One band of chunks at a time, decoded, in a file without a name, as they do not fit in memory together."""
+    """One decoded band of chunks at a time, in an unnamed file, for bands that do not fit in memory."""
 
     def __init__(self, chunks: RawChunks, per_band: int, folder: Path) -> None:
         self._chunks, self._per_band, self._folder = chunks, per_band, folder
@@ -51,7 +50,7 @@ class SpilledChunks:
         self._file.read(place * size + start, out)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close and remove the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -120,7 +119,7 @@ class RawRows:
             chunk = stop
 
     def _put_together(self, packing: Packing, band: int, low: int, high: int, out: np.ndarray) -> None:
-        """Assemble rows ``low`` to ``high`` of a band out of all its chunks."""
+        """Assemble rows ``low`` to ``high`` of a band from all its chunks."""
         count, width = high - low, packing.chunk_row_bytes
         pieces = scratch(self._local, "pieces", packing.num_chunks * count * width).reshape(-1, count, width)
         for number in range(packing.num_chunks):

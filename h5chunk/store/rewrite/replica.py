@@ -1,9 +1,9 @@
-"""Copy a file with its objects, links and attributes; some datasets with their values, some without.
+"""Copy a file with its objects, links and attributes; some datasets without their values.
 
-What is to be laid out anew gets its space, and its bytes are written later by others. All else is copied by HDF5
-(``h5o.copy``), chunk by chunk as it is stored. References are made anew. Values that are no plain bytes, as they are of
-variable length or refer to objects, go through Python objects, chunk by chunk; in a new order, once for each part of
-the new file that fits in memory.
+Datasets with a new layout are allocated, and their bytes are written later by others. Everything else is copied by HDF5
+(``h5o.copy``), chunk by chunk as stored. References are replaced. Values that are not plain bytes, because they have
+variable length or refer to objects, go through Python objects, chunk by chunk; in a new order, once per part of the new
+file that fits in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NewLayout:
 
 @dataclass(frozen=True)
 class NewHeader:
-    """The group ``/h5chunk`` of the new file; what the old one has besides stays."""
+    """The group ``/h5chunk`` of the new file; other content of the old group stays."""
 
     attributes: dict[str, Any]
     tables: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)  # shapes and types of datasets
@@ -102,7 +102,7 @@ def create_replica(
 
 
 def region_key(path: bytes) -> str:
-    """Return a path as a key of regions: any bytes, as text."""
+    """Return a path, which may be any bytes, as a text key of regions."""
     return path.decode("utf-8", "surrogateescape")
 
 
@@ -184,7 +184,7 @@ class _Copier:
 
 
 class _Maker:
-    """Builder of the objects of the new file."""
+    """Build the objects of the new file."""
 
     def __init__(
         self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
@@ -204,7 +204,7 @@ class _Maker:
         self._bare: set[bytes] = set()  # copied without their attributes
 
     def make_nodes(self) -> None:
-        """Make all objects and links, without attributes but those that HDF5 copies."""
+        """Make all objects and links, with only those attributes that HDF5 copies."""
         parent: bytes | None = None
         for node in self._nodes:
             if node.parent != parent:
@@ -228,7 +228,7 @@ class _Maker:
                 self._copy(old, new, node, links)
 
     def _is_made(self, path: bytes) -> bool:
-        """Whether a dataset is made here, not copied by HDF5."""
+        """Return whether a dataset is made here, not copied by HDF5."""
         return path in self._changes.layouts or path in self._by_value
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
@@ -253,7 +253,7 @@ class _Maker:
             self.new[node.path] = made
 
     def copy_attributes(self) -> None:
-        """Copy the attributes that HDF5 did not copy, or that refer to objects."""
+        """Copy attributes that HDF5 did not copy, or that refer to objects."""
         self.copier.attributes(h5g.open(self._source, b"/"), h5g.open(self._target, b"/"), "the root")
         header = self._changes.header
         replaced = {GROUP.encode(): {name.encode() for name in header.attributes}} if header is not None else {}
@@ -268,7 +268,7 @@ class _Maker:
                 self.copier.lost.append(f"the comment on {where}, which h5py cannot read, is left out")
 
     def copy_values(self) -> None:
-        """Copy the values that are no plain bytes."""
+        """Copy values that are not plain bytes."""
         for path in self._by_value:
             old, new = (h5py.Dataset(h5d.open(file, path)) for file in (self._source, self._target))
             if self._changes.order is not None and path in self._changes.permuted:
@@ -286,7 +286,7 @@ def _copy_orders(old: Any, new: Any) -> None:
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
-    """Return the properties of a dataset in its new layout: all others stay."""
+    """Return the properties of a dataset in its new layout; all others are kept."""
     new = old.copy()
     for code in [old.get_filter(number)[0] for number in range(old.get_nfilters())]:
         new.remove_filter(code)
@@ -324,7 +324,7 @@ def _bands(dataset: h5py.Dataset) -> Iterator[range]:
 
 
 def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...], h5s.SpaceID, h5s.SpaceID]:
-    """Return the shape of some rows, or of a single value, and how they are selected in memory and in the file."""
+    """Return the shape of rows, or of a single value, and their selections in memory and in the file."""
     space = dataset.id.get_space()
     if rows is None:
         return (), h5s.create(h5s.SCALAR), space
@@ -349,7 +349,7 @@ def _write(dataset: h5py.Dataset, rows: range | None, values: np.ndarray) -> Non
 
 
 def _size(values: np.ndarray) -> int:
-    """Return the bytes of memory that values take, about."""
+    """Return the approximate bytes of memory that values take."""
     if values.dtype.names:
         return sum(_size(values[name]) for name in values.dtype.names) + values.nbytes
     if values.dtype.kind != "O":

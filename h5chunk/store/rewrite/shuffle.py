@@ -1,8 +1,8 @@
-"""Move the rows of a dataset into a new file, in their order or in another, within a given memory.
+"""Move the rows of a dataset into a new file, in the same order or in another, within a memory limit.
 
-Threads read rows in long runs, regroup them, and write them; see `h5chunk.plan.repack` for what goes where. While a
-shuffle of more than fits in memory is half done, the samples wait in the new file itself, each in the bucket that its
-place is in; of a compressed dataset in a file without a name.
+Threads read rows in long runs, regroup them, and write them; `h5chunk.plan.repack` plans the buckets. Between the two
+passes of a shuffle that exceeds memory, the samples wait in the new file itself, in the buckets of their places; those
+of a compressed dataset wait in an unnamed file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class NewOrder:
-    """A permutation of rows: row i of the new file is row ``order[i]`` of the old one, which goes to ``places``."""
+    """A permutation of rows: row i of the new file is row ``order[i]`` of the old file; ``places`` is the inverse."""
 
     def __init__(self, order: np.ndarray) -> None:
         self.order = order
@@ -45,9 +45,9 @@ class NewOrder:
 
 
 class EvenRows:
-    """Rows of one length, samples, as runs of bytes: where they lie, and how they are regrouped.
+    """Rows of equal length as runs of bytes: where they are, and how to regroup them.
 
-    Buckets are whole chunks of ``unit_rows`` rows where they can.
+    Buckets are whole chunks of ``unit_rows`` rows if possible.
     """
 
     def __init__(self, source: RawRows, unit_rows: int = 1) -> None:
@@ -56,21 +56,21 @@ class EvenRows:
         self.num_bytes = source.num_rows * self._width
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
-        """Cut the old order into rows that are read together, of about ``step_bytes``."""
+        """Cut the old order into spans of rows, about ``step_bytes`` each, that are read together."""
         source, cost = self.source, self._width + ROW_BYTES
         step_bytes = shares.banded(step_bytes, source.band_rows * cost, source.whole_bands)
         return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        """Cut the new order into buckets; gives their borders."""
+        """Cut the new order into buckets, and return their borders."""
         return plan_buckets(self.source.num_rows, self._width + ROW_BYTES, part_bytes, self._unit_rows)
 
     def old_offset(self, row: int) -> int:
-        """Bytes before a row in the old order."""
+        """Return the number of bytes before a row in the old order."""
         return row * self._width
 
     def new_offset(self, place: int) -> int:
-        """Bytes before a place in the new order."""
+        """Return the number of bytes before a place in the new order."""
         return place * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
@@ -78,18 +78,18 @@ class EvenRows:
         self.source.read(rows.start, rows.stop, out.reshape(len(rows), self._width))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Bytes of each of these rows."""
+        """Return the bytes of each of these rows."""
         return np.full(len(rows), self._width, np.int64)
 
     def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows at ``picks`` out of ``data``, in which the rows ``lying`` lie (None: all)."""
+        """Copy rows at ``picks`` out of ``data``, which holds the rows ``lying`` (None: all)."""
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
         table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
         np.take(table, picks, axis=0, out=target, mode="clip")
 
 
 class UnevenRows:
-    """Rows of different lengths, with the methods of `EvenRows`: of a sparse matrix, or names that lie end to end.
+    """Rows of different lengths, with the methods of `EvenRows`: of a sparse matrix, or concatenated names.
 
     Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded, which the caller has checked: (num_rows +
     1,) int64. No row may take more than ``part_bytes`` of memory.
@@ -144,7 +144,7 @@ Rows = EvenRows | UnevenRows
 
 
 def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, told: Told) -> None:
-    """Move rows in their order."""
+    """Copy rows in their old order."""
     width = source.row_bytes
     step_bytes = shares.banded(shares.step_bytes, source.band_rows * width, source.whole_bands)
 
@@ -185,12 +185,12 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
 
 
 def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
-    """First pass: every row goes to the bucket of its place; within one, rows lie in their old order."""
+    """Do the first pass: move every row to the bucket of its place; rows in a bucket keep their old order."""
     local = threading.local()
     ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
 
     def plan(span: range) -> tuple[range, np.ndarray, list[tuple[int, int, int]]]:
-        """Return the order that groups rows by bucket, and where each group goes: offset, and first and last byte."""
+        """Return the order that groups rows by bucket, and each group's destination: offset, first and last byte."""
         buckets = np.searchsorted(borders, new.places[span.start : span.stop], "right") - 1
         picks = np.argsort(buckets, kind="stable")
         ordered = buckets[picks]
@@ -229,7 +229,7 @@ def _settle(
     borders: np.ndarray,
     told: Told,
 ) -> None:
-    """Second pass: every bucket is put in order."""
+    """Do the second pass: put every bucket in order."""
     local = threading.local()
 
     def settle(bucket: int, buffer: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """List the objects of any HDF5 file, and refuse those that cannot be kept when the file is rewritten.
 
-Nothing is followed out of the file: external links, external storage and virtual datasets are refused. Soft links are
-taken as they are, and not followed.
+References out of the file are not followed: external links, external storage and virtual datasets are refused. Soft
+links are kept, and not followed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A dataset, as its metadata describe it."""
+    """A dataset, as its metadata describes it."""
 
     path: bytes  # without a leading slash
     shape: tuple[int, ...] | None  # None: it holds nothing, not even a single value
@@ -43,28 +43,28 @@ class DatasetFacts:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages."""
         return printable(self.path)
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return math.prod(self.shape or (0,)) * self.item_bytes if self.shape != () else self.item_bytes
 
     @property
     def num_rows(self) -> int:
-        """Along the first axis; 0 if there is none, or nothing in it."""
+        """Length of the first axis; 0 without axes or elements."""
         return self.shape[0] if self.shape and self.num_bytes else 0
 
     @property
     def grid(self) -> ChunkGrid:
-        """What a sample costs; of a dataset with rows."""
+        """Chunk grid of a dataset with rows."""
         return ChunkGrid(self.shape or (), self.chunks, self.item_bytes, bool(self.filters))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One link of the tree."""
+    """One link in the tree of groups."""
 
     parent: bytes  # path of the group that it is in
     name: bytes

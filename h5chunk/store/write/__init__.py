@@ -1,1 +1,1 @@
-"""Writing files: in parallel, crash-safe, each in its place only when it is whole."""
+"""Write files in parallel and crash-safe; a file gets its name only when it is complete."""

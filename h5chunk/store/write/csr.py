@@ -22,7 +22,7 @@ def csr_spec(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
 ) -> FileSpec:
-    """Return the file to write; of fields and tables, by path below the root and ``/h5chunk``, only types count.
+    """Return the file to write; for fields and tables, by path below the root and ``/h5chunk``, only types are used.
 
     ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is its code over ``scale``.
     """
@@ -69,7 +69,7 @@ def csr_spec(
 
 
 class CsrWriter:
-    """Writer of the entries of a matrix, in row order, in parts of any size."""
+    """Write the entries of a matrix, in row order, in parts of any size."""
 
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
         self._new = new
@@ -103,7 +103,7 @@ class CsrWriter:
 
 
 class _RunWriter:
-    """Writer of the bytes of a dataset in order, with the checksum of each chunk."""
+    """Write the bytes of a dataset in order, and compute the checksum of each chunk."""
 
     def __init__(self, new: NewFile, name: str, chunk_bytes: int) -> None:
         self._new, self._name, self._chunk_bytes = new, name, chunk_bytes

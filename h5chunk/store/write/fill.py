@@ -1,12 +1,12 @@
 """Fill the chunks of a new file from a source, in worker processes.
 
-Workers take runs of chunks, get the samples from a source, and write each chunk with one ``pwrite``: pixels never
-pass between processes. What comes back for a chunk is its checksum and what to count. Which worker writes a chunk
-does not change its bytes. What a journal claims to be written is looked at again by the workers, first of all.
+Workers take runs of chunks, read samples from a source, and write each chunk with one ``pwrite``: pixels are never sent
+between processes. A worker returns checksums, and notes to count. The bytes of a chunk do not depend on the worker.
+Workers first check the chunks that a journal claims to be written.
 
-On Linux workers are forked, at once and without a guard in the caller's main module: they run Pillow, NumPy and zlib in
-one thread, and take no lock that a thread of the parent may hold. Elsewhere fork is not safe, and the caller's main
-module needs the guard that torch's DataLoader needs as well.
+On Linux workers are forked, which is fast and needs no guard in the caller's main module: they run Pillow, NumPy and
+zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere fork is not safe, and the caller's
+main module needs the same guard as for torch's DataLoader.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def fill(
     claims: Mapping[int, Done] | None = None,
     finished: Callable[[Done], None] = lambda done: None,
 ) -> Filled:
-    """Write all chunks of the job, in ``num_workers`` processes, or in this one if there are none.
+    """Write all chunks of the job, in ``num_workers`` processes, or with 0 in this process.
 
-    The tasks that ``claims`` names, by their first chunks, are not done again where the claim holds. ``finished`` is
-    told each task that was done here, unless the failure of a sample is the end of all.
+    Tasks in ``claims``, by their first chunks, are not repeated if the claim holds. ``finished`` is called with each
+    task that was done here, unless the failure of a sample stops the job.
     """
     filled = Filled()
     checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
@@ -187,7 +187,7 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
         )
     except OSError as error:
         raise WorkerError(
-            f"no worker can be started: {error.strerror}: look at the room in /dev/shm and {tempfile.gettempdir()}, or "
+            f"no worker can be started: {error.strerror}: check the space in /dev/shm and {tempfile.gettempdir()}, or "
             "use --workers 0"
         ) from None
     waiting: set[Future[Done]] = set()
@@ -230,7 +230,7 @@ def _start_worker(job: FillJob, told: Any) -> None:
 
 
 def _leave_in_time(told: Any) -> None:
-    """End with the parent, or when told to: a killed process may hold a lock that the others wait for."""
+    """Exit with the parent, or when told to: a killed process may hold a lock that others wait for."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):

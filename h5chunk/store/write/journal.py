@@ -1,4 +1,4 @@
-"""Journal of what a writer has done, so that an interrupted one can be continued: records that are only ever added.
+"""Keep a journal of finished work, an append-only list of records, so that an interrupted writer can continue.
 
 A line is a record: the CRC-32 of its JSON, the JSON. The first one is a key, which stands for all that decides what the
 other records mean. A line that is torn or damaged ends the journal: what stands behind it is not believed. Records are
@@ -44,9 +44,9 @@ class Journal:
         return bool(self.records) or self._num_added > 0
 
     def open(self, key: str | None) -> None:
-        """Take over the records that are there, if they are of the same key, or start anew.
+        """Reuse existing records if they have the same key; otherwise start over.
 
-        Without a key, nothing is taken over and nothing is recorded.
+        Without a key, no records are reused or written.
         """
         if key is None:
             return
@@ -64,7 +64,7 @@ class Journal:
         self._write(key)
 
     def add(self, record: Any) -> None:
-        """Add a record (JSON). Once the disk is full, none is added: a later run repeats more work then."""
+        """Add a record (JSON). Once the disk is full, no more are added: a later run then repeats more work."""
         if self._write(record):
             self._num_added += 1
 
@@ -81,7 +81,7 @@ class Journal:
         return False
 
     def close(self) -> None:
-        """Close the journal; nothing can be added any more."""
+        """Close the journal; nothing can be added afterwards."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -100,7 +100,7 @@ def _line(record: Any) -> bytes:
 
 
 def _read(file: IO[bytes]) -> tuple[list[Any], int]:
-    """Return the records before the first line that is torn or damaged, and where they end."""
+    """Return the records before the first torn or damaged line, and the end of the last of them."""
     records, end = [], 0
     with os.fdopen(os.dup(file.fileno()), "rb") as lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""A file that appears under its name only when it is complete and on disk: see `h5chunk.store.write.output`."""
+"""Write a file that appears under its name only when it is complete and on disk: see `h5chunk.store.write.output`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLUSH_INTERVAL_S = 0.5
 
 
 class NewFile(Output):
-    """Context manager around the making of one file."""
+    """Write one new file, in a context."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
         super().__init__(path, overwrite, journal)
@@ -47,7 +47,7 @@ class NewFile(Output):
 
     def _check_place(self) -> None:
         if not self._overwrite and self.path.exists():
-            raise OutputError(f"{printable(self.path)}: appeared meanwhile: it was left as it is")
+            raise OutputError(f"{printable(self.path)}: appeared meanwhile: it was not changed")
 
     def _open_part(self) -> int:
         shown = printable(self.path)
@@ -63,14 +63,14 @@ class NewFile(Output):
         self.part.replace(self.path)
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
-        """Create the file with all its space, so that a full disk shows before the first sample.
+        """Create the file with all its space, so that a full disk is noticed before the first sample.
 
-        Returns the places of the bytes of each dataset.
+        Returns the byte ranges of all datasets.
         """
         return self.make(spec.num_bytes, lambda part: create_file(part, spec))
 
     def make(self, num_bytes: int, create: Callable[[Path], Mapping[str, Region]]) -> Mapping[str, Region]:
-        """As `allocate`, for a file of about ``num_bytes`` that ``create`` writes at a path."""
+        """Allocate a file of about ``num_bytes``, like `allocate`, which ``create`` writes to a path."""
         os.ftruncate(self.descriptor, 0)
         check_room(self.path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
         with writing(self.path):
@@ -100,10 +100,10 @@ class NewFile(Output):
                 raise
 
     def shrink(self, spec: FileSpec, kept: Iterable[str]) -> None:
-        """Turn the file into that of ``spec``, which has fewer samples; the fields ``kept`` keep the data of those.
+        """Turn the file into that of ``spec``, with fewer samples; the fields ``kept`` keep their first samples.
 
-        The header of the new file is made apart and copied over the old one. Other fields and tables must be written
-        after this.
+        The new header is written to a separate file and copied over the old one. Other fields and tables must be
+        written after this.
         """
         with writing(self.path):
             old, self._regions = self._regions, create_file(self._header, spec)
@@ -111,7 +111,7 @@ class NewFile(Output):
             self._copy_header(kept)
 
     def _copy_header(self, kept: Iterable[str]) -> None:
-        """Copy all bytes of the header file but the data of the fields ``kept``."""
+        """Copy all bytes of the header file except the data of the fields ``kept``."""
         try:
             with self._header.open("rb") as file:
                 for region in sorted((self._regions[name] for name in kept), key=lambda region: region.offset):
@@ -125,11 +125,11 @@ class NewFile(Output):
             self._header.unlink(missing_ok=True)
 
     def offset(self, name: str) -> int:
-        """Return where the bytes of a dataset begin."""
+        """Return the file offset of a dataset."""
         return self._regions[name].offset
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """Write a whole dataset; a field's last chunk is filled up with zeros."""
+        """Write a whole dataset; a field's last chunk is padded with zeros."""
         if not values.size:
             return
         region = self._regions[name]
@@ -148,7 +148,7 @@ class NewFile(Output):
 
     @contextmanager
     def flusher(self) -> Iterator[None]:
-        """Send what is written to the disk in a thread all the while, so that the final fsync finds little left."""
+        """Flush written data to the disk in a thread meanwhile, so that the final fsync is short."""
         done, errors = threading.Event(), []
 
         def flush() -> None:
@@ -170,10 +170,10 @@ class NewFile(Output):
 
 
 def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
-    """Move data from old to new regions of a file, of which the new ones are no longer.
+    """Move data from old to new regions of a file; new regions are not longer than old ones.
 
-    Large fields lie in the same order in both, so that they move to lower offsets one after the other. Small ones are
-    not aligned and may lie anywhere: they wait in memory.
+    Large fields have the same order in both, so that they can be moved to lower offsets one after another. Small fields
+    are not aligned and may be anywhere: they are kept in memory meanwhile.
     """
     small = [move for move in moves if move[1].num_bytes <= PIECE_BYTES]
     waiting = [(new.offset, os.pread(descriptor, new.num_bytes, old.offset)) for old, new in small]
@@ -190,12 +190,12 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
 
 
 def column_specs(columns: Mapping[str, np.ndarray]) -> tuple[FieldSpec, ...]:
-    """Return the fields that hold columns, which have one value per sample; only types are looked at."""
+    """Return the fields that hold columns, with one value per sample; only types are used."""
     return tuple(FieldSpec(name, (), values.dtype) for name, values in columns.items())
 
 
 def checksum_tables(fields: Iterable[str], num_chunks: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the tables below ``/h5chunk`` that hold the checksums of some fields."""
+    """Return the tables below ``/h5chunk`` for the checksums of these fields."""
     return {f"checksums/{name}": ((num_chunks,), np.dtype(np.uint32)) for name in fields}
 
 

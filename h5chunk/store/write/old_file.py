@@ -1,4 +1,4 @@
-"""Read an h5chunk file that samples are appended to, and check it as it is copied into a longer one."""
+"""Read an h5chunk file to append to, and check it while it is copied into a longer file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Told = Callable[[int], None]  # told the bytes that were carried since the last 
 
 
 class OldFile:
-    """An h5chunk file that samples are appended to."""
+    """An h5chunk file to append samples to."""
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
@@ -44,7 +44,7 @@ class OldFile:
             header = read_header(file)
             if header is None:
                 raise FileError(
-                    f"{self.shown}: not written by h5chunk: nothing says how its samples were made: convert their "
+                    f"{self.shown}: not written by h5chunk: it does not say how its samples were made: convert their "
                     "source with h5chunk convert, together with the new ones"
                 )
             if header.kind:
@@ -62,18 +62,18 @@ class OldFile:
                 self.datasets[name] = item
 
     def check_unchanged(self) -> None:
-        """Raise FileError unless what is under the path is the file that was opened, as it was then."""
+        """Raise FileError unless the path still has the opened file, unchanged."""
         if stamp_of(self.path) != self._stamp:
             raise FileError(f"{self.shown}: changed while it was read: nothing was appended: run it again")
 
     def attributes(self, name: str) -> dict[str, Any]:
-        """Return the attributes of an object, which must be of fixed-size types."""
+        """Return the attributes of an object, which must have fixed-size types."""
         item = self.file[name]
         check_attributes(item, f"{self.shown}: {name!r}")
         return dict(item.attrs)
 
     def table(self, name: str) -> np.ndarray | None:
-        """Return a dataset of ``/h5chunk``; None if there is none."""
+        """Return a dataset of ``/h5chunk``; None if it does not exist."""
         dataset = self.datasets.get(f"{GROUP}/{name}")
         return None if dataset is None else dataset[()]
 
@@ -85,7 +85,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open a file that samples are appended to."""
+    """Open a file to append samples to."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)
@@ -103,7 +103,7 @@ class OldDataset:
         table = old.table(f"checksums/{name}")
         if table is None or table.ndim != 1 or table.dtype != np.uint32:
             raise FileError(
-                f"{old.shown}: {name!r} has no checksums, as what h5chunk wrote has: convert its source again"
+                f"{old.shown}: {name!r} has no checksums, unlike files that h5chunk wrote: convert its source again"
             )
         self._checked, self.checksums = CheckedDataset(old.path, self.dataset, table), table
         if len(table) != self._checked.num_chunks:

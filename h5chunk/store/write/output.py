@@ -1,9 +1,9 @@
-"""An output that appears under its name only when it is complete and on disk: a file or a folder of shards.
+"""Write an output that appears under its name only when it is complete and on disk: a file or a folder of shards.
 
 Until then it is written beside its place, as ``.NAME.h5chunk-part``, which is locked: a second writer of the same
-output gets a message. What stood under the name stays as it was until the new one takes its place in one step. A writer
-that is killed leaves the part, which the next one takes over: to continue it, if there is a journal of what was done
-(`h5chunk.store.write.journal`), ``.NAME.h5chunk-journal``.
+output gets an error. An existing output is unchanged until the new one replaces it in one step. A killed writer leaves
+its part file, which the next writer continues, if there is a journal of finished work (`h5chunk.store.write.journal`),
+``.NAME.h5chunk-journal``, and otherwise replaces.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Output = TypeVar("_Output", bound="Output")
 
 
 class Output(ABC):
-    """Context manager around the making of an output, in ``part`` until it is complete.
+    """Write an output in a context, as ``part`` until it is complete.
 
-    A ``journal`` that is given is that of a folder of files, this one among them: it stays when this one is complete.
+    A given ``journal`` belongs to a folder that contains this file: it stays when this file is complete.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
@@ -54,11 +54,11 @@ class Output(ABC):
 
     @abstractmethod
     def _open_part(self) -> int | None:
-        """Open or make the part; None if another writer just moved it."""
+        """Open or create the part; None if another writer just moved it."""
 
     @abstractmethod
     def _take_place(self) -> None:
-        """Give the part the name of the output."""
+        """Rename the part to the output."""
 
     def __enter__(self: _Output) -> _Output:
         self._check()
@@ -87,7 +87,7 @@ class Output(ABC):
         raise OutputError(f"{printable(self.path)}: cannot be written: {os.strerror(errno.ENOENT)}")
 
     def commit(self) -> None:
-        """Put the output on disk and under its name."""
+        """Put the output on disk and rename it."""
         try:
             self._check_place()
         except OutputError:
@@ -118,7 +118,7 @@ class Output(ABC):
             os.close(self.descriptor)
 
     def _remove(self) -> None:
-        """Remove the part, and the journal if it is of this output alone."""
+        """Remove the part, and the journal if it belongs only to this output."""
         if self._has_own_journal:
             self.journal.remove()
         if self.part.is_dir():
@@ -128,10 +128,10 @@ class Output(ABC):
 
 
 class NewFolder(Output):
-    """Context manager around the making of one folder of shards; ``part`` is where its files are written.
+    """Write one folder of shards, in a context; its files are written to ``part``.
 
-    It replaces another one in one step, or in two where the file system cannot exchange folders: between them the old
-    one is ``.NAME.h5chunk-old``. Only a folder of shards is ever replaced: whatever else stands there is somebody's
+    It replaces another folder in one step, or in two if the file system cannot exchange folders: between them the old
+    folder is ``.NAME.h5chunk-old``. Only a folder of shards is ever replaced, because other folders may hold a user's
     work.
     """
 
@@ -155,7 +155,7 @@ class NewFolder(Output):
             raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
 
     def open_journal(self, key: str | None) -> None:
-        """Open the journal; without records of that key, the files that a killed writer left are removed."""
+        """Open the journal; unless it has records with this key, remove the files that a killed writer left."""
         self.journal.open(key)
         if not self.journal.records:
             try:
@@ -211,7 +211,7 @@ def _remove_files(folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step; False where the system cannot."""
+    """Exchange the names of two folders in one step; return False if the system does not support that."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)
     if hasattr(libc, "renameat2"):

@@ -1,4 +1,4 @@
-"""The files beside an output until that is complete: their names, their lock, and whether there is room for them."""
+"""The files beside an unfinished output: their names, their lock, and checks of paths and disk space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK_WAIT_S = 0.5  # the workers of a writer that was just killed hold its lock 
 
 
 def part_path(path: Path) -> Path:
-    """Return the path of a file, or a folder, until it is complete."""
+    """Return the path of an unfinished file or folder."""
     return path.with_name(f".{path.name}.h5chunk-part")
 
 
@@ -30,7 +30,7 @@ def journal_path(path: Path) -> Path:
 
 
 def open_own(path: Path, shown: str) -> int:
-    """Open a file beside an output, or make it. What is no regular file is neither written nor waited for."""
+    """Open or create a file beside an output; refuse anything but a regular file."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o666)
@@ -38,12 +38,12 @@ def open_own(path: Path, shown: str) -> int:
         raise
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OutputError(f"{printable(path)}: is a link, which is not written through: remove it") from None
+            raise OutputError(f"{printable(path)}: is a symbolic link, which is not followed: remove it") from None
         raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OutputError(f"{printable(path)}: is no regular file: remove it")
+    raise OutputError(f"{printable(path)}: is not a regular file: remove it")
 
 
 def lock(descriptor: int, shown: str) -> None:
@@ -56,7 +56,7 @@ def lock(descriptor: int, shown: str) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 os.close(descriptor)
-                raise OutputError(f"{shown}: another process is writing it: wait for that, or stop it") from None
+                raise OutputError(f"{shown}: another process is writing it: wait for it, or stop it") from None
             time.sleep(LOCK_WAIT_S / 10)
         except OSError as error:
             os.close(descriptor)
@@ -64,7 +64,7 @@ def lock(descriptor: int, shown: str) -> None:
 
 
 def is_open(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one at a path: another writer may have moved or removed it."""
+    """Return whether an open file is still at a path: another writer may have moved or removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def is_open(descriptor: int, path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the directory entries of a folder on disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,7 +81,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """pwrite all of ``data``."""
+    """Write all of ``data`` with pwrite."""
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -89,7 +89,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
-    """Parse the path of an output, which must name a file, or a folder of shards."""
+    """Validate the path of an output, which must name a file, or a folder of shards."""
     text = os.fspath(path)
     name = os.path.basename(text.rstrip("/") if folder else text)
     if name in ("", ".", "..") or "\0" in text:
@@ -102,7 +102,7 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
 
 
 def check_name(path: Path) -> None:
-    """Raise OutputError unless files can be named after ``path``, and it can be looked at."""
+    """Raise OutputError unless files can have names derived from ``path``, and it is accessible."""
     beside = journal_path(path)
     for each in (path, beside.with_name(f"{beside.name}-data")):  # the longest of them
         try:
@@ -135,7 +135,7 @@ def check_output(path: Path, overwrite: bool) -> None:
 
 
 def check_parent(path: Path) -> None:
-    """Raise OutputError unless files can be made in the folder that ``path`` lies in."""
+    """Raise OutputError unless files can be created in the folder of ``path``."""
     shown, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
         problem = "is not a folder" if path.parent.exists() else "does not exist: make it first"
@@ -152,13 +152,13 @@ def check_room(path: Path, num_bytes: int) -> None:
 
 
 def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
-    """Return the message of a disk that is too small."""
+    """Return the message about a disk that is too small."""
     return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise OutputError where the system or HDF5 fails to write an output."""
+    """Raise OutputError if the system or HDF5 fails to write an output."""
     try:
         yield
     except H5ChunkError:
@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: OSError | RuntimeError) -> str | None:
-    """Return the system's reason, also where HDF5 wraps it in a RuntimeError; None if there is none."""
+    """Return the system's reason, even if HDF5 wrapped it in a RuntimeError; None if there is none."""
     if isinstance(error, OSError):
         return os.strerror(error.errno) if error.errno else str(error)
     found = re.search(r"errno = (\d+)", str(error))

@@ -1,7 +1,7 @@
-"""Write the samples of a source into a new file, behind those of an older file where there is one.
+"""Write the samples of a source into a new file, after those of an older file when appending.
 
-The one writer of samples, whichever kind of source gives them, and whichever command asks for it: converting is
-appending to nothing. It knows the contract of sources alone.
+All kinds of sources and commands write samples here: converting is appending to nothing. This module knows only the
+contract of sources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Told = Callable[[int], None]  # told a number of samples, or bytes, since the la
 
 @dataclass(frozen=True)
 class OldSamples:
-    """The samples that come first: those of an older file, or none; see `h5chunk.store.format.spec` for its tables."""
+    """The samples of an older file, which come first, or none; see `h5chunk.store.format.spec` for its tables."""
 
     num_samples: int = 0
     shown: str = ""  # the file's name, for messages
@@ -50,7 +50,7 @@ class OldSamples:
         return int(self.source_index.max()) + 1 if self.num_samples else 0
 
     def tail(self, chunk_samples: int) -> dict[str, np.ndarray]:
-        """Return the samples of each field behind the last whole chunk."""
+        """Return the samples of each field after the last whole chunk."""
         chunk, rest = divmod(self.num_samples, chunk_samples)
         if not rest:
             return {}
@@ -59,7 +59,7 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """All that is settled before the first sample is written."""
+    """All decisions that are made before the first sample is written."""
 
     path: Path  # the output
     source: SampleSource
@@ -84,20 +84,20 @@ class SampleJob:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the chunks before that, which are copied."""
+        """Bytes of the earlier chunks, which are copied."""
         size = self.first_chunk * self.layout.chunk_samples
         return size * sum(each.sample_bytes for each in self.fields.values())
 
     def name(self, row: int) -> str:
-        """Return the name of new sample ``row``, for people."""
+        """Return the name of new sample ``row``, for messages."""
         return self.source.name(int(self.order[row]))
 
     def sample_buffers(self) -> dict[str, np.ndarray]:
-        """Return memory of one sample."""
+        """Return buffers for one sample."""
         return {name: np.empty(each.shape, each.dtype) for name, each in self.fields.items()}
 
     def with_order(self, order: np.ndarray) -> SampleJob:
-        """Return the job of fewer new samples."""
+        """Return the job with fewer new samples."""
         num_samples = self.old.num_samples + len(order)
         layout = replace(
             self.layout, num_samples=num_samples, chunk_samples=min(self.layout.chunk_samples, num_samples)
@@ -149,14 +149,14 @@ class SampleJob:
         return offsets[self.order + 1] - offsets[self.order]
 
     def category_tables(self) -> dict[str, np.ndarray]:
-        """Return the tables of what codes mean, by path below ``/h5chunk``."""
+        """Return the tables with the meaning of codes, by path below ``/h5chunk``."""
         return {
             "class_names" if name == "labels" else f"categories/{name}": np.array([n.encode() for n in names], "S")
             for name, names in self.categories.items()
         }
 
     def index_tables(self) -> dict[str, np.ndarray]:
-        """Return the tables that say where each sample came from, by path below ``/h5chunk``."""
+        """Return the tables with the origin of each sample, by path below ``/h5chunk``."""
         tables = {"source_index": np.concatenate([self.old.source_index, self.order + self.old.first_index])}
         if self.source.names is not None:
             ends = np.cumsum(self._name_lengths()) + len(self.old.names)
@@ -177,7 +177,7 @@ def write_samples(
     written: Told = lambda num_samples: None,
     carried: Told = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
-    """Write a whole file, but for its commit; nothing of it is allocated yet.
+    """Write a whole file, without committing it; nothing is allocated before.
 
     What ``claims`` names is checked, and not done again where that holds. ``finished`` is told each task that was done,
     ``written`` and ``carried`` how many samples were written and old bytes copied since the last call. Returns the job
@@ -215,7 +215,7 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """A source whose samples -1, -2, ... are those of an older file's last chunk, which new ones fill up."""
+    """A source whose samples -1, -2, ... are in an older file's last chunk, which new samples fill up."""
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]
@@ -235,7 +235,7 @@ class _TailedReader:
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
-    """Raise SampleError or SourceError if failures are the end of the job."""
+    """Raise SampleError or SourceError if failures stop the job."""
     odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
     if odd is not None:
         if job.old.num_samples:
@@ -252,7 +252,7 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Leave failed samples out: the last good ones take their places, and the file becomes one of fewer samples."""
+    """Leave failed samples out: the last good samples take their places, and the file becomes shorter."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]
@@ -278,7 +278,7 @@ def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
 
 
 def _write_tables(new: NewFile, job: SampleJob, checksums: Mapping[str, np.ndarray]) -> None:
-    """Write all but the fields that were filled."""
+    """Write everything except the fields that were filled."""
     for name, of_field in checksums.items():
         new.write(f"{GROUP}/checksums/{name}", of_field)
     columns = {

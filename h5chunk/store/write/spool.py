@@ -1,6 +1,6 @@
-"""Temporary arrays in memory, or, once there are too many, in a file without a name.
+"""Keep temporary arrays in memory or, beyond a limit, in an unnamed file.
 
-The file lies in a folder but has no name there: the system takes it back with the process, however that ends.
+The file is in a folder but has no name: the system removes it with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h5chunk.store.write.part_file import write_at
 
 
 class TemporaryBytes:
-    """A temporary file of bytes, in a folder but without a name there."""
+    """A temporary, unnamed file of bytes in a folder."""
 
     offset = 0
 
@@ -31,7 +31,7 @@ class TemporaryBytes:
         self.descriptor = self._file.fileno()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close and remove the file."""
         self._file.close()
 
     def write(self, offset: int, data: np.ndarray) -> None:
@@ -43,7 +43,7 @@ class TemporaryBytes:
             if error.errno in FULL_DISK:
                 raise OutputError(
                     f"{where}: the disk is full after {offset} bytes of a temporary file: "
-                    "free some, give more memory, or write elsewhere"
+                    "free some space, give more memory, or write elsewhere"
                 ) from None
             raise OutputError(f"{where}: no temporary file can be written: {error.strerror}") from None
 
@@ -55,7 +55,7 @@ class TemporaryBytes:
 
 
 class Spool:
-    """Context manager around arrays of one type, end to end: in a file of ``folder`` once they pass the memory."""
+    """Arrays of one type, concatenated: in memory or, beyond a limit, in a file in ``folder``. A context manager."""
 
     def __init__(self, folder: Path, dtype: np.dtype, memory_bytes: int) -> None:
         self._folder = folder
@@ -91,7 +91,7 @@ class Spool:
             offset += part.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return elements ``start`` to ``stop`` of what is on disk, in new memory."""
+        """Return elements ``start`` to ``stop`` of the file's data, in new memory."""
         if self._file is None:
             raise ValueError("it is in memory: take the parts")
         values = np.empty(stop - start, self.dtype)
@@ -99,7 +99,7 @@ class Spool:
         return values
 
     def take(self, num_elements: int) -> Iterator[np.ndarray]:
-        """Yield all of it, once, in parts of about ``num_elements``; what was given is gone from memory."""
+        """Yield everything, once, in parts of about ``num_elements``; memory is freed on the way."""
         if self._file is None:
             self._parts.reverse()
             while self._parts:

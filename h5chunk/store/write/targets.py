@@ -1,4 +1,4 @@
-"""Write the bytes of a dataset of a new file, plainly or in compressed chunks, and compute their checksums."""
+"""Write the bytes of a dataset in a new file, plain or in compressed chunks, and compute their checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h5chunk.store.write.spool import TemporaryBytes
 
 
 class PlainTarget:
-    """Context manager around the writing of a dataset without filters: a run of bytes, chunk after chunk.
+    """Write a dataset without filters, in a context: a run of bytes, chunk after chunk.
 
     Parts may come in any order, and from several threads. Checksums are computed if ``checked``.
     """
@@ -57,7 +57,7 @@ class PlainTarget:
         self._sums[chunk], self._known[chunk] = checksum, True
 
     def finish(self) -> np.ndarray:
-        """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; none if they are not wanted."""
+        """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; empty if not requested."""
         for chunk in np.flatnonzero(~self._known).tolist():  # those that came in parts
             start = chunk * self._chunk_bytes
             data = np.empty(min(self._chunk_bytes, self._num_bytes - start), np.uint8)
@@ -66,19 +66,19 @@ class PlainTarget:
         return self._sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes that are not yet in their final order."""
+        """Write bytes that are not in their final order yet."""
         self._new.write_bytes(self._name, offset, data.data)
 
     def read(self, offset: int, out: np.ndarray) -> None:
-        """Read bytes that `write` has written."""
+        """Read bytes written by `write`."""
         read_bytes(self.descriptor, self.offset + offset, out.data, lambda _: printable(self._new.part))
 
 
 class CompressedTarget:
-    """Context manager around the writing of a dataset whose chunks, of whole samples, pass filters.
+    """Write a dataset of compressed chunks of whole samples, in a context.
 
-    gzip alone is applied by threads, other filters by HDF5. Parts must come from the first to the last, and nothing
-    else may write to the file meanwhile.
+    Threads apply gzip, HDF5 applies other filters. Parts must come in order, and nothing else may write to the file
+    meanwhile.
     """
 
     any_order = False
@@ -113,7 +113,7 @@ class CompressedTarget:
         return np.zeros(self._chunks, self._item).reshape(-1).view(np.uint8)
 
     def put(self, offset: int, data: np.ndarray) -> None:
-        """As `PlainTarget.put`, in order."""
+        """See `PlainTarget.put`; parts must come in order."""
         if offset != self._begun * len(self._chunk) + self._filled:
             raise ValueError(f"byte {offset} came out of turn")
         while len(data):
@@ -125,7 +125,7 @@ class CompressedTarget:
                 self._compress()
 
     def _compress(self) -> None:
-        """Compress a chunk, and store those that are ready."""
+        """Compress a chunk, and store finished chunks."""
         if self._level is None:
             num_rows = min(self._chunks[0], self._num_rows - self._begun * self._chunks[0])
             self._store(self._chunk.view(self._item).reshape(self._chunks)[:num_rows])
@@ -157,7 +157,7 @@ class CompressedTarget:
             self._checksums.append(crc32(np.frombuffer(chunk, np.uint8)))
 
     def finish(self) -> np.ndarray:
-        """As `PlainTarget.finish`."""
+        """See `PlainTarget.finish`."""
         if self._filled:  # the rest of it is zero
             self._compress()
         while self._waiting:
