@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+from numbers import Integral
 
 
 class H5ChunkError(Exception):
@@ -87,6 +88,13 @@ class StateError(H5ChunkError, ValueError):
 
 class WorkerError(H5ChunkError, RuntimeError):
     """A worker process died, or a reading thread hangs."""
+
+
+def check_whole(name: str, value: object, least: int) -> int:
+    """Return a whole number of Python or NumPy as an int; OptionError if it is none, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, Integral)) or value < least:
+        raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
+    return int(value)
 
 
 def as_text(name: str | bytes | os.PathLike[str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from h5chunk.errors import OptionError, printable
+from h5chunk.errors import OptionError, check_whole, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, slot_bytes
 from h5chunk.feed.read_pool import is_kept_whole
@@ -248,9 +248,7 @@ def check_arguments(
     if not isinstance(resident, bool) and resident != "auto":
         raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
     for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least
-        ):
-            raise OptionError(f"{name} is {number!r}: give a whole number, at least {least}")
+        if number is not None:
+            check_whole(name, number, least)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
         raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait for ever")

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
 from h5chunk.plan.permutation import (
     WINDOW,
@@ -97,10 +97,8 @@ class Order:
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
         for name, least in {**at_least, "lanes": 1, "num_samples": 0, "epoch": 0, "rank": 0}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-                raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
-            object.__setattr__(self, name, int(value))  # NumPy's narrow ones wrap around
+            value = check_whole(name, getattr(self, name), least)
+            object.__setattr__(self, name, value)  # NumPy's narrow ones wrap around
         if self.epoch >= MAX_EPOCHS:
             raise OptionError(f"epoch is {self.epoch}: give less than {MAX_EPOCHS}")
         check_seed(self.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import h5py
@@ -18,8 +19,8 @@ from support.leftovers import nothing_is_left
 import h5chunk
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.bench.report import verdict, with_ratios
-from h5chunk.tools.measure.disk import ByteRange, FileReads, locate
+from h5chunk.tools.bench.report import verdict
+from h5chunk.tools.measure.disk import ByteRange, FileReads, locate, merge
 from h5chunk.tools.measure.machine import thread_counts
 from h5chunk.tools.measure.stages import (
     CACHED,
@@ -31,6 +32,7 @@ from h5chunk.tools.measure.stages import (
     READERS,
     TO_DEVICE,
     Figure,
+    Stage,
 )
 
 __all__ = ["nothing_is_left"]
@@ -157,8 +159,8 @@ def test_damaged_chunk(tmp_path: Path) -> None:
     path = make_file(tmp_path / "a.h5", images=(values((40, 500), "u1"), {"chunks": (4, 500), "compression": "gzip"}))
     stored = locate(H5Reader(path))
     with path.open("r+b") as file:
-        file.seek(int(stored.offsets[3]))
-        file.write(bytes(int(stored.sizes[3])))
+        file.seek(stored[3].offset)
+        file.write(bytes(stored[3].size))
     for workers in (0, 1):
         with pytest.raises(FileError, match=r"a\.h5: .*(cannot be read|damaged)"):
             h5chunk.bench(path, cold=False, **QUICK | {"workers": [workers]})
@@ -187,18 +189,18 @@ def test_bar(path: Path) -> None:
 
 
 def test_ratios_are_to_the_lowest_limit() -> None:
-    figures = [Figure(LIMITS, CACHED, 10.0, 10.0), Figure(LIMITS, TO_DEVICE, 5.0, 5.0), Figure(LIMITS, DISK)]
-    [*_, ours] = with_ratios([*figures, Figure(LOADER, "a", 4.0, 4.0)], {(LOADER, "a"): (CACHED, TO_DEVICE, DISK)})
+    stage = Stage(LOADER, "a", 1, limits=(CACHED, TO_DEVICE, DISK), rates=[4.0])
+    ours = stage.figure({CACHED: 10.0, TO_DEVICE: 5.0, MEMORY: 2.0})
     assert (ours.limit, ours.ratio) == (TO_DEVICE, 0.8)
+    assert stage.figure({MEMORY: 8.0}).limit == MEMORY and stage.figure({}).limit is None
 
 
 def verdict_of(
     ours: float, disk: float = 0.0, not_direct: str = "", compressed: bool = False, fits: bool = True
 ) -> str:
     figures = [Figure(LIMITS, CACHED, 100.0, 1.0), Figure(LIMITS, DISK, disk, 1.0) if disk else Figure(LIMITS, DISK)]
-    limits = {(LOADER, "reuse=False"): (CACHED,)}
-    found = with_ratios([*figures, Figure(LOADER, "reuse=False", ours, 1.0)], limits)
-    return verdict(found, not_direct=not_direct, compressed=compressed, fits=fits)
+    loader = Stage(LOADER, "reuse=False", 1, limits=(CACHED,), rates=[ours]).figure({CACHED: 100.0})
+    return verdict([*figures, loader], not_direct=not_direct, compressed=compressed, fits=fits)
 
 
 def test_verdicts() -> None:
@@ -219,19 +221,22 @@ def test_thread_counts() -> None:
 def test_located_bytes_are_the_fields(tmp_path: Path, options: dict) -> None:
     path = make_file(tmp_path / "a.h5", images=(values((20, 5, 6), "u1"), options), labels=(np.arange(20), {}))
     stored = locate(H5Reader(path))
+    num_bytes = sum(each.size for each in stored)
     with h5py.File(path) as file:
-        assert stored.num_bytes == sum(file[name].id.get_storage_size() for name in ("images", "labels"))
-    assert sum(run.size for run in stored.runs()) == stored.num_bytes
-    assert (np.diff(stored.first_samples) >= 0).all()
+        assert num_bytes == sum(file[name].id.get_storage_size() for name in ("images", "labels"))
+    assert sum(run.size for run in merge(stored)) == num_bytes
+    firsts = [each.first_sample for each in stored]
+    assert firsts == sorted(firsts)
     if options == {"chunks": (3, 5, 6)}:
-        head = stored.head(4)
-        assert head.num_bytes == 2 * (3 * 30 + 3 * 8)
+        with closing(FileReads(H5Reader(path))) as reads:
+            head = reads.head(4)
+        assert sum(each.size for each in head) == 2 * (3 * 30 + 3 * 8)
 
 
 def test_reads_end(path: Path) -> None:
-    stored = locate(H5Reader(path))
-    reads = FileReads(path)
-    assert reads.rate(stored.runs(), 3, 60, again=False) > 0 and reads.num_read == len(stored.runs())
+    reads = FileReads(H5Reader(path))
+    runs = merge(reads.stored)
+    assert reads.rate(runs, 3, 60, again=False) > 0 and reads.num_read == len(runs)
     with pytest.raises(FileError, match="cut short"):
         reads.rate([ByteRange(0, path.stat().st_size, 10)], 1, 60, again=False)
     reads.close()

@@ -573,9 +573,10 @@ def test_predicting_takes_a_part_of_the_budget(tmp_path, monkeypatch):
     """Not as long as there are batches: those of one sample are many."""
     replayed: list[int] = []
 
-    def replay(grid, cache, batches, **options):
-        replayed.append(sum(1 for _ in batches))
-        return replay_batches(grid, cache, [np.arange(8)], **options)
+    def replay(*arguments):
+        found = replay_batches(*arguments)
+        replayed.append(found.num_samples)
+        return found
 
     monkeypatch.setattr("h5chunk.tools.tune.predict.LEAST_REPLAY_S", 0.0)
     monkeypatch.setattr("h5chunk.tools.tune.predict.replay_batches", replay)

@@ -5,33 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, WorkerError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, WorkerError, check_whole, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths, open_reader
-from h5chunk.tools.bench.report import BenchReport, verdict, with_ratios
-from h5chunk.tools.measure.checks import check_budget, check_counts, why_not_direct, worker_counts
-from h5chunk.tools.measure.disk import FileReads, locate
-from h5chunk.tools.measure.machine import NotMeasured, available_bytes, describe_device, library_versions
-from h5chunk.tools.measure.stages import (
-    CACHED,
-    DISK,
-    LIMITS,
-    Stage,
-    Subject,
-    batch_stages,
-    cached_read_stage,
-    device_stage,
-    disk_stage,
-    fill_page_cache,
-    measure_in_turns,
-    memory_stage,
-)
+from h5chunk.tools.bench.report import BenchReport, verdict
+from h5chunk.tools.measure.checks import check_budget, check_samples, why_not_direct, worker_counts
+from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
+from h5chunk.tools.measure.stages import CACHED, Subject, measure_stages
 from h5chunk.tools.progress import Progress, TimeBudget
 
 MAX_WORKERS = 4
 HELD_BATCHES, HELD_BYTES, HELD_LOADERS = 7, 1 << 30, 4  # what a loader reads ahead is bounded by HELD_BYTES
-SMALL_BYTES = 16 << 20
 NOISY = 1.5  # of a limit: more is the time of day
 
 
@@ -81,14 +66,17 @@ def bench(
     from h5chunk.feed.sample_reader import field_mapping
 
     numbers = worker_counts(workers, (0, min(MAX_WORKERS, available_cores())))
-    check_counts(batch_size=batch_size)
+    batch_size = check_whole("batch_size", batch_size, 1)
     check_budget(budget_s)
     device_name = describe_device(device)
     reader = open_reader(path, field_mapping(fields), trusted=trusted)
+    if reader.matrix is not None:
+        raise FieldError(f"{printable(reader.path)}: holds a sparse matrix, which bench does not measure yet")
     subject = Subject(
         path=path,
         fields=fields,
         reader=reader,
+        sample_bytes=check_samples(reader, "measured"),
         batch_size=batch_size,
         device=device,
         num_cores=available_cores(),
@@ -96,12 +84,10 @@ def bench(
         num_samples=reader.num_samples,
         budget=TimeBudget("bench", budget_s, progress),
     )
-    _check_subject(subject, max(numbers))
+    _check_memory(subject, max(numbers))
     not_direct = why_not_direct(reader)
     with _named_errors(str(reader.path)), subject.closing:
-        stages, notes, stored_bytes = _measure(subject, numbers, cold, not_direct)
-    limits = {(stage.group, stage.name): stage.limits for stage in stages}
-    figures = with_ratios([stage.figure() for stage in stages], limits)
+        figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
     if any(each.ratio is not None and each.ratio > NOISY for each in figures if each.limit == CACHED):
         notes.append("some figures are above their limit: the machine was busy with other things: run it again")
     fits = stored_bytes is None or stored_bytes < subject.memory_bytes
@@ -123,33 +109,6 @@ def bench(
     )
 
 
-def _measure(
-    subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
-) -> tuple[list[Stage], list[str], int | None]:
-    """Measure all stages; return them with notes and the stored bytes, None if these lie outside the file."""
-    notes, stored = [], None
-    try:
-        stored = locate(subject.reader)
-    except NotMeasured as reason:
-        reading = [Stage(LIMITS, name, 1, note=str(reason)) for name in (CACHED, DISK)]
-    else:
-        reads = FileReads(*stored.paths)
-        subject.closing.callback(reads.close)
-        disk = disk_stage(subject, stored, reads) if cold else Stage(LIMITS, DISK, 1, note="not asked for")
-        notes = fill_page_cache(subject, stored, reads)
-        reading = [cached_read_stage(subject, stored, reads), disk]
-    memory = memory_stage(subject)
-    batches = batch_stages(subject, workers, not_direct, memory.first_rate)
-    stages = [memory, *reading, device_stage(subject), *batches]
-    measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
-    if (measured_bytes := subject.sample_bytes * subject.num_samples) < SMALL_BYTES:
-        notes.append(
-            f"the data is small ({human_bytes(measured_bytes)}): figures are of calls and processors' caches more than "
-            "of memory"
-        )
-    return stages, notes, None if stored is None else stored.num_bytes
-
-
 @contextmanager
 def _named_errors(path: str) -> Iterator[None]:
     """Translate errors of HDF5 and of workers to errors that name the file or a remedy."""
@@ -166,14 +125,8 @@ def _named_errors(path: str) -> Iterator[None]:
         raise WorkerError(f"a worker of the DataLoader died: try fewer --workers: {error}") from error
 
 
-def _check_subject(subject: Subject, num_workers: int) -> None:
-    """Raise an error unless there are samples to measure and memory for batches."""
-    if subject.reader.matrix is not None:
-        raise FieldError(f"{printable(subject.reader.path)}: holds a sparse matrix, which bench does not measure yet")
-    if not subject.reader.num_samples:
-        raise FieldError(f"{printable(subject.reader.path)}: has no samples: nothing can be measured")
-    if not subject.sample_bytes:
-        raise FieldError(f"{printable(subject.reader.path)}: its samples have no bytes: nothing can be measured")
+def _check_memory(subject: Subject, num_workers: int) -> None:
+    """Raise OptionError unless there is memory for batches."""
     batch = min(subject.batch_size, subject.reader.num_samples) * subject.sample_bytes
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.memory_bytes:

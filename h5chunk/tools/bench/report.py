@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.measure.stages import (
@@ -12,7 +12,6 @@ from h5chunk.tools.measure.stages import (
     DISK,
     LIMITS,
     LOADER,
-    MEMORY,
     RESIDENT,
     TO_DEVICE,
     Figure,
@@ -83,21 +82,6 @@ def _line(figure: Figure) -> str:
     ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
     how = [figure.limit and f"of {figure.limit}", figure.note]
     return f"{name}{rate}{ratio:>10s}  {'; '.join(filter(None, how))}".rstrip()
-
-
-def with_ratios(figures: Iterable[Figure], limits: Mapping[tuple[str, str], tuple[str, ...]]) -> list[Figure]:
-    """Relate figures to the lowest of their measured limits, or to copying memory if none was measured."""
-    figures = list(figures)
-    rates = {each.name: each.samples_per_s for each in figures if each.group == LIMITS and each.samples_per_s}
-    found = []
-    for each in figures:
-        wanted = limits.get((each.group, each.name), ())
-        names = [name for name in wanted if name in rates] or [MEMORY for _ in wanted[:1] if MEMORY in rates]
-        if each.samples_per_s is not None and names:
-            limit = min(names, key=lambda name: rates[name])
-            each = replace(each, limit=limit, ratio=each.samples_per_s / rates[limit])
-        found.append(each)
-    return found
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:

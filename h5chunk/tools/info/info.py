@@ -27,7 +27,7 @@ from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, find_matrix_groups, look_at_matrix
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, MachineInfo, MatrixInfo
-from h5chunk.tools.measure.machine import available_bytes, cuda_device, library_versions
+from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.report import shell_command
 
 PART_ROWS = 1 << 20  # of a matrix' codes, read at a time
@@ -112,8 +112,7 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
         names = [dataset.name.lstrip("/") for dataset in datasets]
         matrices = [matrix] if matrix is not None else _find_matrices(file, path, names)
         groups = [each.name for each in matrices]
-        nslots, nbytes, w0 = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:]
-        cache = CacheSettings(int(nslots), int(nbytes), float(w0))
+        cache = default_cache()
         return FileInfo(
             path=str(path),
             num_bytes=path.stat().st_size,

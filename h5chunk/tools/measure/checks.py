@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import FieldError, OptionError, check_whole, printable
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import direct_fields
-
-
-def check_counts(**counts: int) -> None:
-    """Raise OptionError unless all arguments are whole numbers of at least 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} is {value!r}: give a whole number, at least 1")
 
 
 def check_budget(budget_s: float) -> None:
@@ -25,11 +18,17 @@ def check_budget(budget_s: float) -> None:
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
     """Return DataLoader worker counts, sorted, without duplicates; OptionError if a count is invalid."""
-    given = default if workers is None else workers
-    for number in given:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise OptionError(f"workers has {number!r}: give whole numbers, at least 0")
-    return tuple(sorted(set(given)))
+    return tuple(sorted({check_whole("workers", number, 0) for number in (default if workers is None else workers)}))
+
+
+def check_samples(reader: H5Reader, done: str) -> int:
+    """Return the bytes of a sample of all fields; FieldError if there is nothing that can be measured, or tuned."""
+    sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
+    if not reader.num_samples:
+        raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")
+    if not sample_bytes:
+        raise FieldError(f"{printable(reader.path)}: its samples have no bytes: nothing can be {done}")
+    return sample_bytes
 
 
 def why_not_direct(reader: H5Reader) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
 import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import h5py
@@ -34,87 +33,61 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ByteRange(NamedTuple):
-    """Consecutive bytes of a file, which is identified by its number."""
+    """Consecutive bytes of a file, which is identified by its number; such as a chunk, with its first sample."""
 
     file: int
     offset: int
     size: int
+    first_sample: int = 0
 
 
 Ranges = Sequence[ByteRange]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Location of the bytes of several fields in one or several files, chunk by chunk in the order of their samples.
-
-    ``files``, ``offsets``, ``sizes`` and ``first_samples`` are (n,) int64, with an entry per chunk, or run of rows.
-    """
-
-    paths: tuple[Path, ...]
-    num_samples: int
-    files: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
-    first_samples: np.ndarray
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.sizes.sum())
-
-    def _select(self, chosen: np.ndarray, num_samples: int) -> Stored:
-        arrays = (self.files, self.offsets, self.sizes, self.first_samples)
-        return Stored(self.paths, num_samples, *(each[chosen] for each in arrays))
-
-    def head(self, num_samples: int) -> Stored:
-        """Return only the chunks that hold the first samples."""
-        return self._select(self.first_samples < num_samples, num_samples)
-
-    def ranges(self) -> Ranges:
-        """Return the byte ranges of all chunks."""
-        return list(map(ByteRange, self.files.tolist(), self.offsets.tolist(), self.sizes.tolist()))
-
-    def chunks(self) -> Ranges:
-        """Return the byte ranges of chunks, without those smaller than a page if there are others."""
-        large = self.sizes >= mmap.PAGESIZE
-        return (self._select(large, self.num_samples) if large.any() else self).ranges()
-
-    def runs(self) -> Ranges:
-        """Return the ranges of all bytes, in as few reads as READ_BYTES allows."""
-        merged: list[ByteRange] = []
-        for file, offset, size in sorted(self.ranges()):
-            last = merged[-1] if merged else None
-            if last is not None and (last.file, last.offset + last.size) == (file, offset):
-                merged[-1] = ByteRange(file, last.offset, last.size + size)
-            else:
-                merged.append(ByteRange(file, offset, size))
-        return cut(merged)
+def merge(ranges: Ranges) -> Ranges:
+    """Return ranges of the same bytes, in as few reads as READ_BYTES allows."""
+    merged: list[ByteRange] = []
+    for each in sorted(ranges):
+        last = merged[-1] if merged else None
+        if last is not None and (last.file, last.offset + last.size) == (each.file, each.offset):
+            merged[-1] = last._replace(size=last.size + each.size)
+        else:
+            merged.append(each)
+    return cut(merged)
 
 
 def cut(ranges: Ranges) -> Ranges:
     """Cut ranges into pieces of at most READ_BYTES."""
     return [
-        ByteRange(file, offset + start, min(READ_BYTES, size - start))
-        for file, offset, size in ranges
-        for start in range(0, size, READ_BYTES)
+        ByteRange(each.file, each.offset + start, min(READ_BYTES, each.size - start))
+        for each in ranges
+        for start in range(0, each.size, READ_BYTES)
     ]
 
 
-def locate(reader: H5Reader) -> Stored:
-    """Locate the chunks of all fields; NotMeasured if they lie outside the reader's files, or were never written."""
-    parts, first = [], 0
+def large(ranges: Ranges) -> Ranges:
+    """Leave out ranges smaller than a page if there are others."""
+    return [each for each in ranges if each.size >= mmap.PAGESIZE] or ranges
+
+
+def locate(reader: H5Reader) -> list[ByteRange]:
+    """Locate the chunks of all fields, or runs of rows without chunks, in the order of their samples.
+
+    NotMeasured if they lie outside the reader's files, or were never written.
+    """
+    found: list[ByteRange] = []
+    first = 0
     for number, each in enumerate(reader.readers):
         with opened(each.path) as file:
             for field in each.fields.values():
                 if isinstance(field, Field) and each.num_samples:
-                    offsets, sizes, firsts = _locate_field(file, field, each.chunk_samples)
-                    parts.append((np.full(len(offsets), number), offsets, sizes, firsts + first))
+                    columns = [column.tolist() for column in _locate_field(file, field, each.chunk_samples)]
+                    for offset, size, sample in zip(*columns, strict=True):
+                        found.append(ByteRange(number, offset, size, first + sample))
         first += each.num_samples
-    files, offsets, sizes, firsts = (np.concatenate(column) for column in zip(*parts, strict=True))
-    if not sizes.sum():
+    if not any(each.size for each in found):
         raise NotMeasured("its data was never written")
-    paths, order = tuple(each.path for each in reader.readers), np.argsort(firsts, kind="stable")
-    return Stored(paths, reader.num_samples, files[order], offsets[order], sizes[order], firsts[order])
+    return sorted(found, key=lambda each: each.first_sample)
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -141,17 +114,23 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Read byte ranges of files in threads, into reused memory."""
+    """Read the chunks of a reader's files in threads, into reused memory; NotMeasured as for `locate`."""
 
-    def __init__(self, *paths: Path) -> None:
-        self._paths = paths
+    def __init__(self, reader: H5Reader) -> None:
+        self._paths = [each.path for each in reader.readers]
         self._descriptors: list[int] = []
-        for path in paths:
-            try:
-                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                self.close()
-                raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+        self.num_samples = reader.num_samples
+        try:
+            for path in self._paths:
+                try:
+                    self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                except OSError as error:
+                    raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+            self.stored = locate(reader)
+        except BaseException:
+            self.close()
+            raise
+        self.num_bytes = sum(each.size for each in self.stored)
         self._buffers: list[np.ndarray] = []
         self.num_read = 0  # ranges, by the last call
 
@@ -173,17 +152,21 @@ class FileReads:
         self.num_read = min(next(numbers), len(ranges))
         return rate
 
-    def fill_page_cache(self, stored: Stored, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
+    def head(self, num_samples: int) -> Ranges:
+        """Return the chunks that hold the first samples."""
+        return [each for each in self.stored if each.first_sample < num_samples]
+
+    def fill_page_cache(self, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read the first chunks into the page cache, as many as memory and time allow.
 
         Returns the number of samples in the page cache, at least one, and whether time sufficed for all that fit.
         """
-        fitting = int(np.searchsorted(np.cumsum(stored.sizes), memory_bytes, side="right"))
+        fitting = bisect.bisect_right(list(itertools.accumulate(each.size for each in self.stored)), memory_bytes)
         done = 0
         if fitting:
-            self.rate(stored.ranges()[:fitting], num_threads, seconds, again=False)
+            self.rate(self.stored[:fitting], num_threads, seconds, again=False)
             done = self.num_read
-        samples = stored.num_samples if done == len(stored.sizes) else int(stored.first_samples[done])
+        samples = self.num_samples if done == len(self.stored) else self.stored[done].first_sample
         return max(1, samples), done == fitting
 
     def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
@@ -205,10 +188,10 @@ class FileReads:
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
-        for file, offset, size in ranges:
-            start = offset // page * page
-            length = -(-(offset + size) // page) * page - start
-            os.posix_fadvise(self._descriptors[file], start, length, _DONTNEED)
+        for each in ranges:
+            start = each.offset // page * page
+            length = -(-(each.offset + each.size) // page) * page - start
+            os.posix_fadvise(self._descriptors[each.file], start, length, _DONTNEED)
         if self.cached_share(ranges) > STILL_CACHED:
             for descriptor in self._descriptors:
                 os.posix_fadvise(descriptor, 0, 0, _DONTNEED)
@@ -228,7 +211,7 @@ class FileReads:
         if not self.can_be_checked or not ranges:
             return 0.0
         cached = pages = 0
-        for file, offset, size in ranges[:: max(1, len(ranges) // 256)]:
+        for file, offset, size, _ in ranges[:: max(1, len(ranges) // 256)]:
             start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             length = offset + size - start
             with mmap.mmap(self._descriptors[file], length, access=mmap.ACCESS_READ, offset=start) as mapped:
@@ -245,11 +228,12 @@ class FileReads:
         self._descriptors = []
 
 
-def disk_rates(reads: FileReads, chunks: Ranges, seconds: float) -> Iterator[float]:
+def disk_rates(reads: FileReads, seconds: float) -> Iterator[float]:
     """Yield bytes/s of chunks in shuffled order, which are dropped from the page cache before each turn reads them.
 
     A turn takes about this many seconds; the next turn continues after it. NotMeasured if the page cache keeps chunks.
     """
+    chunks = large(reads.stored)
     shuffled = itertools.cycle([chunks[place] for place in np.random.default_rng(0).permutation(len(chunks))])
     while True:
         moved = taken = 0.0

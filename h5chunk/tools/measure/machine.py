@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from h5chunk.plan.cache import CacheSettings
+
 REGION_BYTES = 128 << 20  # what is copied: larger than most processors' caches
 LEAST_PIECE_BYTES = 1 << 20  # a copy of less would measure Python
 DEVICE_COPY_BYTES = 256 << 20
@@ -52,16 +54,6 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
         deadline = started + seconds
         moved = sum(pool.map(loop, range(num_threads)))
         return moved / max(1e-9, time.perf_counter() - started)
-
-
-def repeated_rate(work: Callable[[], int], seconds: float) -> float:
-    """Measure bytes/s of repeated calls, at least one, that return the bytes that they moved."""
-    started, done = time.perf_counter(), 0
-    while True:
-        done += work()
-        taken = time.perf_counter() - started
-        if taken >= seconds:
-            return done / max(1e-9, taken)
 
 
 def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
@@ -116,14 +108,14 @@ def device_copy(device: str) -> Iterator[Callable[[float], float]]:
         pinned = PinnedMemory(DEVICE_COPY_BYTES)
     source = torch.from_numpy(pinned.bytes[:DEVICE_COPY_BYTES]).zero_()
 
-    def copy() -> int:
+    def copy(_thread: int) -> int:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(found)
         return DEVICE_COPY_BYTES
 
     def rate(seconds: float) -> float:
         torch.cuda.synchronize(found)
-        return repeated_rate(copy, seconds)
+        return threads_rate(copy, 1, seconds)
 
     try:
         yield rate
@@ -153,6 +145,13 @@ def library_versions() -> dict[str, str]:
 
     versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
     return versions | {"numpy": np.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def default_cache() -> CacheSettings:
+    """Return the chunk cache that this HDF5 library gives a dataset by default."""
+    import h5py
+
+    return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
 def available_bytes() -> int:

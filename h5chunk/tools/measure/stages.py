@@ -12,7 +12,7 @@ from typing import Any
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, Stored, disk_rates
+from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, disk_rates, merge
 from h5chunk.tools.measure.machine import NotMeasured, device_copy, memory_copy, thread_counts
 from h5chunk.tools.progress import TimeBudget
 
@@ -20,6 +20,7 @@ MEMORY, CACHED, DISK, TO_DEVICE = "memory copy", "page-cache read", "disk read",
 LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
 RESIDENT = "resident=True"
 
+SMALL_BYTES = 16 << 20
 ROUNDS = 3  # counted, after one that is not
 COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # of the time: disk, filling the page cache, numbers of threads
 LEAST_TURNS_SHARE = 0.3  # of the time: for the turns, whatever was taken before
@@ -57,13 +58,21 @@ class Stage:
     rates: list[float] = field(default_factory=list)
     first_rate: float = 0.0  # of the first look, in bytes/s
 
-    def figure(self) -> Figure:
-        """Return the figure of this stage, without a limit."""
+    @property
+    def median(self) -> float:
+        """Bytes/s, of all rounds but the first if there are several."""
+        return statistics.median(self.rates[1:] or self.rates)
+
+    def figure(self, limits: Mapping[str, float]) -> Figure:
+        """Return the figure, relative to the lowest of these limits, in samples/s: its own, or else copying memory."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
-        rates = self.rates[1:] or self.rates
-        median = statistics.median(rates)
-        return Figure(self.group, self.name, median / self.bytes_per_sample, median, rates=tuple(rates), note=self.note)
+        own = (MEMORY,) if self.limits and limits.keys().isdisjoint(self.limits) else self.limits
+        limit = min(limits.keys() & own, key=lambda name: limits[name], default=None)
+        samples_per_s = self.median / self.bytes_per_sample
+        ratio = None if limit is None else samples_per_s / limits[limit]
+        rates = tuple(self.rates[1:] or self.rates)
+        return Figure(self.group, self.name, samples_per_s, self.median, limit, ratio, rates, self.note)
 
 
 @dataclass
@@ -73,6 +82,7 @@ class Subject:
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
     reader: H5Reader
+    sample_bytes: int
     batch_size: int
     device: str
     num_cores: int
@@ -80,10 +90,6 @@ class Subject:
     num_samples: int  # the first ones, which figures from the page cache are of
     budget: TimeBudget
     closing: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def sample_bytes(self) -> int:
-        return sum(each.grid.sample_bytes for each in self.reader.fields.values())
 
     @property
     def is_compressed(self) -> bool:
@@ -99,11 +105,44 @@ class Subject:
         return self.device != "cpu"
 
 
-def disk_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
+def measure_stages(
+    subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
+) -> tuple[list[Figure], list[str], int | None]:
+    """Measure all stages; return them with notes and the stored bytes, None if these lie outside the file."""
+    notes, stored_bytes = [], None
+    try:
+        reads = FileReads(subject.reader)
+    except NotMeasured as reason:
+        reading = [Stage(LIMITS, name, 1, note=str(reason)) for name in (CACHED, DISK)]
+    else:
+        subject.closing.callback(reads.close)
+        stored_bytes = reads.num_bytes
+        disk = _disk_stage(subject, reads) if cold else Stage(LIMITS, DISK, 1, note="not asked for")
+        notes = _fill_page_cache(subject, reads)
+        reading = [_cached_read_stage(subject, reads), disk]
+    rate = memory_copy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
+    memory = _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), rate)
+    device = Stage(LIMITS, TO_DEVICE, subject.sample_bytes, note="the device is the CPU")
+    if subject.on_gpu:
+        copy = subject.closing.enter_context(device_copy(subject.device))
+        device = replace(device, rate=copy, note="pinned memory")
+    batches = _batch_stages(subject, workers, not_direct, memory.first_rate)
+    stages = [memory, *reading, device, *batches]
+    _measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
+    if (measured_bytes := subject.sample_bytes * subject.num_samples) < SMALL_BYTES:
+        notes.append(
+            f"the data is small ({human_bytes(measured_bytes)}): figures are of calls and processors' caches more than "
+            "of memory"
+        )
+    limits = {each.name: each.median / each.bytes_per_sample for each in stages if each.group == LIMITS and each.rates}
+    return [stage.figure(limits) for stage in stages], notes, stored_bytes
+
+
+def _disk_stage(subject: Subject, reads: FileReads) -> Stage:
     """Return the stage that reads from the disk chunks that were dropped from the page cache."""
     note = f"{DISK_THREADS} threads, the file's chunks in shuffled order"
-    stage = Stage(LIMITS, DISK, stored.num_bytes / stored.num_samples, note=note)
-    turns = disk_rates(reads, stored.chunks(), COLD_SHARE * subject.budget.seconds / ROUNDS)
+    stage = Stage(LIMITS, DISK, reads.num_bytes / reads.num_samples, note=note)
+    turns = disk_rates(reads, COLD_SHARE * subject.budget.seconds / ROUNDS)
     try:
         for _ in range(ROUNDS):
             stage.rates.append(next(turns))
@@ -115,33 +154,26 @@ def disk_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
     return stage
 
 
-def fill_page_cache(subject: Subject, stored: Stored, reads: FileReads) -> list[str]:
+def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
     """Read the measured samples into the page cache, as far as memory and time allow; return notes."""
-    samples, all_that_fit = reads.fill_page_cache(
-        stored, subject.num_cores, WARM_SHARE * subject.budget.seconds, subject.memory_bytes // 2
-    )
+    seconds = WARM_SHARE * subject.budget.seconds
+    samples, all_that_fit = reads.fill_page_cache(subject.num_cores, seconds, subject.memory_bytes // 2)
     subject.budget.report()
-    subject.num_samples = min(max(samples, subject.batch_size), stored.num_samples)
-    if subject.num_samples == stored.num_samples:
+    subject.num_samples = min(max(samples, subject.batch_size), reads.num_samples)
+    if subject.num_samples == reads.num_samples:
         return []
     why = "fit in memory" if all_that_fit else "could be read in the time given: give more time for more"
-    part = human_bytes(stored.num_bytes / stored.num_samples * subject.num_samples)
-    total = human_bytes(stored.num_bytes)
+    part = human_bytes(reads.num_bytes / reads.num_samples * subject.num_samples)
+    total = human_bytes(reads.num_bytes)
     return [f"figures but the disk's are of the first {subject.num_samples:,} samples, {part} of {total}, that {why}"]
 
 
-def cached_read_stage(subject: Subject, stored: Stored, reads: FileReads) -> Stage:
+def _cached_read_stage(subject: Subject, reads: FileReads) -> Stage:
     """Return the stage that reads from the page cache."""
-    runs = stored.head(subject.num_samples).runs()
+    runs = merge(reads.head(subject.num_samples))
     limits = () if subject.is_compressed else (MEMORY,)
-    stage = Stage(LIMITS, CACHED, stored.num_bytes / stored.num_samples, limits=limits)
+    stage = Stage(LIMITS, CACHED, reads.num_bytes / reads.num_samples, limits=limits)
     return _with_best_threads(subject, stage, partial(reads.rate, runs, again=True))
-
-
-def memory_stage(subject: Subject) -> Stage:
-    """Return the stage that copies memory, in pieces of a batch."""
-    rate = memory_copy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
-    return _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), rate)
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
@@ -155,15 +187,7 @@ def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, floa
     return replace(stage, rate=partial(rate, best), note=note, first_rate=found[best])
 
 
-def device_stage(subject: Subject) -> Stage:
-    """Return the stage that copies to the GPU, if one is used."""
-    stage = Stage(LIMITS, TO_DEVICE, subject.sample_bytes)
-    if not subject.on_gpu:
-        return replace(stage, note="the device is the CPU")
-    return replace(stage, rate=subject.closing.enter_context(device_copy(subject.device)), note="pinned memory")
-
-
-def batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
+def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
     """Open all stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
     cached, loader = subject.limits, partial(_open, subject)
     loaders = [loader(DATALOADER, f"{n} worker{'' if n == 1 else 's'}", cached, num_workers=n) for n in workers]
@@ -229,7 +253,7 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
     return ""
 
 
-def measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
+def _measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
     """Measure stages in rounds; the first round is short, and only counts if time is up."""
     left_s = max(LEAST_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
     until = budget.taken_s + left_s

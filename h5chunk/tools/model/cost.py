@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from h5chunk.tools.model.settings import LOADER, DataFacts, Setting, uses_hdf5, window_samples
 
@@ -87,11 +86,7 @@ def slowest(stages: Mapping[str, float]) -> str:
     return max(stages, key=lambda name: stages[name])
 
 
-class _Spot(NamedTuple):
-    """The kind of a setting, and its position among settings of its kind."""
-
-    kind: tuple[str, int, bool]
-    place: tuple[float, float]
+_Spot = tuple[tuple[str, int, bool], tuple[float, float]]  # kind of a setting, and its place within the kind
 
 
 class Correction:
@@ -106,7 +101,7 @@ class Correction:
         through = " through HDF5" if setting.way == LOADER and uses_hdf5(setting, self._facts) else ""
         window_bytes = window_samples(setting, self._facts) * self._facts.sample_bytes
         place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1, window_bytes))
-        return _Spot((setting.way + through, setting.num_workers, setting.repack), place)
+        return (setting.way + through, setting.num_workers, setting.repack), place
 
     def learn(self, setting: Setting, ratio: float) -> None:
         """Add a measured setting, with the ratio of measured to predicted rate."""
@@ -117,18 +112,15 @@ class Correction:
 
         With ``alone``, measurements of this setting itself are left out, to judge the model by the other settings.
         """
-        spot = self._spot(setting)
-        known = [each for each in self._known if not (alone and each[0] == spot)]
-        same: list[tuple[_Spot, float]] = []
+        kind, (chunk, window) = self._spot(setting)
+        known = [(spot, error) for spot, error in self._known if not (alone and spot == (kind, (chunk, window)))]
         for parts in (3, 2, 1):  # of the same way, number of workers and layout; without the layout; of the same way
-            same = same or [each for each in known if each[0].kind[:parts] == spot.kind[:parts]]
-        if not same:
+            same = [(place, error) for (other, place), error in known if other[:parts] == kind[:parts]]
+            if same:
+                break
+        else:
             return 1.0
-        errors = [error for _, error in same]
-        away = [sum(abs(a - b) for a, b in zip(each.place, spot.place, strict=True)) for each, _ in same]
-        if min(away) == 0:  # the setting itself, perhaps several times
-            errors = [error for error, distance in zip(errors, away, strict=True) if distance == 0]
-            away = [0.0] * len(errors)
-        weights = [1 / (NEAR + distance) ** 2 for distance in away]
-        mean = sum(weight * error for weight, error in zip(weights, errors, strict=True)) / sum(weights)
-        return math.exp(mean)
+        errors = [(abs(place[0] - chunk) + abs(place[1] - window), error) for place, error in same]
+        itself = [each for each in errors if each[0] == 0]  # perhaps several times
+        weights = [(1 / (NEAR + distance) ** 2, error) for distance, error in itself or errors]
+        return math.exp(sum(weight * error for weight, error in weights) / sum(weight for weight, _ in weights))

@@ -38,6 +38,7 @@ H5D__chunk_hash_val.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -218,15 +219,16 @@ class BatchReads:
 
 
 def replay_batches(
-    grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Integers], *, most_accesses: int
+    grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Integers], most_accesses: int, seconds: float
 ) -> BatchReads:
-    """Replay batches, at least one, through the model of the cache, until ``most_accesses`` chunks were visited."""
+    """Replay batches, at least one, until ``most_accesses`` chunks were visited, or for this many seconds."""
+    until = time.perf_counter() + seconds
     model = ChunkCache(grid, cache)
     counts = np.zeros(5, np.int64)
     for rows in batches:
         num_calls, accesses = batch_accesses(grid, cache, rows)
         replay = model.access(accesses)
         counts += (len(rows), num_calls, len(accesses), replay.misses + replay.bypasses, replay.bytes_read)
-        if counts[2] >= most_accesses:
+        if counts[2] >= most_accesses or time.perf_counter() >= until:
             break
     return BatchReads(*counts.tolist())

@@ -244,14 +244,13 @@ def choose(candidates: Iterable[Candidate], limits: Limits) -> Candidate | None:
     if not fitting:
         return None
     best = max(each.rate for each in fitting)
-    return min((each for each in fitting if each.rate >= STAY * best), key=_effort)
 
+    def effort(each: Candidate) -> tuple[float, ...]:
+        setting = each.setting
+        changes = setting.shuffle, setting.repack, setting.way != LOADER, setting.num_workers
+        return *changes, setting.chunk_samples * setting.repack, each.memory_bytes, -each.rate
 
-def _effort(each: Candidate) -> tuple[bool, bool, bool, int, int, int, float]:
-    setting = each.setting
-    changes = setting.shuffle, setting.repack, setting.way != LOADER
-    chunk_samples = setting.chunk_samples if setting.repack else 0
-    return *changes, setting.num_workers, chunk_samples, each.memory_bytes, -each.rate
+    return min((each for each in fitting if each.rate >= STAY * best), key=effort)
 
 
 def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits) -> Candidate | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import h5py
-
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
+from h5chunk.tools.measure.machine import default_cache
 from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
 from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.tune.study import Study
@@ -33,11 +32,6 @@ class Advice:
     message: str
     remedy: str
     figures: dict[str, float] = field(default_factory=dict)
-
-
-def default_cache() -> CacheSettings:
-    """Return the chunk cache that this HDF5 library gives a dataset by default."""
-    return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
 def find_advice(
@@ -71,7 +65,8 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         figures = {"chunks_per_sample": grid.chunks_per_sample, "amplification": spread}
         message = f"each sample touches {grid.chunks_per_sample:,} chunks; a random one reads {spread:,.0f} x its bytes"
         found.append(Advice("sample_spans_chunks", message, repack, figures))
-    if _is_giant(grid):
+    few = grid.num_bands < FEW_CHUNKS <= grid.shape[0]
+    if grid.band_samples not in (None, 1) and grid.chunk_bytes > (LEAST_GIANT_BYTES if few else GIANT_BYTES):
         share = min(1.0, (grid.band_samples or 1) / max(1, grid.shape[0]))
         message = f"a chunk is {size}, {share:.0%} of the samples: shuffling needs several of them in memory"
         found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))
@@ -83,13 +78,6 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         figures = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": wanted}
         found.append(Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures))
     return found
-
-
-def _is_giant(grid: ChunkGrid) -> bool:
-    """Return whether a chunk is too large for shuffling whole chunks."""
-    if (grid.band_samples or 1) == 1 or grid.chunk_bytes <= LEAST_GIANT_BYTES:
-        return False
-    return grid.chunk_bytes > GIANT_BYTES or grid.num_bands < FEW_CHUNKS <= grid.shape[0]
 
 
 def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) -> list[Advice]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -18,11 +16,9 @@ from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache, replay_batches
 from h5chunk.tools.model.mixing import effective_batch
 from h5chunk.tools.model.settings import (
     DATASET,
-    Candidate,
     Setting,
     cache_of,
     grid_of,
-    memory_of,
     order_of,
     uses_hdf5,
     window_samples,
@@ -72,7 +68,7 @@ class Predictor:
         """Return the reads of the first worker through HDF5's chunk cache."""
         workers, cache = max(1, setting.num_workers), cache_of(setting, self.facts)
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
-        replay = replay_batches(grid, cache, _take_for(batches, seconds), most_accesses=ACCESSES)
+        replay = replay_batches(grid, cache, batches, ACCESSES, max(LEAST_REPLAY_S, seconds))
         amplification = replay.chunk_bytes / max(1, replay.num_samples * grid.sample_bytes)
         if cache.nbytes >= grid.chunk_bytes and order.window_batches > 1:
             amplification = min(amplification, _whole_epoch(order, grid.band_bytes / max(1, grid.sample_bytes)))
@@ -117,10 +113,6 @@ class Predictor:
         """Correct the model by the measured rate of a setting."""
         self._correction.learn(setting, measured / self._modelled_rate(setting))
 
-    def candidate(self, setting: Setting, rate: float) -> Candidate:
-        """Return the candidate of a setting with this rate, with its memory and shuffle quality."""
-        return Candidate(setting, rate, memory_of(setting, self.facts), self.effective(setting))
-
     def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
         """Predict reads per sample and samples/s of plain h5py, which reads single random samples."""
         setting = Setting(DATASET, self.facts.chunk_samples, 1)
@@ -141,15 +133,6 @@ class Predictor:
         amplification = float(num_bytes[read].sum()) / (count * grid.sample_bytes)
         decoded = amplification * grid.sample_bytes if grid.filtered else 0.0
         return Reads(self._bytes_read(grid, amplification), decoded, 1.0, amplification, 1 - float(read.mean()))
-
-
-def _take_for(batches: Iterable[np.ndarray], seconds: float) -> Iterator[np.ndarray]:
-    """Yield batches for this many seconds; at least one."""
-    until = time.perf_counter() + max(LEAST_REPLAY_S, seconds)
-    for batch in batches:
-        yield batch
-        if time.perf_counter() >= until:
-            return
 
 
 def _whole_epoch(order: Order, band: float) -> float:

@@ -11,8 +11,8 @@ import numpy as np
 from h5chunk.machine import available_cores
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import Field
-from h5chunk.tools.measure.disk import FileReads, cut, locate
-from h5chunk.tools.measure.machine import NotMeasured, available_bytes, device_copy, memory_copy, repeated_rate
+from h5chunk.tools.measure.disk import FileReads, cut, large
+from h5chunk.tools.measure.machine import NotMeasured, available_bytes, device_copy, memory_copy, threads_rate
 from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.tune.study import Study
@@ -51,14 +51,14 @@ def _read_rate(study: Study, budget: TimeBudget, cores: int, seconds: float) -> 
     if study.matrix:
         return None
     try:
-        stored = locate(study.reader)
+        reads = FileReads(study.reader)
     except NotMeasured as reason:
         study.note(f"reads of the file itself are not measured: {reason}")
         return None
-    with closing(FileReads(*stored.paths)) as reads:
-        cached, _ = reads.fill_page_cache(stored, cores, WARM_SHARE * budget.seconds, available_bytes() // 2)
+    with closing(reads):
+        cached, _ = reads.fill_page_cache(cores, WARM_SHARE * budget.seconds, available_bytes() // 2)
         study.num_measured = min(max(cached, study.facts.batch_size), study.num_measured)
-        runs = cut(stored.head(study.num_measured).chunks())
+        runs = cut(large(reads.head(study.num_measured)))
         return max(reads.rate(runs, cores, seconds, again=True) for _ in range(2))
 
 
@@ -91,8 +91,8 @@ def _decode_rate(study: Study, seconds: float) -> float:
         dataset = file[main.dataset]
         first = tuple(slice(0, size) for size in main.grid.chunks)
 
-        def read_chunk() -> int:
+        def read_chunk(_thread: int) -> int:
             dataset[first]
             return main.grid.chunk_bytes
 
-        return repeated_rate(read_chunk, seconds)
+        return threads_rate(read_chunk, 1, seconds)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.model.cost import Reads, slowest
+from h5chunk.tools.measure.machine import default_cache
+from h5chunk.tools.model.cost import slowest
 from h5chunk.tools.model.settings import DATASET, LOADER, Candidate, Setting, cache_of, runner_up
 from h5chunk.tools.report import shell_command
 from h5chunk.tools.tune.report import CHOSEN, PLAIN, SECOND, TODAY, Triple, TuneRow
@@ -53,10 +53,18 @@ def _row(name: str, candidate: Candidate, search: Search, reason: str) -> TuneRo
     )
 
 
-def plain_row(search: Search, cache: CacheSettings, measured: float) -> TuneRow:
-    """Return the line of plain h5py, which reads single random samples through this cache."""
-    facts = search.study.facts
+def plain_row(search: Search) -> TuneRow:
+    """Measure plain h5py, which reads single random samples through the library's default chunk cache."""
+    from h5chunk.tools.measure.batches import plain_rate
+
+    study, facts, cache = search.study, search.study.facts, default_cache()
+    measured = plain_rate(study.reader, study.num_measured, facts.batch_samples, search.budget.slice_s)
     reads, predicted = search.predictor.plain(cache)
+    reason = "one call per sample, under HDF5's lock"
+    if facts.grid.chunks and (chunks := facts.grid.chunks_per_sample) > 1:
+        reason = f"a random sample is in {chunks:,} chunks: {reads.amplification:,.0f} x its bytes read"
+    elif reads.amplification > 1.5:
+        reason = f"a random sample reads its whole chunk, {reads.amplification:,.1f} x its bytes"
     return TuneRow(
         name=PLAIN,
         setting=None,
@@ -65,22 +73,13 @@ def plain_row(search: Search, cache: CacheSettings, measured: float) -> TuneRow:
         rate=measured,
         measured_rate=measured,
         predicted_rate=predicted,
-        memory_bytes=cache.nbytes * len(search.study.fields) + facts.batch_size * facts.sample_bytes,
+        memory_bytes=cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes,
         hit_rate=reads.hit_rate,
         amplification=reads.amplification,
-        effective_batch=None if search.study.groups is None else float(facts.batch_samples),
+        effective_batch=None if study.groups is None else float(facts.batch_samples),
         slowest="HDF5",
-        reason=_reason_plain(search, reads),
+        reason=reason,
     )
-
-
-def _reason_plain(search: Search, reads: Reads) -> str:
-    grid = search.study.facts.grid
-    if grid.chunks and grid.chunks_per_sample > 1:
-        return f"a random sample is in {grid.chunks_per_sample:,} chunks: {reads.amplification:,.0f} x its bytes read"
-    if reads.amplification > 1.5:
-        return f"a random sample reads its whole chunk, {reads.amplification:,.1f} x its bytes"
-    return "one call per sample, under HDF5's lock"
 
 
 def _reason_today(search: Search, today: Candidate) -> str:

@@ -163,7 +163,8 @@ class Search:
     def candidate(self, setting: Setting) -> Candidate:
         """Return the candidate of a setting, with its rate in turns, or else measured once, or else predicted."""
         measured = self.measured(setting)
-        return self.predictor.candidate(setting, self.predictor.rate(setting) if measured is None else measured)
+        rate = self.predictor.rate(setting) if measured is None else measured
+        return Candidate(setting, rate, memory_of(setting, self.study.facts), self.predictor.effective(setting))
 
     def tried(self, setting: Setting) -> TriedSetting:
         """Return the setting with its predicted and measured rates, for the report."""

@@ -23,7 +23,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import SUFFIXES
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.part_file import reason_of
-from h5chunk.tools.measure.checks import why_not_direct
+from h5chunk.tools.measure.checks import check_samples, why_not_direct
 from h5chunk.tools.model.settings import DataFacts, Setting
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.fields import is_anndata
@@ -70,7 +70,7 @@ class Study:
         if not setting.repack or self.matrix:
             return self.reader.path, self.fields
         if setting.chunk_samples not in self._made:
-            self._rows = self._rows or read_rows(self.reader, self.num_measured, budget)
+            self._rows = self._rows or read_rows(self, budget)
             path = self.folder / f"chunks-{setting.chunk_samples}.h5"
             write_rows(path, self._rows, self.num_measured, setting.chunk_samples)
             self._made[setting.chunk_samples] = path
@@ -127,11 +127,7 @@ def study_file(
     with limited_memory(Path(path)):
         reader = H5Reader(path, fields, trusted=trusted)
         reader.touch()
-    sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
-    if not reader.num_samples:
-        raise FieldError(f"{printable(path)}: has no samples: nothing can be tuned")
-    if not sample_bytes:
-        raise FieldError(f"{printable(path)}: its samples have no bytes: nothing can be tuned")
+    sample_bytes = check_samples(reader, "tuned")
     why = why_not_direct(reader)
     facts = DataFacts(
         grid=reader.main.grid,
@@ -188,14 +184,13 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
     return item if num_samples <= MOST_GROUPS else f"{num_samples:,} samples are too many to look at"
 
 
-def read_rows(reader: H5Reader, num_samples: int, budget: TimeBudget) -> dict[str, np.ndarray]:
+def read_rows(study: Study, budget: TimeBudget) -> dict[str, np.ndarray]:
     """Read the first samples of each field, as many as the time budget allows."""
     found: dict[str, np.ndarray] = {}
-    sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
-    wanted = min(num_samples, max(1, SAMPLE_BYTES // sample_bytes))
+    wanted = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
     until = budget.taken_s + SAMPLE_SHARE * budget.seconds
-    with opened(reader.path) as file:
-        for name, each in reader.fields.items():
+    with opened(study.reader.path) as file:
+        for name, each in study.reader.fields.items():
             assert not isinstance(each, MatrixField)
             step = max(1, PIECE_BYTES // max(1, each.grid.sample_bytes))
             pieces: list[np.ndarray] = []

@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from h5chunk.errors import OptionError, printable
+from h5chunk.errors import OptionError, check_whole, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.recommendation import write_recommendation
 from h5chunk.store.hdf5.child import in_child
-from h5chunk.tools.measure.checks import check_budget, check_counts, worker_counts
+from h5chunk.tools.measure.checks import check_budget, worker_counts
 from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
 from h5chunk.tools.model.clustering import LEAST_CHANCE
 from h5chunk.tools.model.mixing import window_for
 from h5chunk.tools.model.settings import DATASET, Limits, Setting, enumerate_settings, order_of
 from h5chunk.tools.progress import Progress, TimeBudget
-from h5chunk.tools.tune.advice import default_cache, find_advice
+from h5chunk.tools.tune.advice import find_advice
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
 from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.probe import probe
-from h5chunk.tools.tune.report import Recommendation, TuneRow
+from h5chunk.tools.tune.report import Recommendation
 from h5chunk.tools.tune.rows import cache_triple, commands_for, plain_row, repack_command, rows_of
 from h5chunk.tools.tune.search import Search
 from h5chunk.tools.tune.study import Study, check_converted, study_file, temporary_folder
@@ -92,7 +92,7 @@ def tune(
     OptionError
         An argument is invalid.
     """
-    check_counts(batch_size=batch_size, memory_bytes=memory_bytes)
+    batch_size, memory_bytes = check_whole("batch_size", batch_size, 1), check_whole("memory_bytes", memory_bytes, 1)
     check_budget(budget_s)
     if not 0 < min_effective_batch < 1:
         raise OptionError(
@@ -141,15 +141,6 @@ def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_sh
     return settings
 
 
-def _plain(search: Search) -> TuneRow:
-    """Measure plain h5py, with the library's default chunk cache."""
-    from h5chunk.tools.measure.batches import plain_rate
-
-    study = search.study
-    measured = plain_rate(study.reader, study.num_measured, study.facts.batch_samples, search.budget.slice_s)
-    return plain_row(search, default_cache(), measured)
-
-
 def _report(search: Search) -> Recommendation:
     """Choose the recommendation, and the best setting without a new file."""
     study, facts, predictor = search.study, search.study.facts, search.predictor
@@ -158,9 +149,11 @@ def _report(search: Search) -> Recommendation:
     setting, kept = chosen.setting, search.today if in_place is None else in_place.setting
     today, *others = rows_of(search, chosen, allowed is not None)
     commands = commands_for(study, setting)
-    repack, shuffle = repack_command(study, _good_chunk(search)), repack_command(study, shuffle=True)
-    if setting.repack:  # then that is done anyway
-        repack, shuffle = commands[0], commands[0] if setting.shuffle else shuffle
+    repack, shuffle = commands[0], commands[0] if setting.shuffle else repack_command(study, shuffle=True)
+    if not setting.repack:  # what a new file would need
+        anew = [search.candidate(each) for each in search.settings if each.repack and not each.shuffle]
+        best = max(anew, key=lambda each: each.rate, default=chosen)
+        repack = repack_command(study, best.setting.chunk_samples)
     return Recommendation(
         setting=setting,
         cache=cache_triple(setting, search, 1),
@@ -172,7 +165,7 @@ def _report(search: Search) -> Recommendation:
         num_samples=facts.num_samples,
         num_measured=study.num_measured,
         sample_bytes=facts.sample_bytes,
-        rows=[today, _plain(search), *others],
+        rows=[today, plain_row(search), *others],
         advice=find_advice(study, predictor.effective(search.today), predictor.machine, repack, shuffle),
         commands=commands,
         min_effective_batch=search.limits.effective_batch,
@@ -184,13 +177,6 @@ def _report(search: Search) -> Recommendation:
         candidates=[search.tried(each) for each in search.settings],
         machine=asdict(predictor.machine),
     )
-
-
-def _good_chunk(search: Search) -> int:
-    """Return the samples per chunk of a new file, for advice if none is recommended."""
-    anew = [search.candidate(each) for each in search.settings if each.repack and not each.shuffle]
-    best = max(anew, key=lambda each: each.rate, default=None)
-    return search.study.facts.chunk_samples if best is None else best.setting.chunk_samples
 
 
 def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:
