@@ -90,7 +90,7 @@ def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **option
 @main.command(
     examples={
         "Convert a folder with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
-        "Convert ratings, of which the last counts": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
+        "Convert ratings and keep the last duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
         "See what would be done": "h5chunk convert photos/ photos.h5 --dry-run",
     }
 )
@@ -103,7 +103,7 @@ def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **option
     type=click.Path(),
     metavar="FOUND.json",
     heading=LAYOUT,
-    help="Recommendation of h5chunk tune, from which chunk_samples is taken unless it is given.",
+    help="Recommendation of h5chunk tune: take chunk_samples from it, unless --chunk-samples is given.",
 )
 @shared.overwrite
 @shared.dry_run
@@ -218,7 +218,7 @@ def info(file: str | None, as_json: bool, **options: Any) -> None:
 @shared.quiet
 @shared.as_json
 def repack(file: str, output: str, dry_run: bool, **options: Any) -> None:
-    """Write any HDF5 FILE anew as OUTPUT, with whole samples in its chunks.
+    """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
 
     Everything else is kept. Fields are the datasets whose first axis is as long as that of the main one. The report
     compares the layout of each field before and after.
@@ -279,7 +279,7 @@ def tune(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **options
     examples={
         "Check every chunk of a file": "h5chunk verify photos.h5",
         "Check some chunks of each dataset": "h5chunk verify photos.h5 --quick",
-        "Write damaged chunks anew from the images": "h5chunk verify photos.h5 --repair photos/",
+        "Rewrite damaged chunks from the images": "h5chunk verify photos.h5 --repair photos/",
     }
 )
 @click.argument("file", type=click.Path())
@@ -289,7 +289,7 @@ def tune(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **options
     type=click.Path(),
     metavar="SOURCE",
     heading=SOURCE,
-    help="Write damaged chunks of images anew from SOURCE, which FILE was converted from.",
+    help="Rewrite damaged chunks of images from SOURCE, which FILE was converted from.",
 )
 @option(
     "--manifest",

@@ -128,7 +128,7 @@ source_format = option(
     "--format",
     type=click.Choice(sorted({*KIND_OPTIONS} - {"mapping"})),  # no path leads to a mapping
     heading="Source",
-    show_default="as its name and first bytes say",
+    show_default="detected from its name and first bytes",
     help="Kind of SOURCE.",
 )
 

@@ -208,7 +208,7 @@ def dense_rows(
     starts : (m + 1,) int64
         Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
     columns : (num_entries,) of any unsigned or signed integers
-    (num_entries,) uint8, or, without ``table``, numbers of the size of ``out``; None: all entries are the same
+    codes : (num_entries,) uint8, or, without ``table``, numbers of the size of those in ``out``; None: all are the same
     table : (256,) array of the type of ``out``
         The value of each code; without codes the first value is that of every entry.
     rows : (n,) int64

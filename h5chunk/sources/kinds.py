@@ -34,7 +34,7 @@ class ImageOptions(Options):
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
-        "rgb", "Channels in the file; keep: those of the images, with alpha.", choices=("rgb", "gray", "keep")
+        "rgb", "Channels in the file; keep: the images' own, with alpha.", choices=("rgb", "gray", "keep")
     )
     layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
     animated: str = option("error", "Refuse images of several frames, or take the first.", choices=("error", "first"))
@@ -107,7 +107,7 @@ class DelimitedOptions(MatrixSourceOptions):
 
     columns: tuple[str, ...] | None = option(
         None,
-        "Columns of a delimited file that are row, column, value and time (names, or 0, 1, ...).",
+        "Row, column, value and time columns of a delimited file (names, or 0, 1, ...).",
         metavar="A,B[,C[,D]]",
     )
 

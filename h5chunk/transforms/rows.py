@@ -251,7 +251,7 @@ def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:
-    """Make the rule of a field: bytes get a table of values, rounded once, which includes leading steps."""
+    """Make the rule of a field: bytes get a table of values, rounded once, after the leading steps."""
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
         if steps and isinstance(steps[0], Binarize):

@@ -149,7 +149,7 @@ def test_vectors_of_two_types_are_refused(tmp_path: Path) -> None:
         pq.write_table(
             pa.table({"v": pa.array([[1, 2], [3, 4]], pa.list_(kind))}), tmp_path / "data" / f"{name}.parquet"
         )
-    with pytest.raises(SourceError, match=r"b\.parquet: column 'v' holds lists of 2 float32 and of float64: make them"):
+    with pytest.raises(SourceError, match=r"b\.parquet: column 'v' holds lists of 2 float32 and of float64: give them"):
         h5chunk.convert(tmp_path / "data", tmp_path / "x.h5")
 
 

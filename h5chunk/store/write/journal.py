@@ -135,7 +135,7 @@ def save_command_id(output: Path, command_id: str) -> None:
 
 
 def has_command_id(output: Path) -> bool:
-    """Whether some command's identity is kept with a file or folder."""
+    """Return whether a command's identity is stored with a file or folder."""
     return _command_of(output) is not None
 
 

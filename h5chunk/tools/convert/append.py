@@ -176,7 +176,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
         raise FileError(f"{printable(path)}: no such file: h5chunk convert makes it")
     if path.is_dir():
         raise FileError(
-            f"{printable(path)}: is a folder: append to one of its files, or convert the new samples into one more "
+            f"{printable(path)}: is a folder: append to one of its files, or convert the new samples into another file "
             "and read them together"
         )
     check_not_source(path, *filter(is_path, sources))

@@ -49,7 +49,7 @@ class ReadOptions(Options):
     noun: ClassVar[str] = "images and other samples"
 
     workers: int | None = option(
-        None, "Number of processes that read samples; 0: none but this one.", minimum=0, shown_default="one per core"
+        None, "Number of processes that read samples; 0: read in this process.", minimum=0, shown_default="one per core"
     )
     on_error: str = option(
         "fail",
@@ -97,7 +97,7 @@ class MatrixOptions(WriteOptions):
     noun: ClassVar[str] = "sparse matrices"
 
     scale: float | None = option(None, "Store value * S.", metavar="S", shown_default="the smallest S that is exact")
-    clip: bool = option(False, "Make values below 0 zero, and those above 255 (255 / S with --scale) that.")
+    clip: bool = option(False, "Clip values to the range 0 to 255 (255 / S with --scale).")
     binarize: float | None = option(None, "Make values of at least MIN 1, and drop all others.", metavar="MIN")
     min_row_count: int = option(0, "Leave out rows of fewer entries.", minimum=0)
     min_column_count: int = option(0, "Leave out columns of fewer entries, before rows are left out.", minimum=0)
