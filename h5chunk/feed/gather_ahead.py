@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -12,7 +13,7 @@ import torch
 
 from h5chunk.errors import WorkerError
 from h5chunk.feed.slots import KEPT, BatchMemory
-from h5chunk.native import GATHER, JOB, NativePool
+from h5chunk.native import DONE, GATHER, JOB, NativePool
 
 AHEAD = 3  # batches per thread that are gathered ahead: so few that a processor's cache holds them
 AHEAD_BYTES = 16 << 20  # but no more than this
@@ -32,34 +33,38 @@ class GatherAhead:
         self._num_threads, self._tickets, self._process = num_threads, 0, os.getpid()
         self._pool = NativePool(num_threads)
         self._memory = BatchMemory(KEPT + AHEAD * num_threads)
+        self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # what threads may write to
+        self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 
     def is_worthwhile(self, batch_size: int) -> bool:
         """Return whether batches are large enough, and the threads belong to this process."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
 
     def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the samples of every batch, by field, in new memory; ``samples``, (n,) int64, are not checked."""
-        samples = np.ascontiguousarray(samples)
-        most = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
-        firsts = iter(range(0, len(samples), batch_size))
-        queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()
-        done: set[int] = set()
+        """Yield the samples of every batch, by field, in new memory; ``samples``, (n,) int64, are not checked.
+
+        Raise `EOFError` or `OSError` if another thread closes this meanwhile.
+        """
+        self._is_iterated = True
         try:
+            self._drain()
+            samples = np.ascontiguousarray(samples)
+            most = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
+            firsts = iter(range(0, len(samples), batch_size))
+            done: set[int] = set()
             while True:
-                for first in islice(firsts, most - len(queue)):
-                    queue.append(self._submit(samples[first : first + batch_size]))
-                if not queue:
+                for first in islice(firsts, most - len(self._queue)):
+                    self._submit(samples[first : first + batch_size])
+                if not self._queue:
                     return
                 if os.getpid() != self._process:
                     raise WorkerError("batches were gathered by threads that a fork leaves behind: start again")
-                self._wait(queue[0][0], done)
-                yield queue.popleft()[1]
-        finally:  # threads may still write to what was not taken
-            while queue and os.getpid() == self._process:
-                self._wait(queue[0][0], done)
-                queue.popleft()
+                self._wait(self._queue[0][0], done)
+                yield self._queue.popleft()[1]
+        finally:
+            self._end()
 
-    def _submit(self, samples: np.ndarray) -> tuple[int, tuple[torch.Tensor, ...], np.ndarray]:
+    def _submit(self, samples: np.ndarray) -> None:
         count, indices = len(samples), samples.ctypes.data
         jobs = np.empty(len(self._fields), JOB)
         gathered = tuple(self._memory.empty((count, *field.shape[1:]), field.dtype) for field, _ in self._fields)
@@ -67,17 +72,37 @@ class GatherAhead:
             num_bytes = count * row_bytes
             jobs[number] = (GATHER, 0, 0, count, num_bytes, field.data_ptr(), indices, out.data_ptr(), 0, 0)
         self._tickets += 1
+        self._queue.append((self._tickets, gathered, samples))  # first: a signal may interrupt this anywhere
         self._pool.submit(self._tickets, jobs)
-        return self._tickets, gathered, samples
 
     def _wait(self, ticket: int, done: set[int]) -> None:
         while ticket not in done:
             if (result := self._pool.wait(FOREVER_S)) is not None:
+                if result.status != DONE:
+                    raise EOFError("the threads that gather batches were stopped")
                 done.add(result.ticket)
         done.remove(ticket)
 
+    def _drain(self) -> None:
+        """Wait until no thread writes to batches that were not taken; a signal may hide which tickets came back."""
+        while os.getpid() == self._process and self._pool.num_open:
+            self._pool.wait(FOREVER_S)
+        self._queue.clear()
+
+    def _end(self) -> None:
+        """End an iteration; free the threads if they were stopped meanwhile."""
+        self._drain()
+        with self._lock:
+            self._is_iterated = False
+            if self._is_closed and os.getpid() == self._process:
+                self._pool.free()
+
     def close(self) -> None:
         """Stop the threads."""
-        if os.getpid() == self._process:
+        with self._lock:
+            if self._is_closed or os.getpid() != self._process:
+                return
+            self._is_closed = True
             self._pool.close(FOREVER_S)
-            self._pool.free()
+            if not self._is_iterated:
+                self._pool.free()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from h5chunk.errors import OptionError, printable
+from h5chunk.errors import H5ChunkError, OptionError, printable
 from h5chunk.feed.batches import BatchMaker, FieldPipeline
 from h5chunk.feed.budget import MemoryBudget, check_arguments, find_device, make_source
 from h5chunk.feed.dataset import ChunkDataset
@@ -25,6 +25,8 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import Transforms, transforms_by_field
+
+CLOSED = "this loader was closed while it was iterated: end the iteration first"
 
 
 class ChunkLoader(Resumable):
@@ -229,12 +231,15 @@ class ChunkLoader(Resumable):
                 self._position.running = order.epoch, number
                 yield batch
                 if self._iterated is not feed:
-                    raise OptionError("this loader was closed while it was iterated: end the iteration first")
+                    raise OptionError(CLOSED)
             self._position.running = order.epoch, None
         except GeneratorExit:  # threads and memory stay for the next iteration
             raise
-        except BaseException:
-            if self._iterated is feed and not self.is_resident:
+        except BaseException as error:
+            is_closed = self._iterated is not feed or self._feed is not feed
+            if is_closed and not isinstance(error, H5ChunkError):  # it met what another thread has closed
+                raise OptionError(CLOSED) from error
+            if not self.is_resident:
                 self.close()
             raise
         finally:

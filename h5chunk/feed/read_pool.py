@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, printable
-from h5chunk.native import DONE, GATHER, JOB, NativePool, Result, available
+from h5chunk.native import CANCELLED, DONE, GATHER, JOB, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import Part as ReadTask
@@ -73,9 +73,12 @@ class WindowRead:
 
     def drop(self) -> None:
         """Skip one task."""
-        if self.error is None:  # not raised here: its traceback would keep the slot until the garbage is collected
-            self.error = FileError(f"{printable(self._pool.path)}: closed while it was read")
+        self.error = self.error or self._closed()
         self._end_task()
+
+    def _closed(self) -> FileError:
+        """Return the error of a task that was skipped: raised here, its traceback would keep the slot."""
+        return FileError(f"{printable(self._pool.path)}: closed while it was read")
 
     def native_jobs(self) -> np.ndarray:
         """Return the tasks for native threads: (n,) JOB."""
@@ -85,10 +88,12 @@ class WindowRead:
 
     def end_native(self, result: Result) -> None:
         """Finish the native tasks, once all their jobs have ended."""
-        if result.status != DONE:
-            task = self._native[bisect_right(self._ends, result.job)][0]
-            self.error = task.error_of(result)  # not raised here: its traceback would keep the slot
         try:
+            if result.status == CANCELLED:
+                self.error = self.error or self._closed()
+            elif result.status != DONE:
+                task = self._native[bisect_right(self._ends, result.job)][0]
+                self.error = task.error_of(result)
             for task, _, check in self._native:
                 if check is not None:
                     check()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 2  # of the functions and structures of core.c
+VERSION = 3  # of the functions and structures of core.c
 PART_BYTES = 2 << 20  # what a thread takes at a time
 JOB = np.dtype(
     [
@@ -95,6 +95,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(_Result))),
         ("run", None, (address, number, ctypes.POINTER(_Result))),
         ("progress", number, (pool,)),
+        ("num_open", number, (pool,)),
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
         ("free", None, (pool,)),
         ("gather", None, (address, number, address, number, address)),
@@ -128,6 +129,12 @@ class NativePool:
         """A number that grows whenever a part of a job ends."""
         with self._lock:
             return int(self._library.h5chunk_progress(self._pool)) if self._pool else 0
+
+    @property
+    def num_open(self) -> int:
+        """The number of tickets that were not given back."""
+        with self._lock:
+            return int(self._library.h5chunk_num_open(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
         """Queue jobs, (n,) JOB, C-contiguous, after earlier ones; `wait` returns ``ticket`` when all have ended.

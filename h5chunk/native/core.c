@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 2
+#define VERSION 3
 
 enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* what a job does */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* what became of a ticket */
@@ -449,6 +449,14 @@ EXPORT int64_t h5chunk_progress(Pool *pool) {
     int64_t progress = pool->progress;
     pthread_mutex_unlock(&pool->lock);
     return progress;
+}
+
+/* How many tickets were not given back. */
+EXPORT int64_t h5chunk_num_open(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    int64_t num_open = pool->num_open;
+    pthread_mutex_unlock(&pool->lock);
+    return num_open;
 }
 
 /* Drop what waits, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */

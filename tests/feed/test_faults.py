@@ -21,7 +21,7 @@ from support.loader_options import make_loader, transforms_of
 from support.matrices import random_matrix, write
 from torch.utils.data import DataLoader
 
-from h5chunk.errors import FileError, OptionError, WorkerError
+from h5chunk.errors import FileError, H5ChunkError, OptionError, WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
@@ -140,16 +140,16 @@ def test_what_is_resident_stays_right(path: Path) -> None:
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type, str], None]]:
-    """Makes reading hang, from the third call of a method on, until the test is over."""
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes reading hang, after two calls of a method or as many as given, until the test is over."""
     go_on = threading.Event()
 
-    def hang(owner: type, name: str) -> None:
+    def hang(owner: type, name: str, after: int = 2) -> None:
         method, calls = getattr(owner, name), []
 
         def slow(*arguments: Any) -> Any:
             calls.append(1)
-            if len(calls) > 2:
+            if len(calls) > after:
                 go_on.wait(WAIT_S)
             return method(*arguments)
 
@@ -163,7 +163,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type, str], N
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bool) -> None:
-    hanging(*((VectorPart, "__call__") if reader == "direct" else (H5Reader, "read")))
+    hanging(*((VectorPart, "__call__") if reader == "direct" else (H5Reader, "read")), after=0 if resident else 2)
     loader = make_loader(path, 16, reader=reader, resident=resident, timeout=0.2, window_chunks=1)
     with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: a reading thread .* raise timeout"):
         list(loader)
@@ -224,6 +224,26 @@ def test_closing_while_the_planner_lags(path: Path, lagging: threading.Event, el
     consumer.join(WAIT_S)
     [error] = errors
     assert isinstance(error, FileError if elsewhere else OptionError) and "close" in str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse": True}, {"echo": 2}, {"resident": True}])
+def test_closing_from_another_thread(tmp_path: Path, options: dict[str, Any]) -> None:
+    """At any moment: the loop ends soon, with all batches or an error of ours, and no thread dies."""
+    numbers = np.arange(3000)
+    images = np.repeat(numbers[:, None], 64, 1).astype(np.int32)
+    path = make_file(tmp_path / "a.h5", images=(images, {"chunks": (16, 64)}), labels=(numbers, {"chunks": (16,)}))
+    for attempt in range(40):
+        loader = ChunkLoader(path, 7 if attempt % 2 else 300, timeout=WAIT_S, **options)
+        timer = threading.Timer(attempt / 4000, loader.close)
+        timer.start()
+        begun = time.monotonic()
+        with suppress(H5ChunkError):
+            for _ in range(3):
+                for rows, labels in loader:
+                    assert (rows[:, 0] == labels).all() and (rows[:, 63] == labels).all()
+        timer.join()
+        loader.close()
+        assert time.monotonic() - begun < WAIT_S / 2
 
 
 @linux

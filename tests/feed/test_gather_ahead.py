@@ -93,6 +93,26 @@ def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypat
             assert not asked
 
 
+def test_an_interrupt_while_threads_gather(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may hide that a ticket came back: the next iteration is right all the same."""
+    wait, calls = NativePool.wait, []
+
+    def interrupt(pool: NativePool, timeout_s: float) -> Any:
+        result = wait(pool, timeout_s)
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return result
+
+    with ChunkLoader(small_images, 64, resident=True) as loader:
+        next(iter(loader))
+        monkeypatch.setattr(NativePool, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        for images, labels in loader:
+            np.testing.assert_array_equal(images, IMAGES[labels])
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_while_batches_are_gathered_ahead(small_images: Path) -> None:
     loader = ChunkLoader(small_images, 64, resident=True)
