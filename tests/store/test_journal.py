@@ -105,7 +105,7 @@ def test_a_full_disk_ends_it_and_nothing_else(tmp_path: Path, monkeypatch: pytes
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "j").symlink_to("victim")
-    with pytest.raises(OutputError, match="j: is a link"):
+    with pytest.raises(OutputError, match="j: is a symbolic link"):
         read(tmp_path / "j")
     assert (tmp_path / "victim").read_bytes() == b"precious"
 

@@ -194,7 +194,7 @@ def test_a_name_that_is_too_long(tmp_path: Path, new: type[NewFile] | type[NewFo
 def test_part_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / ".x.h5.h5chunk-part").symlink_to("victim")
-    with pytest.raises(OutputError, match=r"x\.h5\.h5chunk-part: is a link"), NewFile(tmp_path / "x.h5"):
+    with pytest.raises(OutputError, match=r"x\.h5\.h5chunk-part: is a symbolic link"), NewFile(tmp_path / "x.h5"):
         pass
     assert (tmp_path / "victim").read_bytes() == b"precious"
 

@@ -1,14 +1,14 @@
 """Keep a journal of finished work, an append-only list of records, so that an interrupted writer can continue.
 
-A line is a record: the CRC-32 of its JSON, the JSON. The first one is a key, which stands for all that decides what the
-other records mean. A line that is torn or damaged ends the journal: what stands behind it is not believed. Records are
-claims, not facts: whoever reads them looks at the data again.
+A line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, which stands for everything that
+determines the meaning of the other records. A torn or damaged line ends the journal: later lines are ignored. Records
+are claims, not facts: readers must check the data again.
 
-A writer that is killed right after its output got its name had no time to say so. The identity of its command lies with
-the output then, in an extended attribute of the file system: it covers the options, and the size and times of all that
-was read. Those have no place in the file, as equal sources make equal bytes. It also covers the size and time of the
-output, so that it means nothing any more once somebody has written to that, nor in a copy. Where the system or the file
-system has no such attributes, nothing is kept, and an output merely exists.
+A writer that is killed right after its output got its name could not report success. The identity of its command is
+therefore stored in an extended attribute of the output: it covers the options, and the size and times of all files
+read. They are not stored inside the file, as equal sources make equal bytes. It also covers the size and time of the
+output, so that it is invalid once the output is modified, or copied. Where the system or the file system lacks such
+attributes, nothing is stored.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
     """Return the identity of the command: equal commands make equal files. None if the source has no identity.
 
-    ``stamp`` is that of all samples: see `h5chunk.store.write.fill.stamp_of_samples`.
+    ``stamp`` is the combined stamp of all samples: see `h5chunk.store.write.fill.stamp_of_samples`.
     """
     key = job_key(job, num_files)
     if key is None:
