@@ -5,9 +5,10 @@ Every loader stays open between measurements, so that several can be measured in
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ class BatchRate:
 
     def __init__(self, epochs: Iterable[Any], device: str, read_ahead: int, close: Callable[[], None]) -> None:
         self._device, self._read_ahead, self._close = device, read_ahead, close
-        self._batches = _endless(epochs)
+        self._batches = (batch for _ in itertools.count() for batch in epochs)
         try:
             with warnings.catch_warnings():  # more workers than cores, a fork with threads: it was asked for
                 warnings.simplefilter("ignore")
@@ -72,11 +73,6 @@ class BatchRate:
         """Close the source and free its memory."""
         self._batches.close()
         self._close()
-
-
-def _endless(epochs: Iterable[Any]) -> Generator[Any, None, None]:
-    while True:
-        yield from epochs
 
 
 def settle() -> None:

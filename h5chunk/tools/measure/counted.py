@@ -36,11 +36,6 @@ class ReadCounts:
     cache: tuple[int, int, float]  # (nslots, nbytes, w0)
     note: str = ""  # why there is nothing to count
 
-    @property
-    def agrees(self) -> bool:
-        """Whether the model's prediction was right."""
-        return (self.predicted_reads, self.predicted_bytes) == (self.measured_reads, self.measured_bytes)
-
 
 class CountingFile:
     """A file object for ``h5py.File`` that records the offset and size of every read in ``reads``."""

@@ -117,9 +117,12 @@ def measure_stages(
     else:
         subject.closing.callback(reads.close)
         stored_bytes = reads.num_bytes
-        disk = _disk_stage(subject, reads) if cold else Stage(LIMITS, DISK, 1, note="not asked for")
+        disk = Stage(LIMITS, DISK, reads.num_bytes / reads.num_samples, note="not asked for")
+        disk = _disk_stage(subject, disk, reads) if cold else disk
         notes = _fill_page_cache(subject, reads)
-        reading = [_cached_read_stage(subject, reads), disk]
+        cached = Stage(LIMITS, CACHED, disk.bytes_per_sample, limits=() if subject.is_compressed else (MEMORY,))
+        runs = merge(reads.head(subject.num_samples))
+        reading = [_with_best_threads(subject, cached, partial(reads.rate, runs, again=True)), disk]
     rate = memory_copy(subject.batch_size * subject.sample_bytes, subject.num_cores, subject.memory_bytes // 8)
     memory = _with_best_threads(subject, Stage(LIMITS, MEMORY, subject.sample_bytes), rate)
     device = Stage(LIMITS, TO_DEVICE, subject.sample_bytes, note="the device is the CPU")
@@ -138,10 +141,9 @@ def measure_stages(
     return [stage.figure(limits) for stage in stages], notes, stored_bytes
 
 
-def _disk_stage(subject: Subject, reads: FileReads) -> Stage:
-    """Return the stage that reads from the disk chunks that were dropped from the page cache."""
-    note = f"{DISK_THREADS} threads, the file's chunks in shuffled order"
-    stage = Stage(LIMITS, DISK, reads.num_bytes / reads.num_samples, note=note)
+def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
+    """Return the stage that reads from the disk chunks that were dropped from the page cache, with its rates."""
+    stage = replace(stage, note=f"{DISK_THREADS} threads, the file's chunks in shuffled order")
     turns = disk_rates(reads, COLD_SHARE * subject.budget.seconds / ROUNDS)
     try:
         for _ in range(ROUNDS):
@@ -166,14 +168,6 @@ def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
     part = human_bytes(reads.num_bytes / reads.num_samples * subject.num_samples)
     total = human_bytes(reads.num_bytes)
     return [f"figures but the disk's are of the first {subject.num_samples:,} samples, {part} of {total}, that {why}"]
-
-
-def _cached_read_stage(subject: Subject, reads: FileReads) -> Stage:
-    """Return the stage that reads from the page cache."""
-    runs = merge(reads.head(subject.num_samples))
-    limits = () if subject.is_compressed else (MEMORY,)
-    stage = Stage(LIMITS, CACHED, reads.num_bytes / reads.num_samples, limits=limits)
-    return _with_best_threads(subject, stage, partial(reads.rate, runs, again=True))
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:

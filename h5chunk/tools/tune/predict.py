@@ -58,11 +58,9 @@ class Predictor:
         amplification = 1.0
         if grid.filtered and not self.study.matrix:  # windows that cut a chunk read it again
             window = order.window_batches * order.batch_size
-            whole = window % order.chunk_samples == 0
-            amplification = _whole_epoch(order, 1.0) if whole else 1 + order.chunk_samples / window
-        decoded = grid.sample_bytes * amplification if grid.filtered or in_pieces else 0.0
+            amplification += order.chunk_samples / window if window % order.chunk_samples else 0.0
         calls = (grid.chunks_per_sample if in_pieces else 1) / setting.chunk_samples
-        return Reads(self._bytes_read(grid, amplification, setting.repack), decoded, calls, amplification, None)
+        return self._reads_of(setting, amplification, calls, in_pieces=in_pieces)
 
     def _cached_reads(self, setting: Setting, grid: ChunkGrid, order: Order, seconds: float) -> Reads:
         """Return the reads of the first worker through HDF5's chunk cache."""
@@ -70,20 +68,25 @@ class Predictor:
         batches = (batch for number, batch in enumerate(order.batches()) if number % workers == 0)
         replay = replay_batches(grid, cache, batches, ACCESSES, max(LEAST_REPLAY_S, seconds))
         amplification = replay.chunk_bytes / max(1, replay.num_samples * grid.sample_bytes)
-        if cache.nbytes >= grid.chunk_bytes and order.window_batches > 1:
-            amplification = min(amplification, _whole_epoch(order, grid.band_bytes / max(1, grid.sample_bytes)))
-        return Reads(
-            bytes_read=self._bytes_read(grid, amplification, setting.repack),
-            decoded=amplification * grid.sample_bytes if grid.filtered else 0.0,
-            calls=replay.num_calls / max(1, replay.num_samples),
-            amplification=amplification,
-            hit_rate=1 - replay.misses / max(1, replay.num_accesses),
-        )
+        if cache.nbytes >= grid.chunk_bytes and order.window_batches > 1:  # each chunk is read once an epoch
+            epoch_bytes = order.num_samples * grid.sample_bytes
+            amplification = min(amplification, grid.band_bytes * order.num_chunks / epoch_bytes)
+        calls, hit_rate = replay.num_calls / max(1, replay.num_samples), 1 - replay.misses / max(1, replay.num_accesses)
+        return self._reads_of(setting, amplification, calls, hit_rate)
 
-    def _bytes_read(self, grid: ChunkGrid, amplification: float, repack: bool = False) -> float:
-        """Return the stored bytes read per sample: of the largest field with its amplification, and of the others."""
-        stored = 1.0 if repack else self.study.stored_share
-        return grid.sample_bytes * amplification * stored + self.facts.sample_bytes - grid.sample_bytes
+    def _reads_of(
+        self,
+        setting: Setting,
+        amplification: float,
+        calls: float,
+        hit_rate: float | None = None,
+        in_pieces: bool = False,
+    ) -> Reads:
+        """Return the reads of the largest field with this amplification, and of the others without one."""
+        grid, stored = grid_of(setting, self.facts), 1.0 if setting.repack else self.study.stored_share
+        used = grid.sample_bytes * amplification
+        bytes_read = used * stored + self.facts.sample_bytes - grid.sample_bytes
+        return Reads(bytes_read, used if grid.filtered or in_pieces else 0.0, calls, amplification, hit_rate)
 
     def _effective(self, setting: Setting) -> float | None:
         """Return the effective batch size on the whole data; None if no field marks similar samples."""
@@ -116,25 +119,17 @@ class Predictor:
     def plain(self, cache: CacheSettings) -> tuple[Reads, float]:
         """Predict reads per sample and samples/s of plain h5py, which reads single random samples."""
         setting = Setting(DATASET, self.facts.chunk_samples, 1)
-        if self.facts.grid.chunks is None or self.study.matrix:
-            reads = Reads(self.facts.sample_bytes, 0.0, 1.0, 1.0, None)
-        else:
-            reads = self._plain_reads(self.facts.grid, cache)
+        reads = Reads(self.facts.sample_bytes, 0.0, 1.0, 1.0, None)
+        if self.facts.grid.chunks is not None and not self.study.matrix:
+            reads = self._reads_of(setting, *self._replay_plain(self.facts.grid, cache))
         return reads, 1 / max(1e-12, sum(stage_times(setting, self.facts, 1, reads, self.machine).values()))
 
-    def _plain_reads(self, grid: ChunkGrid, cache: CacheSettings) -> Reads:
-        """Replay reads of random samples: the first half warms the cache, the second half is counted."""
+    def _replay_plain(self, grid: ChunkGrid, cache: CacheSettings) -> tuple[float, float, float]:
+        """Return amplification, calls and hit rate of random samples: the first half of them warms the cache."""
         count = max(16, min(MOST_SAMPLES, ACCESSES // grid.chunks_per_sample))
         accesses = sample_accesses(grid, np.random.default_rng(0).integers(0, self.facts.num_samples, 2 * count))
         half = len(accesses) // 2
         read = ChunkCache(grid, cache).access(accesses).outcomes[half:] != HIT
         straight = not grid.filtered and grid.chunk_bytes > cache.nbytes
         num_bytes = accesses.bytes_each[half:] if straight else np.full(len(read), grid.chunk_bytes)
-        amplification = float(num_bytes[read].sum()) / (count * grid.sample_bytes)
-        decoded = amplification * grid.sample_bytes if grid.filtered else 0.0
-        return Reads(self._bytes_read(grid, amplification), decoded, 1.0, amplification, 1 - float(read.mean()))
-
-
-def _whole_epoch(order: Order, band: float) -> float:
-    """Return decoded bytes over used bytes if each chunk is read once; the last chunk may be short."""
-    return band * order.num_chunks / max(1, order.num_samples) if band > 1 else 1.0
+        return float(num_bytes[read].sum()) / (count * grid.sample_bytes), 1.0, 1 - float(read.mean())
