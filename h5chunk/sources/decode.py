@@ -65,7 +65,7 @@ def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Ima
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise SampleError(
-            f"has more pixels than the limit max_pixels={options.max_pixels}: raise it if meant"
+            f"has more pixels than the limit max_pixels={options.max_pixels}: raise the limit if this is intended"
         ) from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None

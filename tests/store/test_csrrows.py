@@ -144,7 +144,7 @@ def test_what_it_says_cannot_be(tmp_path, attributes, message):
 def test_no_matrix(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["X/indptr"] = np.zeros(3, int)
-    with pytest.raises(FieldError, match="'X' is no CSR matrix: it has no list of numbers 'indices'"):
+    with pytest.raises(FieldError, match="'X' is not a CSR matrix: it has no list of numbers 'indices'"):
         H5Reader(tmp_path / "a.h5")
 
 

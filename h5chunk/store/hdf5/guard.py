@@ -144,7 +144,7 @@ class Guard:
         """Return whether a soft or external link points to an object."""
         soft, external = isinstance(link, h5py.SoftLink), isinstance(link, h5py.ExternalLink)
         if not soft and not external:
-            raise TrustError(f"{where} is a link of a kind that the user of a file defines: copy what it leads to")
+            raise TrustError(f"{where} is a user-defined link: copy the object that it points to")
         if self._trust is None:
             to = f"a soft link to {link.path!r}" if soft else f"an external link to {link.path!r} of {link.filename!r}"
             target = "that file" if external else "what it leads to"

@@ -171,7 +171,7 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
     for part in MATRIX_PARTS:
         dataset = group.get(part)
         if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
-            raise FieldError(f"{where} is no CSR matrix: it has no list of numbers {part!r}")
+            raise FieldError(f"{where} is not a CSR matrix: it has no list of numbers {part!r}")
     num_rows, num_columns = _shape(group, where)
     num_entries = len(group["indices"])
     if len(group["indptr"]) != num_rows + 1:

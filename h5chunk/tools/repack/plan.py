@@ -210,7 +210,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
     shown = printable(file.filename)
     if samples.anndata:
         raise OptionError(
-            f"{shown}: is one of AnnData's, whose tables, graphs and names would all have to be permuted alike: "
+            f"{shown}: is an AnnData file, whose tables, graphs and names would all have to be permuted alike: "
             "shuffle it with h5chunk convert, which makes a training file of it, or repack it without shuffle"
         )
     for group in samples.sparse:
