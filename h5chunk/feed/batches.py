@@ -126,20 +126,3 @@ class WindowBatches:
             samples = samples[start:stop]
         batches = self._pipelines[field].batches(samples, self._batch_size, keep=self._keep)
         self._made[field].update(enumerate(batches, first))
-
-
-class Passthrough:
-    """Hand out the whole content of a slot, unchanged."""
-
-    def open(self, window: Fields, batch_size: int) -> Passthrough:
-        """Return the batches of a window: the whole window is the only batch."""
-        self._window = window
-        return self
-
-    def take(self, number: int) -> Fields:
-        """Return the whole window."""
-        return self._window
-
-    def finish(self, batch: Fields) -> Fields:
-        """Return the batch unchanged."""
-        return batch

@@ -12,7 +12,7 @@ import torch
 
 from h5chunk.errors import OptionError, check_whole, printable
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, slot_bytes
+from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes
 from h5chunk.feed.read_pool import is_kept_whole
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
@@ -48,6 +48,12 @@ class DataSource:
     device: torch.device
     num_threads: int
     timeout_s: float | None
+
+    @property
+    def pieces(self) -> Layouts:
+        """The layouts for reading all samples in pieces, or at once."""
+        matrix, layouts = MatrixLayout, self.layouts.items()
+        return {name: layout.of_pieces() if isinstance(layout, matrix) else layout for name, layout in layouts}
 
     def read_amplification(self, order: Order) -> float:
         """Return bytes read over bytes used in an epoch of this order, on all ranks, without the small fields."""
@@ -137,15 +143,11 @@ class MemoryBudget:
         """
         if self._fits_device(resident, order):
             return None
-        plan = self.plan_windows(order, least_chunks=least_chunks)
-        is_kept = resident == "auto" and self._on_cpu and order.selection is None and available()
-        return None if is_kept and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes else plan
-
-    def plan_windows(self, order: Order, *, least_chunks: int | None) -> SlotPlan:
-        """Return the number of windows under way, and the order, whose windows may be made smaller to fit."""
-        return plan_slots(
+        plan = plan_slots(
             order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
         )
+        is_kept = resident == "auto" and self._on_cpu and order.selection is None and available()
+        return None if is_kept and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes else plan
 
     def _window_bytes(self, num_samples: int) -> int:
         """Return the bytes of a window: on the host and, if the device is a GPU, on the device too."""
@@ -180,8 +182,7 @@ class MemoryBudget:
         """Return whether all data stays on the device; OptionError if that was requested but does not fit."""
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False
-        held = self._resident_bytes
-        pieces = {name: layout.of_pieces for name, layout in self._source.layouts.items()}
+        held, pieces = self._resident_bytes, self._source.pieces
         loading = 0 if self._on_cpu else LOADING_SLOTS * 2 * slot_bytes(pieces, self.loading_samples(order))
         needed, limit = held + loading + self._reading_bytes(order), self._limit(wanted)
         if wanted is True and needed > limit:
@@ -193,8 +194,7 @@ class MemoryBudget:
 
     @property
     def _resident_bytes(self) -> int:
-        layouts, num_samples = self._source.layouts, self._source.reader.num_samples
-        return sum(layout.all_bytes(num_samples) for layout in layouts.values())
+        return slot_bytes(self._source.pieces, self._source.reader.num_samples)
 
     def _limit(self, wanted: bool | str) -> float:
         """Return the upper limit on the bytes of resident data."""

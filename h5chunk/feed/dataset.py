@@ -24,18 +24,25 @@ from h5chunk.feed.collate import (
     sample_numbers,
 )
 from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.sample_reader import Fields, SampleReader, SampleTransforms, field_mapping, recommended_window
+from h5chunk.feed.sample_reader import (
+    Fields,
+    SampleReader,
+    SampleTransforms,
+    field_mapping,
+    plain_fields,
+    recommended_window,
+)
 from h5chunk.feed.stored_tables import SOURCE_NAMES, StoredTables, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
-from h5chunk.plan.permutation import SPLIT, ChunkSequence, ShuffledSequence, permutation
+from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.store.format.header import Header
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import Paths, open_other, open_reader
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import NOTABLE
+from h5chunk.store.read.several import NOTABLE, read_amplification
 
 SAMPLE_NUMBER = "sample_number"
 
@@ -108,7 +115,6 @@ class ChunkDataset(Dataset[Any]):
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
         self._sample_reader = SampleReader(self._reader, self._transforms.rows)
         self._samples: np.ndarray | None = None  # of a subset
-        self._numbering: Numbering | None = None
 
     def field(self, name: str) -> Field | MatrixField:
         """Return the shape, dtype and chunks of a field."""
@@ -135,13 +141,11 @@ class ChunkDataset(Dataset[Any]):
         whole = self._reader.fingerprint
         return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)
 
-    @property
+    @cached_property
     def numbering(self) -> Numbering:
         """A key that is equal for data sets whose sample numbers mean the same samples."""
-        if self._numbering is None:
-            samples = None if len(self) == self._reader.num_samples else self._samples
-            self._numbering = len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
-        return self._numbering
+        samples = None if len(self) == self._reader.num_samples else self._samples
+        return len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
 
     @property
     def subset_samples(self) -> np.ndarray | None:
@@ -176,13 +180,14 @@ class ChunkDataset(Dataset[Any]):
         part = copy(self)
         selected = select_samples(samples, len(self))
         part._samples = selected if self._samples is None else self._samples[selected]
-        part._numbering = None
         return part
 
     def __copy__(self) -> ChunkDataset:
         other = object.__new__(type(self))
-        other.__dict__.update({name: value for name, value in self.__dict__.items() if name != "read_amplification"})
-        other._reader, other._sample_reader = self.new_reader(), self._sample_reader.again()
+        of_samples = "read_amplification", "numbering"  # which a subset computes anew
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in of_samples})
+        other._reader = self.new_reader()
+        other._sample_reader = SampleReader(other._reader, self._transforms.rows)
         return other
 
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
@@ -209,12 +214,11 @@ class ChunkDataset(Dataset[Any]):
         groups = None if stratify is None else self.values(stratify)
         is_shuffled = self.header is not None and self.header.shuffled and self._samples is None
         if is_shuffled and stratify is None and len(self):
-            starts = self._reader.chunk_starts
+            starts, positions = self._reader.chunk_starts, np.arange(len(self))
             if starts is None:
-                chunks: ChunkSequence = ShuffledSequence(len(self), self.chunk_samples, seed, 0)
+                shuffled = ShuffledSequence(len(self), self.chunk_samples, seed, 0).at(positions)
             else:
-                chunks = SelectionSequence(FixedSelection(starts), seed, 0)
-            shuffled = chunks.at(np.arange(len(self)))
+                shuffled = SelectionSequence(FixedSelection(starts), seed, 0).at(positions)
         else:
             shuffled = permutation(len(self), seed, stream=(SPLIT, 0, 0))
         return [self.subset(part) for part in split_samples(shuffled, fractions, groups, seed)]
@@ -243,7 +247,9 @@ class ChunkDataset(Dataset[Any]):
 
         More than 1 for a subset of samples whose chunks must be read whole because they are compressed.
         """
-        return 1.0 if self._samples is None else self._sample_reader.amplification(self.samples)
+        if self._samples is None:
+            return 1.0
+        return read_amplification(self._reader, self._samples, plain_fields(self._reader))
 
     @property
     def path(self) -> str:
@@ -322,7 +328,8 @@ class ChunkDataset(Dataset[Any]):
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
         """Return the chunk cache of every field in this process, as HDF5 reports it."""
-        return self._sample_reader.caches_in_force()
+        self._reader.set_caches(self.cache)
+        return self._reader.caches_in_force()
 
     def expect_order(self, order: Order) -> None:
         """Size the chunk cache for an order; samplers call this, and the order with the most open chunks decides."""
@@ -330,7 +337,6 @@ class ChunkDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
-        self._reader.close()
         self._sample_reader.close()
 
     def __getitem__(self, index: Any) -> Any:

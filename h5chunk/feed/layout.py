@@ -42,23 +42,6 @@ class FieldLayout:
         """Return the shapes of the arrays for any window of this many samples."""
         return [((num_samples, *self.sample_shape), self.dtype)]
 
-    @property
-    def of_pieces(self) -> FieldLayout:
-        """Return the layout for reading the whole data set in pieces."""
-        return self
-
-    def all_bytes(self, num_samples: int) -> int:
-        """Return the bytes of all samples of the data set."""
-        return aligned_bytes(self.capacity(num_samples))
-
-    def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Allocate memory for all samples of the data set."""
-        return torch.empty((num_samples, *self.sample_shape), dtype=self.dtype, device=device)
-
-    def put(self, all_samples: torch.Tensor, first: int, samples: torch.Tensor) -> None:
-        """Copy samples to their destination in the tensor of all samples."""
-        all_samples[first : first + len(samples)].copy_(samples)
-
 
 @dataclass(frozen=True)
 class MatrixLayout:
@@ -98,33 +81,14 @@ class MatrixLayout:
         """Return the shapes of the arrays for any window of this many rows."""
         return self.arrays(num_samples, self.most_entries(num_samples))
 
-    @property
     def of_pieces(self) -> MatrixLayout:
         """Return the layout for reading the whole data set in consecutive pieces, whichever rows an epoch uses."""
 
         def most_entries(num_samples: int) -> int:
-            return int(np.diff(np.append(self.indptr[:-1:num_samples], self.indptr[-1])).max(initial=0))
+            borders = np.append(self.indptr[: -1 : max(1, num_samples)], self.indptr[-1])
+            return int(np.diff(borders).max(initial=0))
 
         return replace(self, most_entries=most_entries)
-
-    def all_bytes(self, num_samples: int) -> int:
-        """Return the bytes of all rows of the data set."""
-        return aligned_bytes(self.arrays(num_samples, int(self.indptr[-1])))
-
-    def empty(self, num_samples: int, device: torch.device) -> CsrRows:
-        """Allocate memory for all rows of the data set."""
-        starts = torch.from_numpy(self.indptr).to(device)
-        _, *entries = self.arrays(num_samples, int(self.indptr[-1]))
-        indices, *values = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in entries)
-        return CsrRows(starts, self.indptr, indices, values[0] if values else None)
-
-    def put(self, all_rows: CsrRows, first: int, rows: CsrRows) -> None:
-        """Copy rows to their destination among all rows."""
-        start = int(self.indptr[first])
-        some = slice(start, start + int(rows.host_starts[-1]))
-        all_rows.indices[some].copy_(rows.indices)
-        if all_rows.values is not None and rows.values is not None:
-            all_rows.values[some].copy_(rows.values)
 
 
 Layouts = Mapping[str, FieldLayout | MatrixLayout]

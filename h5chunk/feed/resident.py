@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.batches import BatchMaker, Passthrough, Tensors
+from h5chunk.feed.batches import BatchMaker, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
 from h5chunk.feed.gather_ahead import GatherAhead
-from h5chunk.feed.layout import slot_bytes
+from h5chunk.feed.layout import FieldLayout, MatrixLayout, slot_bytes
 from h5chunk.feed.slots import BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.native import available
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
-from h5chunk.transforms.csr import Numbers
+from h5chunk.transforms.csr import CsrRows, Numbers
 
 
 class Resident:
@@ -45,9 +45,7 @@ class Resident:
         self._planned: dict[int, Future[np.ndarray]] = {}
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
-        num_samples = source.reader.num_samples
-        source = replace(source, layouts={name: layout.of_pieces for name, layout in source.layouts.items()})
-        layouts = list(source.layouts.values())
+        num_samples, source = source.reader.num_samples, replace(source, layouts=source.pieces)
         on_cpu = self._device.type == "cpu"  # where the only piece is the data itself
         piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
@@ -55,14 +53,14 @@ class Resident:
         plan = SlotPlan(order, num_slots, piece_samples, slot_bytes(source.layouts, piece_samples))
         stream = WindowStream(source, plan, lends_slot=True, once=True)
         try:
-            pieces = stream.batches(order, Passthrough(), EpochReport())
+            pieces = stream.windows(order)
             if on_cpu:
                 self._fields = list(next(pieces))
                 return
-            self._fields = [layout.empty(num_samples, self._device) for layout in layouts]
+            self._fields = [_empty(layout, num_samples, self._device) for layout in source.layouts.values()]
             for number, piece in enumerate(pieces):
-                for layout, field, part in zip(layouts, self._fields, piece, strict=True):
-                    layout.put(field, number * piece_samples, part)
+                for field, part in zip(self._fields, piece, strict=True):
+                    _put(field, number * piece_samples, part)
         finally:
             stream.close()
 
@@ -120,6 +118,25 @@ class Resident:
         self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
         self._planned[order.epoch] = plan
         return plan
+
+
+def _empty(layout: FieldLayout | MatrixLayout, num_samples: int, device: torch.device) -> torch.Tensor | CsrRows:
+    """Allocate memory for all samples of a field, whose layout is of pieces."""
+    first, *entries = (torch.empty(shape, dtype=kind, device=device) for shape, kind in layout.capacity(num_samples))
+    if isinstance(layout, FieldLayout):
+        return first
+    return CsrRows(first.copy_(torch.from_numpy(layout.indptr)), layout.indptr, entries[0], (*entries, None)[1])
+
+
+def _put(field: Any, first: int, part: Any) -> None:
+    """Copy samples to their place in a field, from sample ``first`` on."""
+    if isinstance(field, torch.Tensor):
+        field[first : first + len(part)].copy_(part)
+        return
+    start, stop = (int(field.host_starts[row]) for row in (first, first + len(part)))
+    field.indices[start:stop].copy_(part.indices)
+    if field.values is not None:
+        field.values[start:stop].copy_(part.values)
 
 
 def _planner() -> ThreadPoolExecutor:

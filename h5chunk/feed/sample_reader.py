@@ -11,7 +11,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
-from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors, read_amplification
+from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
 from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
 from h5chunk.transforms.images import fresh
@@ -108,10 +107,6 @@ class SampleReader:
         self._order: Order | None = None  # of a sampler
         self._cache: tuple[int, CacheSettings] | None = None  # by number of workers
 
-    def again(self) -> SampleReader:
-        """Open another reader of the same fields."""
-        return SampleReader(copy(self._reader), self._convert)
-
     def read(
         self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
     ) -> Batch:
@@ -134,7 +129,9 @@ class SampleReader:
         left = iter(tensors)
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
-        self._check_unchanged()
+        # several files are checked as they are read
+        if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
+            self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # shared memory goes to the other process as it is
             return Batch(fields)
         made = iter(fields)
@@ -206,15 +203,6 @@ class SampleReader:
             self._opened = _OpenFields(self._reader)
         return self._opened
 
-    def _check_unchanged(self) -> None:
-        """Raise FileError if the file was changed or replaced; several files are checked as they are read."""
-        if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
-            self._reader.check_unchanged()
-
-    def amplification(self, samples: np.ndarray) -> float:
-        """Return bytes read over bytes used, when all of these samples are read once, chunk by chunk."""
-        return read_amplification(self._reader, samples, _plain_fields(self._reader))
-
     def expect_order(self, order: Order) -> None:
         """Size HDF5's cache for the chunks that an order leaves partly read; the largest of several orders decides."""
         if self._order is None or order.open_chunks >= self._order.open_chunks:
@@ -253,11 +241,6 @@ class SampleReader:
                 stacklevel=2,
             )
 
-    def caches_in_force(self) -> dict[str, CacheSettings]:
-        """Return the chunk cache of every field in this process, as HDF5 reports it."""
-        self._reader.set_caches(self.cache)
-        return self._reader.caches_in_force()
-
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
         self._reader.close()
@@ -273,7 +256,7 @@ class _OpenFields:
     def __init__(self, reader: H5Reader) -> None:
         self.process, self._reader = os.getpid(), reader
         self.layout = None if reader.matrix is None else matrix_layout(reader, reader.matrix)
-        self.direct = _plain_fields(reader)
+        self.direct = plain_fields(reader)
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)
         self.whole = read_whole_fields(reader, self.direct, self._descriptors, SMALL_FIELD_BYTES)
@@ -317,7 +300,7 @@ def recommended_window(reader: H5Reader) -> int:
     return bounded_window(window_chunks, fullest_chunks(reader.indptr, reader.chunk_samples))
 
 
-def _plain_fields(reader: H5Reader) -> dict[str, Any]:
+def plain_fields(reader: H5Reader) -> dict[str, Any]:
     """Return the fields that need no decoding; for compressed fields, HDF5's cache is better."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FileError, printable
-from h5chunk.feed.batches import BatchMaker, Passthrough, Tensors
+from h5chunk.feed.batches import BatchMaker, Tensors
 from h5chunk.feed.budget import DataSource
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.memory import PinnedMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot
+from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
@@ -61,9 +61,6 @@ class EpochReport:
         self.samples += num_samples
         self.fresh_samples += num_samples if fresh else 0
         self.seconds = time.perf_counter() - self.started
-
-
-Maker = BatchMaker | Passthrough
 
 
 @dataclass(eq=False)
@@ -156,15 +153,12 @@ class WindowStream:
             has_ended = self._thread is not threading.current_thread() and self._join(self._pool.wait_s)
             self._opened.put(FileError(f"{printable(self._pool.path)}: closed while it was read"))
             if not has_ended:
-                threading.Thread(target=self._close_later, name="h5chunk-closer", daemon=True).start()
+                threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
                 return
         self._give_back()
 
-    def _close_later(self) -> None:
-        self._join(None)
-        self._give_back()
-
     def _give_back(self) -> None:
+        self._join(None)
         if self._pool is not None:
             self._pool.close()
         if self._pinned is not None:
@@ -235,13 +229,25 @@ class WindowStream:
         for number, batch in enumerate(opened.read.window.batches):
             self._batches[opened.epoch, batch] = opened, number
 
-    def batches(self, order: Order, maker: Maker, report: EpochReport, start: int = 0) -> Iterator[Any]:
+    def windows(self, order: Order) -> Iterator[Fields]:
+        """Yield the windows of the first epoch, whole; each is valid until the next is requested."""
+        self._next, self._report, left = None, EpochReport(), order.num_batches
+        while left:
+            self._receive_window()
+            (opened,) = self._open
+            self._wait_for(opened.read)
+            left -= opened.left
+            yield opened.read.slot.window
+            self._release(opened)
+
+    def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch from ``start`` on. Data that was read ahead is used if it belongs to them."""
         if self._next != (order.epoch, start):
             self._begin_again(order, start)
         self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
         windows: dict[_OpenWindow, Any] = {}  # those that were read, as batches
+        stays = self._lends_slot or self._echo != 1  # the window, until its last batch was used
         for number in range(start, order.num_batches):
             while (order.epoch, number) not in self._batches:
                 self._receive_window()
@@ -253,15 +259,13 @@ class WindowStream:
             opened.left -= 1
             if last := opened.left == 0:
                 del windows[opened]
-            if number + 1 == order.num_batches and self._echo == 1 and not self._lends_slot:
+            if not stays and number + 1 == order.num_batches:
                 self._next = order.epoch + 1, 0  # whoever counts batches stops here, and that is an end, too
-            if last and self._echo == 1 and not self._lends_slot:
+            if not stays and last:
                 self._release(opened)
             report.add(len(batch[0]), fresh=True)
             yield maker.finish(batch)
-            if last and self._echo == 1 and self._lends_slot:
-                self._release(opened)
-            if last and self._echo != 1:
+            if stays and last:
                 fresh = len(opened.read.window.batches)
                 due, before = (num_echoed(self._echo, n) for n in (number + 1, number + 1 - fresh))
                 for batch in islice(self._echoes(opened, order, maker), due - before):

@@ -26,7 +26,7 @@ and no two ranks read the same chunk, except fewer chunks than lanes at the end 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -36,8 +36,6 @@ from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
 from h5chunk.plan.permutation import (
     WINDOW,
-    ChunkSequence,
-    FileSequence,
     Indices,
     Lane,
     ShuffledSequence,
@@ -50,6 +48,7 @@ from h5chunk.plan.selection import Selection, SelectionSequence
 MAX_EPOCHS = 1 << 63
 MAX_OPEN_BYTES = 1 << 30  # of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
+Sequence = Callable[[Indices], Indices]  # from positions in the sequence to samples
 
 
 class Round(NamedTuple):
@@ -218,7 +217,13 @@ class Order:
 
         Windows that also hold earlier batches are yielded without these.
         """
-        sequence, lanes = self._sequence(), self._lanes()
+        sequence, count = self._sequence(), self.lanes // self.world_size
+        # the chunks of a selection differ in size: its lanes are contiguous parts
+        chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
+        lanes = [
+            Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
+            for number in range(self.rank * count, (self.rank + 1) * count)
+        ]
         for each in self.rounds():
             if each.first_batch + each.num_windows * each.window_batches <= start:
                 continue
@@ -241,20 +246,13 @@ class Order:
         samples[destinations] = rows
         return Window(samples, rows, destinations, numbers)
 
-    def _sequence(self) -> ChunkSequence:
+    def _sequence(self) -> Sequence:
         if self.selection is not None:
             selected = self.selection.resolve(self.seed, self.epoch)
-            return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle)
-        if not self.shuffle:
-            return FileSequence()
-        return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch)
-
-    def _lanes(self) -> list[Lane]:
-        """Return the lanes of this rank. A selection has chunks of different sizes: its lanes are contiguous parts."""
-        each = self.lanes // self.world_size
-        chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
-        numbers = range(self.rank * each, (self.rank + 1) * each)
-        return [Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk) for number in numbers]
+            return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle).at
+        if self.shuffle:
+            return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch).at
+        return lambda positions: positions
 
 
 def with_full_windows(order: Order) -> Order:
@@ -281,14 +279,14 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
-def _round_rows(order: Order, sequence: ChunkSequence, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
+def _round_rows(order: Order, sequence: Sequence, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
     """Return the samples of a round in the order of the sequence, and the destination of each in its window.
 
     Windows follow each other, and within a window its lanes follow each other.
     """
     parts = [_lane_round(order, lane, each) for lane in lanes]
     if len(lanes) == 1:
-        return sequence.at(parts[0][0]), parts[0][1]
+        return sequence(parts[0][0]), parts[0][1]
     size, batch = each.window_batches * order.lane_batch, order.lane_batch
     full = min(len(rows) for rows, _ in parts) // size
     windows = [_full_windows(order, parts, full, size)]
@@ -300,7 +298,7 @@ def _round_rows(order: Order, sequence: ChunkSequence, lanes: list[Lane], each: 
             destinations[:] = batches * order.batch_size + before + within
         windows += some
     rows, destinations = (np.concatenate(column) for column in zip(*windows, strict=True))
-    return sequence.at(rows), destinations
+    return sequence(rows), destinations
 
 
 def _full_windows(order: Order, parts: list[tuple[Indices, Indices]], count: int, size: int) -> tuple[Indices, Indices]:

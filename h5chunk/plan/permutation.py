@@ -15,7 +15,6 @@ in cycles.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,21 +111,6 @@ def check_seed(seed: int) -> None:
     """Raise OptionError unless the seed is a whole number of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
         raise OptionError(f"seed is {seed!r}: give a whole number from 0 to {(1 << 64) - 1}")
-
-
-class ChunkSequence(Protocol):
-    """The samples of an epoch by their position in it."""
-
-    def at(self, positions: Indices) -> Indices:
-        """Return the samples at these positions: (n,) int64."""
-
-
-class FileSequence:
-    """The order of the file."""
-
-    def at(self, positions: Indices) -> Indices:
-        """Return the samples at these positions: (n,) int64."""
-        return positions
 
 
 class ShuffledSequence:

@@ -172,15 +172,11 @@ def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_b
         whole = packed.transpose(axes).reshape([g * c for g, c in zip(grid, chunk_shape, strict=True)])
         index = whole[tuple(slice(0, size) for size in sample_shape)].reshape(-1)
     unit_items = 1
-    while index is not None and 2 * unit_items * item_bytes <= 32 and _doubles(index, chunk_items // unit_items):
-        index, unit_items = index[::2] // 2, 2 * unit_items
+    while index is not None and 2 * unit_items * item_bytes <= 32:
+        firsts, seconds = index[::2], index[1::2]
+        pairs = len(index) % 2 == 0 and (chunk_items // unit_items) % 2 == 0 and not (firsts % 2).any()
+        if not pairs or (seconds != firsts + 1).any():
+            break
+        index, unit_items = firsts // 2, 2 * unit_items
     index = None if index is None else np.ascontiguousarray(index)
     return Packing(chunk_items * item_bytes, len(slices), slices, unit_items * item_bytes, index)
-
-
-def _doubles(index: np.ndarray, chunk_units: int) -> bool:
-    """Return whether units can be taken two at a time."""
-    if len(index) % 2 or chunk_units % 2:
-        return False
-    pairs = index.reshape(-1, 2)
-    return bool((pairs[:, 0] % 2 == 0).all() and (pairs[:, 1] == pairs[:, 0] + 1).all())

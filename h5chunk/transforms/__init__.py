@@ -27,18 +27,8 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis, leading_image_transforms
-from h5chunk.transforms.rows import (
-    L2,
-    ROW_TRANSFORMS,
-    Allocate,
-    Binarize,
-    Csr,
-    Dense,
-    Log1p,
-    RowConverter,
-    leading_row_transforms,
-)
+from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
+from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
 __all__ = ["L2", "Binarize", "Csr", "Dense", "Log1p", "Normalize", "ToDtype"]
 
@@ -80,13 +70,24 @@ def compile_transforms(
     """
     check_first(transforms, field, stored)
     if field.scale is not None:
-        count = leading_row_transforms(transforms)
+        count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr))
         return RowConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     assert stored is not None
     axis = channel_axis(field.sample_shape, field.axes)
-    count = leading_image_transforms(transforms)
+    count = _leading(transforms, (Normalize, ToDtype), Normalize, ToDtype)
     converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
     return converter, tuple(transforms[count:])
+
+
+def _leading(transforms: Sequence[Transform], kinds: tuple[type, ...], *once: Any) -> int:
+    """Count the leading transforms of these kinds, with at most one of each type, or tuple of types, in ``once``."""
+    for number, transform in enumerate(transforms):
+        taken = any(
+            isinstance(transform, own) and isinstance(each, own) for own in once for each in transforms[:number]
+        )
+        if taken or not isinstance(transform, kinds):
+            return number
+    return len(transforms)
 
 
 def check_first(transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None) -> None:

@@ -102,6 +102,12 @@ class ValueRule:
         same = np.arange(NUM_CODES, dtype=self.table.dtype) / divisor == self.table
         return divisor if same.all() else None
 
+    def applied(self, values: Any, rows: RowArithmetic) -> Any:
+        """Apply all steps to values."""
+        for step in self.steps:
+            values = step.on_values(values, rows)
+        return values
+
     @property
     def work_dtype(self) -> torch.dtype:
         """The dtype of the arithmetic."""
@@ -130,14 +136,7 @@ def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
         values = torch.from_numpy(_host_values(codes.numpy(), rule))
     else:
         values = _gpu_values(codes, codes.numel(), codes.device, rule).view(codes.shape)
-    return apply_steps(rule.steps, values, DenseArithmetic()).to(rule.dtype)
-
-
-def apply_steps(steps: Iterable[Any], values: Any, rows: RowArithmetic) -> Any:
-    """Apply all steps to values."""
-    for step in steps:
-        values = step.on_values(values, rows)
-    return values
+    return rule.applied(values, DenseArithmetic()).to(rule.dtype)
 
 
 def _on_host(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
@@ -157,7 +156,7 @@ def _on_host(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
         values = np.full(len(indices), rule.constant, _numpy_dtype(rule.work_dtype))
     else:
         values = _host_values(codes, rule)
-    values = apply_steps(rule.steps, values, HostArithmetic(counts))
+    values = rule.applied(values, HostArithmetic(counts))
     return Entries(
         torch.from_numpy(starts.astype(dtype)),
         torch.from_numpy(counts),
@@ -198,8 +197,7 @@ def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
         places = torch.repeat_interleave(firsts - starts[:-1], counts, output_size=total)
         places += torch.arange(total, device=device)
         indices, codes = _take(rows.indices, places), None if rows.values is None else _take(rows.values, places)
-    values = _gpu_values(codes, len(indices), device, rule)
-    values = apply_steps(rule.steps, values, CsrArithmetic(counts))
+    values = rule.applied(_gpu_values(codes, len(indices), device, rule), CsrArithmetic(counts))
     dtype = torch.int32 if max(num_columns - 1, len(indices)) <= MAX_INT32 else torch.int64
     return Entries(starts.to(dtype), counts, indices.to(dtype), values.to(rule.dtype))
 
@@ -226,10 +224,6 @@ class HostArithmetic:
     def __init__(self, counts: np.ndarray) -> None:
         self._counts = counts
 
-    def log1p(self, values: np.ndarray) -> np.ndarray:
-        """Return the logarithm of 1 + value."""
-        return np.log1p(values)
-
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of each row."""
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -239,20 +233,17 @@ class HostArithmetic:
         """Return the Euclidean length of each row."""
         return np.sqrt(self.sums(values.astype(np.float64) ** 2))
 
-    def scaled(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
-        """Multiply the values of each row by the factor of the row."""
-        return values * np.repeat(factors.astype(values.dtype), self._counts)
-
     def reciprocal(self, sums: np.ndarray, otherwise: float) -> np.ndarray:
         """Return 1 / sum for each row, and ``otherwise`` where the sum is 0."""
         return np.divide(1, sums, out=np.full(len(sums), otherwise), where=sums != 0)
 
+    def scaled(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        """Multiply the values of each row by the factor of the row."""
+        return values * np.repeat(factors.astype(values.dtype), self._counts)
+
 
 class DenseArithmetic:
     """Arithmetic of value transforms for dense rows, (rows, ...), by torch."""
-
-    def log1p(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.log1p(values)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         return values.flatten(1).sum(1)
@@ -308,13 +299,9 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
         flat[:] = 0
         flat[np.repeat(np.arange(len(counts[part])) * num_columns, counts[part]) + columns[some]] = values[some]
 
-    step = _rows_of_part(out)
+    step = max(1, DENSE_BYTES // max(1, num_columns * out.itemsize))
     for _ in map_parts(fill, range(0, num_rows, step)):
         pass
-
-
-def _rows_of_part(out: torch.Tensor) -> int:
-    return max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
 
 
 def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
@@ -337,7 +324,7 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
         part = slice(start, start + step)
         native.dense_rows(rows.host_starts, columns, codes, values, numbers[part], dense[part])
 
-    step = _rows_of_part(out)
+    step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
     for _ in map_parts(fill, range(0, len(numbers), step)):
         pass
     return True

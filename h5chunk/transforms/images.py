@@ -72,14 +72,6 @@ class ToDtype:
         return _convert(self, batch)
 
 
-def leading_image_transforms(transforms: Sequence[Any]) -> int:
-    """Count the leading transforms that `ImageConverter` takes together: at most one `Normalize` and one `ToDtype`."""
-    first = [type(each) for each in transforms[:2]]
-    if first in ([Normalize, ToDtype], [ToDtype, Normalize]):
-        return 2
-    return 1 if first and first[0] in (Normalize, ToDtype) else 0
-
-
 class ImageConverter:
     """Convert stored samples as transforms say, at most one `Normalize` and one `ToDtype`, in one kernel.
 

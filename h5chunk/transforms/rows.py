@@ -25,7 +25,6 @@ from h5chunk.transforms.csr import (
     CsrArithmetic,
     CsrRows,
     DenseArithmetic,
-    HostArithmetic,
     MapParts,
     RowArithmetic,
     ValueRule,
@@ -39,7 +38,6 @@ from h5chunk.transforms.csr import (
 DENSE_THREADS = 4  # of batches that are made dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-ELEMENTWISE = HostArithmetic(np.empty(0, np.int64))  # without rows
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
@@ -148,20 +146,10 @@ class Log1p(_Values):
         if self.target_sum is not None:
             factors = rows.reciprocal(rows.sums(values), 1 / self.target_sum) * self.target_sum
             values = rows.scaled(values, factors)
-        return rows.log1p(values)
+        return torch.log1p(values) if isinstance(values, torch.Tensor) else np.log1p(values)
 
 
 ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p)
-
-
-def leading_row_transforms(transforms: Sequence[Any]) -> int:
-    """Count the leading transforms that `RowConverter` takes together: at most one of them `Dense` or `Csr`."""
-    layouts = 0
-    for number, transform in enumerate(transforms):
-        layouts += isinstance(transform, (Dense, Csr))
-        if not isinstance(transform, ROW_TRANSFORMS) or layouts > 1:
-            return number
-    return len(transforms)
 
 
 class RowConverter:
@@ -259,7 +247,7 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, 
         return ValueRule(None, None, 1.0, steps, dtype)
     values = np.arange(NUM_CODES) / (field.scale or 1.0)
     while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):
-        values = steps[0].on_values(values, ELEMENTWISE)
+        values = steps[0].on_values(values, None)  # which looks at no rows
         steps = steps[1:]
     rule = ValueRule(None, None, float(values[1]), steps, dtype)
     table = torch.from_numpy(values).to(rule.work_dtype).numpy()

@@ -18,11 +18,10 @@ from support.matrices import random_matrix, write, write_anndata
 from support.matrix_sets import WHOLE
 from support.matrix_sets import make_set as make_matrices
 
-from h5chunk.feed.batches import Passthrough
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.direct import DecodedChunks
@@ -77,7 +76,7 @@ def read_alone(loader: ChunkLoader) -> None:
     plan = loader._plan
     stream = WindowStream(loader._source, plan, lends_slot=True, once=True)
     try:
-        for _ in stream.batches(plan.order, Passthrough(), EpochReport()):
+        for _ in stream.windows(plan.order):
             pass
     finally:
         stream.close()
