@@ -184,7 +184,11 @@ class MemoryBudget:
             return False
         held, pieces = self._resident_bytes, self._source.pieces
         loading = 0 if self._on_cpu else LOADING_SLOTS * 2 * slot_bytes(pieces, self.loading_samples(order))
-        needed, limit = held + loading + self._reading_bytes(order), self._limit(wanted)
+        needed = held + loading + self._reading_bytes(order)
+        limit = math.inf if self._memory_bytes is None else self._memory_bytes
+        if not self._on_cpu:
+            free = free_bytes(self._source.device)
+            limit = min(limit, free // RESIDENT_SHARE if wanted == "auto" and self._memory_bytes is None else free)
         if wanted is True and needed > limit:
             raise OptionError(
                 f"resident=True needs {needed} bytes, {held} of them for the data, and there is room for {limit}: "
@@ -195,14 +199,6 @@ class MemoryBudget:
     @property
     def _resident_bytes(self) -> int:
         return slot_bytes(self._source.pieces, self._source.reader.num_samples)
-
-    def _limit(self, wanted: bool | str) -> float:
-        """Return the upper limit on the bytes of resident data."""
-        limit = math.inf if self._memory_bytes is None else self._memory_bytes
-        if self._on_cpu:
-            return limit
-        free = free_bytes(self._source.device)
-        return min(limit, free // RESIDENT_SHARE if wanted == "auto" and self._memory_bytes is None else free)
 
     def loading_samples(self, order: Order) -> int:
         """Return how many samples are read at a time when resident data is loaded."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.transforms.csr import CsrRows
 
 ALIGNMENT = 512  # of an array in a slot's buffer
 ArrayShape = tuple[tuple[int, ...], torch.dtype]
@@ -31,7 +29,6 @@ class FieldLayout:
 
     sample_shape: tuple[int, ...]
     dtype: torch.dtype
-    example: ClassVar[None] = None  # kernels are compiled without one
 
     @property
     def sample_bytes(self) -> int:
@@ -64,13 +61,6 @@ class MatrixLayout:
         """Bytes per row, on average."""
         entry_bytes = self.index_dtype.itemsize + (0 if self.value_dtype is None else self.value_dtype.itemsize)
         return 8 + math.ceil(int(self.indptr[-1]) * entry_bytes / max(1, len(self.indptr) - 1))
-
-    @property
-    def example(self) -> CsrRows:
-        """Return an example row of one entry, on the host."""
-        starts = np.array([0, 1], np.int64)
-        values = None if self.value_dtype is None else torch.zeros(1, dtype=self.value_dtype)
-        return CsrRows(torch.from_numpy(starts), starts, torch.zeros(1, dtype=self.index_dtype), values)
 
     def arrays(self, num_rows: int, num_entries: int) -> list[ArrayShape]:
         """Return the shapes of the arrays for this many rows and entries."""

@@ -157,8 +157,8 @@ class ChunkLoader(Resumable):
         self._plan = self._budget.plan(resident, order, least_chunks=least_chunks)
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
-        for pipeline, layout in zip(self._pipelines, self._source.layouts.values(), strict=True):
-            pipeline.converter.prepare(target, layout.example)
+        for converter in converters:
+            converter.prepare(target)
         # a batch that is changed in place shall change no echo of it
         keep = self.is_resident or (target.type == "cpu" and echo == 1)
         self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
@@ -200,12 +200,6 @@ class ChunkLoader(Resumable):
         """
         self._check_state()
         return self._state(*self._position.reached)
-
-    def load_state_dict(self, state: Any) -> None:
-        self._check_state()
-        super().load_state_dict(state)
-
-    load_state_dict.__doc__ = Resumable.load_state_dict.__doc__
 
     def _check_state(self) -> None:
         if self._echo != 1:
@@ -251,19 +245,17 @@ class ChunkLoader(Resumable):
         if self._feed is not None and not self._feed.is_usable:
             self.close()
         if self._feed is None:
-            self._feed = self._start(order, start)
+            source = self._source
+            if self._plan is None:
+                self._feed = Resident(source, self._budget.loading_samples(order), self._echo)
+            else:
+                if source.why:
+                    source.reader.set_caches(source.hdf5_cache(order))
+                lends_slot = self._reuse and source.device.type == "cpu"
+                plan = replace(self._plan, order=order)
+                self._feed = WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)
             self._finalizer = weakref.finalize(self, self._feed.close)
         return self._feed
-
-    def _start(self, order: Order, start: int) -> WindowStream | Resident:
-        source = self._source
-        if self._plan is None:
-            return Resident(source, self._budget.loading_samples(order), self._echo)
-        if source.why:
-            source.reader.set_caches(source.hdf5_cache(order))
-        lends_slot = self._reuse and source.device.type == "cpu"
-        plan = replace(self._plan, order=order)
-        return WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)
 
     def close(self) -> None:
         """Stop the threads, free the memory and close the file; another iteration starts them again."""

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +89,11 @@ class Resumable:
         OptionError
             The loader echoes.
         """
+        self._check_state()
         self._position.move(*load_state(state, self._template, self._identity))
+
+    def _check_state(self) -> None:
+        """Raise OptionError where a position cannot be saved or loaded."""
 
     def _check_ranks(self) -> None:
         """Raise OptionError if torch.distributed was initialised too late: all ranks would read the same samples."""
@@ -104,21 +108,13 @@ class Resumable:
         return save_state(replace(self._template, epoch=epoch), batch, self._identity)
 
 
-class Ranks(NamedTuple):
-    """One rank of ``world_size`` processes, and the total number of lanes."""
-
-    lanes: int
-    rank: int
-    world_size: int
-
-
-def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> Ranks:
-    """Resolve the rank: as given, or else from torch.distributed; by default each rank has one lane."""
+def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> tuple[int, int, int]:
+    """Resolve lanes, rank and world size: as given, or from torch.distributed; by default each rank has one lane."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank is {rank} and world_size {world_size}: give both, or none")
     if rank is None or world_size is None:
         rank, world_size = _distributed()
-    return Ranks(world_size if lanes is None else lanes, rank, world_size)
+    return world_size if lanes is None else lanes, rank, world_size
 
 
 def _distributed() -> tuple[int, int]:
@@ -210,7 +206,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             drop_last=drop_last,
             pad=pad,
             selection=selection,
-            **find_ranks(lanes, rank, world_size)._asdict(),
+            **dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True)),
         )
         if interleave is None:  # workers get windows of their own
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))

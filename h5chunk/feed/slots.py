@@ -163,34 +163,28 @@ class CsrWindow:
 Windows = dict[str, DenseWindow | CsrWindow]
 
 
-class _FixedArrays:
-    """The arrays of the largest window, consecutive in a buffer."""
+def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
+    """Return the arrays of the largest window, consecutive in a buffer."""
+    arrays: Arrays = []
+    start = 0
+    for layout in layouts.values():
+        arrays.append([])
+        for shape, dtype in layout.capacity(num_samples):
+            stop = start + math.prod(shape) * dtype.itemsize
+            arrays[-1].append(buffer[start:stop].view(dtype).view(shape))
+            start += aligned_bytes([(shape, dtype)])
+    return arrays
 
-    def __init__(self, layouts: Layouts, num_samples: int, buffer: torch.Tensor) -> None:
-        self._arrays: Arrays = []
-        start = 0
-        for layout in layouts.values():
-            own = []
-            for shape, dtype in layout.capacity(num_samples):
-                stop = start + math.prod(shape) * dtype.itemsize
-                own.append(buffer[start:stop].view(dtype).view(shape))
-                start += aligned_bytes([(shape, dtype)])
-            self._arrays.append(own)
 
-    def of(self, windows: Windows) -> Arrays:
-        """Return the arrays of a window: the arrays of the largest window, or the beginning of each."""
-        return [
-            [
-                array if len(array) == shape[0] else array[: shape[0]]
-                for array, (shape, _) in zip(own, window.shapes, strict=True)
-            ]
-            for own, window in zip(self._arrays, windows.values(), strict=True)
+def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
+    """Return the arrays of a window: the arrays of the largest window, or the beginning of each."""
+    return [
+        [
+            array if len(array) == shape[0] else array[: shape[0]]
+            for array, (shape, _) in zip(own, window.shapes, strict=True)
         ]
-
-    def are_all(self, arrays: Arrays) -> bool:
-        """Return whether these are the arrays of the largest window."""
-        fields = zip(arrays, self._arrays, strict=True)
-        return all(one is other for own, others in fields for one, other in zip(own, others, strict=True))
+        for own, window in zip(arrays, windows.values(), strict=True)
+    ]
 
 
 class CpuSlot:
@@ -204,25 +198,22 @@ class CpuSlot:
     ) -> None:
         self._layouts, self._memory = layouts, memory
         self._gathered = gathered or BatchMemory()
-        self._fixed: _FixedArrays | None = None
+        self._arrays: Arrays = []  # with reuse
         if memory is None:
             held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
-            self._fixed = _FixedArrays(layouts, num_samples, held)
+            self._arrays = _arrays_in(held, layouts, num_samples)
         self._windows: Windows = {}
         self.window: Fields = ()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Prepare for a window of these samples, and return the destinations of all fields for readers."""
         self._windows = windows = _windows_of(self._layouts, samples)
-        if self._memory is None:
-            assert self._fixed is not None
-            arrays = self._fixed.of(windows)
+        if (memory := self._memory) is None:
+            arrays = _beginnings(self._arrays, windows)
         else:
-            memory = self._memory
             arrays = [[memory.empty(*shape) for shape in window.shapes] for window in windows.values()]
-        destinations = _destinations(windows, arrays)
         self.window = _samples(windows, arrays)
-        return destinations
+        return _destinations(windows, arrays)
 
     def send(self) -> None:
         """Raise FileError if the data that was read is damaged. The data stays in place."""
@@ -254,7 +245,8 @@ class CudaSlot:
             torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device),
             torch.from_numpy(pinned),
         )
-        self._device, self._host = (_FixedArrays(layouts, num_samples, buffer) for buffer in self._buffers)
+        self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # the shapes of its arrays
+        self._device, self._host = (_arrays_in(buffer, layouts, num_samples) for buffer in self._buffers)
         self._windows: Windows = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.window: Fields = ()
@@ -267,9 +259,9 @@ class CudaSlot:
         if not self._copied.query():
             self._copied.synchronize()
         self._windows = windows = _windows_of(self._layouts, samples)
-        device, host = self._device.of(windows), self._host.of(windows)
-        self._copies = [self._buffers]
-        if not self._host.are_all(host):
+        device, host = _beginnings(self._device, windows), _beginnings(self._host, windows)
+        self._copies = [self._buffers]  # of the largest window, at once
+        if [window.shapes for window in windows.values()] != self._largest:
             self._copies = [pair for own in zip(device, host, strict=True) for pair in zip(*own, strict=True)]
         self.window = _samples(windows, device)  # valid from `receive` until `release`
         return _destinations(windows, host)

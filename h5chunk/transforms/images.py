@@ -109,14 +109,14 @@ class ImageConverter:
         """Whether batches are the same as in the file."""
         return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
-    def prepare(self, device: torch.device, _example: object = None) -> None:
+    def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
         if self._scaled:
             self._scale, self._shift = self._scale.to(device), self._shift.to(device)
-        if device.type == "cuda" and self._kernel is None and self._scaled and self._stored == torch.uint8:
+        wanted = self._kernel is None and self._scaled and self._stored == torch.uint8
+        if wanted and FusedKernel.suits(self.dtype, self._scale):  # on a GPU
             last = self._format == torch.channels_last
-            if FusedKernel.suits(self.dtype, self._scale):
-                self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
+            self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
 
     def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
         """Return the converted batch; with ``keep`` the input may be handed on without a copy."""
@@ -174,10 +174,7 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _result_dtype(
-    transforms: Sequence[Any],
-    normalize: Normalize | None,
-    to_dtype: ToDtype | None,
-    stored: torch.dtype,
+    transforms: Sequence[Any], normalize: Normalize | None, to_dtype: ToDtype | None, stored: torch.dtype
 ) -> torch.dtype:
     """Return the dtype of batches."""
     if normalize is None:

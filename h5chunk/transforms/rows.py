@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class RowConverter:
         layout = next((each for each in transforms if isinstance(each, (Dense, Csr))), Dense())
         steps = tuple(each for each in transforms if isinstance(each, _Values))
         _check_fit(layout, steps, field)
-        self.dtype, self._allocate = layout.dtype, allocate
+        self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
         self.num_columns = math.prod(field.sample_shape)
         self.rule = _rule(field, self.dtype, steps)
@@ -178,13 +179,13 @@ class RowConverter:
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
 
-    def prepare(self, device: torch.device, example: CsrRows | None = None) -> None:
-        """Compile the kernels for rows such as ``example``, which lies on the host."""
-        if self._kernel is not None or self.makes_csr or example is None:
+    def prepare(self, device: torch.device) -> None:
+        """Compile the kernel that makes sparse rows dense."""
+        if self._kernel is not None or self.makes_csr or not isinstance(self._field, MatrixField):
             return
         l2 = self.rule.steps == (L2(),)
         if DenseKernel.suits(device, self.dtype) and (l2 or not self.rule.steps):
-            self._kernel = DenseKernel(lambda: example.to(device), self.num_columns, self.rule, l2=l2)
+            self._kernel = DenseKernel(partial(_example, self._field, device), self.num_columns, self.rule, l2=l2)
 
     def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor:
         """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the input."""
@@ -231,6 +232,13 @@ class RowConverter:
                 f"a dense batch of {num_rows} rows and {self.num_columns} columns takes {taken} of memory, more than "
                 "there is: take a smaller batch_size, or transforms=[Csr()]"
             ) from error
+
+
+def _example(matrix: MatrixField, device: torch.device) -> CsrRows:
+    """Return a row of one entry."""
+    starts, columns = np.array([0, 1], np.int64), torch.from_numpy(np.zeros(1, matrix.index_dtype))
+    values = None if matrix.value_dtype is None else torch.from_numpy(np.zeros(1, matrix.value_dtype))
+    return CsrRows(torch.from_numpy(starts), starts, columns, values).to(device)
 
 
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
