@@ -144,5 +144,4 @@ def _planner() -> ThreadPoolExecutor:
 
 
 def _whole(order: Order) -> np.ndarray:
-    batches = list(order.batches())
-    return np.concatenate(batches) if batches else np.empty(0, np.int64)
+    return np.concatenate([np.empty(0, np.int64), *order.batches()])

@@ -86,6 +86,16 @@ class Loaded(NamedTuple):
     fill: Callable[[Tensors], None]
 
 
+def _loaded(*parts: torch.Tensor) -> Loaded:
+    """Return samples that are in memory already."""
+
+    def fill(tensors: Tensors) -> None:
+        for part, tensor in zip(parts, tensors, strict=True):
+            tensor.copy_(part)
+
+    return Loaded([(tuple(part.shape), part.dtype) for part in parts], fill)
+
+
 def _csr_first(num_columns: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Combine the first three tensors of a batch into one CSR tensor, also after they were sent to another process."""
     starts, columns, values, *others = tensors
@@ -140,8 +150,7 @@ class SampleReader:
     def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Loaded | list[str]:
         """Load the samples of a field; strings are returned as they are."""
         if numbers is not None:
-            values = (torch.from_numpy(numbers),)
-            return Loaded([(numbers.shape, torch.int64)], lambda tensors: copy_all(values, tensors))
+            return _loaded(torch.from_numpy(numbers))
         field = self._reader.fields[name]
         if self._convert is not None and name == self._first:
             return self._load_matrix(rows, self._convert)
@@ -155,18 +164,16 @@ class SampleReader:
 
     def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> Loaded:
         """Load rows of a matrix, and convert them."""
-        dense: list[ArrayShape] = [((len(rows), convert.num_columns), convert.dtype)]
         if self._reader.matrix is None:
             field = self._reader.fields[self._first]
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
             self._read(self._first, rows, stored)
-            made = (convert(torch.from_numpy(stored), keep=True),)
-            return Loaded(dense, lambda tensors: copy_all(made, tensors))
+            return _loaded(convert(torch.from_numpy(stored), keep=True))
         entries = entries_of(self._read_entries(rows), convert.rule, convert.num_columns)
-        if not convert.makes_csr:
-            return Loaded(dense, lambda tensors: scatter(tensors[0], entries))
-        parts = entries.starts, entries.columns, entries.values
-        return Loaded([(tuple(part.shape), part.dtype) for part in parts], lambda tensors: copy_all(parts, tensors))
+        if convert.makes_csr:
+            return _loaded(entries.starts, entries.columns, entries.values)
+        shape = len(rows), convert.num_columns
+        return Loaded([(shape, convert.dtype)], lambda tensors: scatter(tensors[0], entries))
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         """Read dense samples, (n, *sample_shape), of numbers."""
@@ -303,12 +310,6 @@ def recommended_window(reader: H5Reader) -> int:
 def plain_fields(reader: H5Reader) -> dict[str, Any]:
     """Return the fields that need no decoding; for compressed fields, HDF5's cache is better."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
-
-
-def copy_all(parts: Tensors, tensors: Tensors) -> None:
-    """Copy the contents of tensors to other tensors, pair by pair."""
-    for part, tensor in zip(parts, tensors, strict=True):
-        tensor.copy_(part)
 
 
 def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
