@@ -72,10 +72,6 @@ class CacheSettings:
         except (TypeError, ValueError):
             raise OptionError(f"cache is {value!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
 
-    def room_chunks(self, chunk_bytes: int) -> int:
-        """Return how many whole chunks of ``chunk_bytes`` fit."""
-        return self.nbytes // chunk_bytes
-
 
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
     """Compute the smallest cache in which ``open_chunks`` chunks stay until they have been read in full.

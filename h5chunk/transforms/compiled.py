@@ -27,18 +27,15 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Compiling:
     """A kernel that a thread compiles by launching it once; ``_kernel`` is None before that, and after a failure."""
 
-    def _compile_in_thread(self) -> None:
+    def _compile_in_thread(self, first_launch: Callable[[], Any]) -> None:
         self._kernel: Any = None
-        self._thread = threading.Thread(target=self._compile, name="h5chunk-compile", daemon=True)
+
+        def run() -> None:
+            with suppress(Exception):  # no Triton, or one that does not work here: there are other ways
+                self._kernel = first_launch()
+
+        self._thread = threading.Thread(target=run, name="h5chunk-compile", daemon=True)
         self._thread.start()
-
-    def _compile(self) -> None:
-        with suppress(Exception):  # no Triton, or one that does not work here: there are other ways
-            self._kernel = self._first_launch()
-
-    def _first_launch(self) -> Any:
-        """Launch the kernel once, and return it."""
-        raise NotImplementedError
 
     def wait(self) -> bool:
         """Wait until compilation has ended, and return whether the kernel can be used."""
@@ -56,7 +53,7 @@ class FusedKernel(Compiling):
     def __init__(self, scale: torch.Tensor, shift: torch.Tensor, channel_axis: int, channels_last: bool) -> None:
         self._scale, self._shift = scale.reshape(-1).contiguous(), shift.reshape(-1).contiguous()
         self._channel_axis, self._channels_last = channel_axis, channels_last
-        self._compile_in_thread()
+        self._compile_in_thread(self._first_launch)
 
     @staticmethod
     def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
@@ -117,7 +114,7 @@ class DenseKernel(Compiling):
     def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:
         self._like, self._num_columns, self._rule, self._l2 = like, num_columns, rule, l2
         self._table: torch.Tensor | None = None
-        self._compile_in_thread()
+        self._compile_in_thread(self._first_launch)
         if l2:  # sums in another order would give other last bits
             self.wait()
 

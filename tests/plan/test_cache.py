@@ -43,7 +43,6 @@ def test_settings_that_cannot_be(triple, message):
 def test_settings():
     settings = CacheSettings.of((521, 1 << 20, 0.75))
     assert settings == CacheSettings(521, 1 << 20, 0.75) == CacheSettings.of(settings)
-    assert settings.room_chunks(300_000) == 3
     assert pickle.loads(pickle.dumps(settings)) == settings
     CacheSettings(1, 0, 0.0)
     CacheSettings(1, 0, 0.999)

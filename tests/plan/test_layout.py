@@ -34,7 +34,7 @@ def test_chosen_chunks(num_samples, sample_bytes):
     if sample_bytes >= DIRECT_BYTES:
         assert layout.cache.nbytes == 0
     else:
-        room = layout.cache.room_chunks(layout.chunk_bytes)
+        room = layout.cache.nbytes // layout.chunk_bytes
         assert room >= min(INTERLEAVE * layout.window_chunks, layout.num_chunks)
         assert layout.cache.nslots >= min(layout.num_chunks, 1 << 20)
     assert len(layout.reasons) >= 2 or size == num_samples
@@ -74,7 +74,7 @@ def test_the_recommended_cache_holds_the_recommended_windows(num_samples):
     layout = plan_layout(num_samples, 3072)
     for batch_size in (1, 8, 32, 256):
         order = Order(num_samples, layout.chunk_samples, batch_size, layout.window_chunks)
-        assert layout.cache.room_chunks(layout.chunk_bytes) >= order.open_chunks
+        assert layout.cache.nbytes // layout.chunk_bytes >= order.open_chunks
 
 
 def test_a_given_size():

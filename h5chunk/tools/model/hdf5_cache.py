@@ -82,7 +82,7 @@ class ChunkCache:
         self._counts = chunk_counts(grid)
         self.grid = grid
         self.settings = CacheSettings.of(settings)
-        self._room = self.settings.room_chunks(grid.chunk_bytes)
+        self._room = self.settings.nbytes // grid.chunk_bytes
         num_slots = min(self.settings.nslots, grid.num_slots) if self._room else 0
         self._resident = [_NOTHING] * num_slots
         never_full = self._room >= min(num_slots, grid.num_chunks)  # then it does not matter which were read in full
