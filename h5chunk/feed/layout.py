@@ -94,7 +94,10 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
         return matrix_layout(reader, stored, counts, lanes)
     dtype = torch_dtype(stored.dtype, name)
     if dtype is None:
-        raise FieldError(f"field {name!r} holds strings, which no device takes: leave it out, or use ChunkDataset")
+        raise FieldError(
+            f"field {name!r} holds strings, which no device takes: name the other fields, as in "
+            "ChunkLoader(ChunkDataset(path, fields=[...]), ...), or use ChunkDataset with a DataLoader"
+        )
     return FieldLayout(stored.sample_shape, dtype)
 
 

@@ -89,7 +89,7 @@ def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tupl
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
         if options.animated == "error":
-            raise SampleError(f"has {num_frames} frames: use animated='first' for the first one")
+            raise SampleError(f"has {num_frames} frames: use animated='first' (--animated first) for the first one")
         notes.append("first frame")
     turn = _turn(image)
     if options.size and options.fit != "error":

@@ -134,7 +134,7 @@ class TableSource(Samples):
         if not self._num_rows:
             raise SourceError(f"{printable(paths[0])}: holds no rows")
         columns = {
-            name: self._settled(name, np.concatenate(column))
+            name: self._settled(name, self._joined(name, column))
             for name, column in self._columns.items()
             if isinstance(column, _Values)
         }
@@ -203,6 +203,17 @@ class TableSource(Samples):
             self._columns[name].add(array)
         except (ValueError, SourceError) as error:
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
+
+    def _joined(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        """Return the values of a column in all files, whose types may differ where one type has all values."""
+        values = np.concatenate(parts)
+        for part in parts:
+            if part.dtype.kind in "iu" and (part.astype(values.dtype).astype(part.dtype) != part).any():
+                raise SourceError(
+                    f"{printable(self._paths[0])} and other files: column {name!r} is of {values.dtype} and "
+                    f"{part.dtype}, and {values.dtype} does not have all its whole numbers: give the files one type"
+                )
+        return values
 
     def _settled(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return the values of a column; strings of categories become codes."""

@@ -222,7 +222,7 @@ def test_broken_image_is_named_and_nothing_is_changed(
     with pytest.raises(SampleError) as caught:
         convert(root, out[0], workers=workers, overwrite=True)
     assert str(caught.value).startswith("class1/0052.png: is no image of a known format")
-    assert str(caught.value).endswith("(to leave such samples out: --on-error skip)")
+    assert str(caught.value).endswith("(to leave such samples out: on_error='skip', --on-error skip)")
     check_untouched(*out)
 
 

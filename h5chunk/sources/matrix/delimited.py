@@ -81,7 +81,7 @@ class DelimitedSource(TextSource):
 
     def __init__(self, path: str, options: DelimitedOptions, context: OpenContext) -> None:
         super().__init__(path, options, context)
-        columns = options.columns
+        columns = None if options.columns is None else tuple(map(str, options.columns))
         lines = self._text.head_lines()
         self.num_skipped = _num_comments(lines)
         marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]

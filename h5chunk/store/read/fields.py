@@ -120,7 +120,7 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
             datasets += [name] if is_view or item.shape else []
     datasets.sort()
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
-    remedy = "name those to read: ChunkDataset(path, fields=[...])"
+    remedy = "name those to read: ChunkDataset(path, fields=[...]) (--fields)"
     return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
 
 

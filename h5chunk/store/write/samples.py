@@ -78,6 +78,11 @@ class SampleJob:
         return dict(sorted(self.source.fields.items(), key=lambda item: -item[1].sample_bytes))
 
     @property
+    def field_names(self) -> list[str]:
+        """The names of all fields, in the order of batches."""
+        return list(self.options.get("fields", [*self.source.fields, *self.source.columns]))
+
+    @property
     def first_chunk(self) -> int:
         """The first chunk that has new samples."""
         return self.old.num_samples // self.layout.chunk_samples
@@ -246,7 +251,7 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
     first = failures[0]
     reason = f"{job.name(first.row)}: {first.reason}"
     if not job.skip:
-        raise SampleError(f"{reason} (to leave such samples out: --on-error skip)")
+        raise SampleError(f"{reason} (to leave such samples out: on_error='skip', --on-error skip)")
     if len(failures) == len(job.order):
         raise SourceError(f"none of the {len(failures)} samples can be used, such as {reason}")
 

@@ -159,7 +159,7 @@ def _convert_samples(
         num_samples=sum(len(file.order) for file in files),
         num_bytes=sum(file.path.stat().st_size for file in shards or [job]),
         sample_shape=next(iter(job.fields.values())).shape,
-        fields=[*job.source.fields, *job.source.columns],
+        fields=job.field_names,
         chunk_samples=files[0].layout.chunk_samples,
         seconds=time.perf_counter() - started,
         modes={note: n for note, n in filled.notes.most_common() if note not in APPLIED},
@@ -211,7 +211,7 @@ def plan_convert(
         (check_folder if shards else check_output)(job.path, overwrite)
         check_room(job.path, num_bytes)
     fields = {spec.name: spec for spec in specs[0].fields}
-    names = [*source.fields, *source.columns]
+    names = job.field_names
     return ConvertPlan(
         num_samples=len(source),
         source_kind=source.kind,
