@@ -37,7 +37,7 @@ def open_field(path: Path, wanted: scipy.sparse.csr_matrix, *, pattern: bool = F
 
 def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
     """Rows in the order asked for, each read where it lies in the file."""
-    starts = np.concatenate(([0], np.cumsum(field.entry_counts(rows))))
+    starts = np.concatenate(([0], np.cumsum(H5Reader(path).indptr[rows + 1] - H5Reader(path).indptr[rows])))
     reader = H5Reader(path)
     matrix = reader.matrix
     assert matrix is not None
@@ -153,7 +153,7 @@ def test_cut_short(tmp_path):
     path = tmp_path / "a.h5"
     write_csr(path, wanted.indptr.astype(np.int64), wanted.indices.astype(np.uint64), wanted.data, 400)
     field = open_field(path, wanted)
-    starts = np.concatenate(([0], np.cumsum(field.entry_counts(np.arange(90)))))
+    starts = np.concatenate(([0], np.cumsum(np.diff(H5Reader(path).indptr))))
     room = CsrBuffers(starts, np.zeros(starts[-1], np.uint16), np.zeros(starts[-1], np.uint8))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 4)
