@@ -295,19 +295,16 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         OptionError
             The epoch has fewer batches.
         """
-        if batches is not None and not (_is_whole(batches) and 0 <= batches <= len(self)):
-            raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count those of this epoch alone")
         position = self._position
         if batches is None:
             return self._state(*position.reached)
+        is_whole = isinstance(batches, (int, np.integer)) and not isinstance(batches, bool)
+        if not is_whole or not 0 <= batches <= len(self):
+            raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count those of this epoch alone")
         return self._state(position.running[0] if position.running else position.epoch, batches)
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self.order})"
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selection | None:
