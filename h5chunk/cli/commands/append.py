@@ -1,0 +1,45 @@
+"""The command `append`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main, note, run
+from h5chunk.cli.options import given_options, options_of
+from h5chunk.tools.convert.options import append_options
+
+AS_BEFORE = "as when FILE was made"
+
+
+@main.command(
+    examples={
+        "Append a folder of images": "h5chunk append photos.h5 more_photos/",
+        "See what would be done": "h5chunk append photos.h5 more_photos/ --dry-run",
+        "Add images of classes that the file does not have": "h5chunk append photos.h5 birds/ --new-classes",
+    }
+)
+@click.argument("file", type=click.Path())
+@click.argument("source", type=click.Path())
+@shared.source_format
+@options_of(
+    append_options(),
+    left_out=("size", "color", "layout", "animated"),
+    defaults={"fit": AS_BEFORE, "split_folders": AS_BEFORE},
+)
+@shared.dry_run
+@shared.quiet
+@shared.as_json
+def append(
+    file: str, source: str, format: str | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Append the samples of SOURCE to FILE, which convert made.
+
+    SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk; until then FILE
+    stays as it is, so there must be room for both. Images are decoded with the options that FILE was made with.
+    """
+    call = h5chunk.plan_append if dry_run else h5chunk.append
+    run(call, file, source, quiet=quiet, as_json=as_json, format=format, notify=note, **given_options(options))

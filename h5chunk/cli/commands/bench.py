@@ -1,0 +1,42 @@
+"""The command `bench`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main, run
+from h5chunk.cli.options import RUNNING, option
+
+
+@main.command(
+    examples={
+        "Name the slowest stage of feeding a file": "h5chunk bench photos.h5",
+        "Measure up to the GPU for a minute": "h5chunk bench photos.h5 --device cuda --budget 1m",
+        "Measure the files of a folder as one data set": "h5chunk bench shards/ --workers 0 --workers 8",
+    }
+)
+@click.argument("file", type=click.Path())
+@shared.trusted
+@shared.fields
+@shared.batch_size
+@shared.device
+@shared.loader_workers("0, and one per core up to 4")
+@shared.budget("10s")
+@option(
+    "--cold/--no-cold",
+    default=True,
+    heading=RUNNING,
+    help="Whether to measure the disk too, after parts of FILE left the page cache.",
+)
+@shared.quiet
+@shared.as_json
+def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **options: Any) -> None:
+    """Measure how fast this machine feeds FILE, and name the slowest stage.
+
+    The files of a folder, or of a quoted pattern such as 'shards/*.h5', are measured as one data set.
+    """
+    run(h5chunk.bench, file, unit=" %", fields=fields or None, workers=workers or None, **options)

@@ -1,0 +1,77 @@
+"""The command `convert`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main, note, run
+from h5chunk.cli.options import LAYOUT, given_options, option, options_of
+from h5chunk.tools.convert.options import convert_options
+
+
+@main.command(
+    examples={
+        "Convert a folder with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
+        "Convert ratings and keep the last duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
+        "See what would be done": "h5chunk convert photos/ photos.h5 --dry-run",
+    }
+)
+@click.argument("source", type=click.Path())
+@click.argument("output", type=click.Path())
+@shared.source_format
+@options_of(convert_options())
+@option(
+    "--tuned",
+    type=click.Path(),
+    metavar="FOUND.json",
+    heading=LAYOUT,
+    help="Recommendation of h5chunk tune: take chunk_samples from it, unless --chunk-samples is given.",
+)
+@shared.overwrite
+@shared.dry_run
+@shared.quiet
+@shared.as_json
+def convert(
+    source: str,
+    output: str,
+    format: str | None,
+    tuned: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Convert SOURCE into the HDF5 file OUTPUT, or a folder of such files.
+
+    SOURCE is a folder of images with one folder per class, a flat folder, or either in a .zip or .tar; arrays in .npy
+    or .npz; a table or a folder of tables in .parquet; or a sparse matrix: ratings.csv and other (row, column[, value])
+    lines, .npz of scipy, .mtx, libsvm, .h5ad, 10x .h5 or folder.
+
+    If it is stopped, by Ctrl-C, a full disk, a bad sample or a signal, the same command continues. If OUTPUT is already
+    complete, the same command says so and does nothing.
+    """
+    given = given_options(options)
+    if tuned is not None:  # what convert has no place for is said
+        from h5chunk.tools.repack.options import read_tuned
+
+        found = read_tuned(tuned)
+        given.setdefault("chunk_samples", found.chunk_samples)
+        left = [name for name in ("window_chunks", "cache", "compression") if getattr(found, name) is not None]
+        if left:
+            note(f"convert settles {', '.join(left)} itself; repack takes them from {tuned}")
+    run(
+        h5chunk.plan_convert if dry_run else h5chunk.convert,
+        source,
+        output,
+        quiet=quiet,
+        as_json=as_json,
+        format=format,
+        overwrite=overwrite,
+        notify=note,
+        **given,
+    )

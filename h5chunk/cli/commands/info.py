@@ -1,0 +1,31 @@
+"""The command `info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main
+
+
+@main.command(
+    examples={
+        "Describe a file": "h5chunk info photos.h5",
+        "Describe several files that are read as one": "h5chunk info 'shards/*.h5'",
+        "Describe this machine": "h5chunk info --json",
+    }
+)
+@click.argument("file", type=click.Path(), required=False)
+@shared.trusted
+@shared.as_json
+def info(file: str | None, as_json: bool, **options: Any) -> None:
+    """Describe any HDF5 FILE, and whether its samples lie well for training.
+
+    For a folder, or a quoted pattern such as 'shards/*.h5', describe its files and whether they read as one data set.
+    Without FILE, describe what this process may use of the machine: cores, memory, threads, device and versions.
+    """
+    result = h5chunk.info(file, **options)
+    click.echo(result.to_json() if as_json else str(result))

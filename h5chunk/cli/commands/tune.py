@@ -1,0 +1,61 @@
+"""The command `tune`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main, run
+from h5chunk.cli.options import FIELDS, FRACTION, OUTPUT, RUNNING, option
+
+
+@main.command(
+    examples={
+        "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
+        "Save what repack and convert take as --tuned": "h5chunk tune theirs.h5 --json > found.json",
+        "Compare the reads of HDF5 with the predicted ones": "h5chunk tune theirs.h5 --verify --budget 2m",
+    }
+)
+@click.argument("file", type=click.Path())
+@shared.trusted
+@shared.fields
+@option(
+    "--group-by",
+    metavar="DATASET",
+    show_default="labels",
+    heading=FIELDS,
+    help="Dataset whose equal values mark similar samples.",
+)
+@shared.batch_size
+@option(
+    "--min-effective-batch",
+    type=FRACTION,
+    default=0.95,
+    heading=FIELDS,
+    help="Minimum shuffle quality, as a fraction of a full shuffle.",
+)
+@shared.memory_bytes("4GiB", "Upper limit on the memory that feeding takes, such as 512M.")
+@shared.loader_workers("0, 1, 2 and 4, as far as there are cores")
+@shared.device
+@shared.budget("60s")
+@option("--verify", is_flag=True, heading=RUNNING, help="Compare the reads that HDF5 makes with the predicted ones.")
+@option("--apply", is_flag=True, heading=OUTPUT, help="Store window and cache in FILE.h5chunk.json for its readers.")
+@option(
+    "--plot",
+    type=click.Path(),
+    metavar="PICTURE.png",
+    heading=OUTPUT,
+    help="Draw rate against effective batch (needs matplotlib).",
+)
+@shared.quiet
+@option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, which convert and repack take as --tuned.")
+def tune(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **options: Any) -> None:
+    """Find the settings that feed FILE fastest on this machine and still mix well.
+
+    Settings are chunks, window, cache and workers. FILE is one that h5chunk made, or any other HDF5 file. The best few
+    settings are measured on its data.
+    """
+    run(h5chunk.tune, file, unit=" %", fields=fields or None, workers=workers or None, **options)

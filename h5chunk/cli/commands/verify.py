@@ -1,0 +1,49 @@
+"""The command `verify`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main, run
+from h5chunk.cli.options import RUNNING, SOURCE, option
+
+
+@main.command(
+    examples={
+        "Check every chunk of a file": "h5chunk verify photos.h5",
+        "Check some chunks of each dataset": "h5chunk verify photos.h5 --quick",
+        "Rewrite damaged chunks from the images": "h5chunk verify photos.h5 --repair photos/",
+    }
+)
+@click.argument("file", type=click.Path())
+@shared.trusted
+@option(
+    "--repair",
+    type=click.Path(),
+    metavar="SOURCE",
+    heading=SOURCE,
+    help="Rewrite damaged chunks of images from SOURCE, which FILE was converted from.",
+)
+@option(
+    "--manifest",
+    type=click.Path(),
+    metavar="TABLE.csv",
+    heading=SOURCE,
+    help="Manifest that FILE was converted with, for --repair.",
+)
+@option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
+@shared.quiet
+@shared.as_json
+def verify(file: str, **options: Any) -> None:
+    """Check the structure of FILE, and every chunk against its checksum. Exit code 1 if anything is wrong.
+
+    If FILE is a folder, all files in it are checked, and missing shards are named. Other HDF5 files have no checksums:
+    their chunks are decoded, and the report says so.
+    """
+    if not run(h5chunk.verify, file, **options).ok:
+        sys.exit(1)
