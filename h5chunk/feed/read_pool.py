@@ -53,9 +53,7 @@ class WindowRead:
         self.error: BaseException | None = None
         self._pool, self._native = pool, native
         self._left = num_tasks + bool(native)
-        self._lock = threading.Lock()
-        self._ready = threading.Event()
-        self._process = os.getpid()
+        self._lock, self._ready, self._process = threading.Lock(), threading.Event(), os.getpid()
 
     @property
     def is_ready(self) -> bool:

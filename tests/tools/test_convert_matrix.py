@@ -611,7 +611,7 @@ def test_sparse_options_are_refused_for_images(tmp_path: Path, option: list[obje
 
 
 def test_a_filter_without_dense_is_refused(ratings: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="only dense rows have one"):
+    with pytest.raises(OptionError, match="only dense rows are compressed"):
         h5chunk.convert(ratings, tmp_path / "x.h5", compression="none")
 
 

@@ -241,11 +241,13 @@ def test_what_is_of_other_options_is_not_taken(class_folder: Make, tmp_path: Pat
 def test_a_file_where_a_folder_was_begun_and_the_other_way_round(class_folder: Make, tmp_path: Path) -> None:
     root = class_folder(COUNT)
     interrupted(tmp_path / "x.h5", source=root, shards=3)
-    with pytest.raises(OutputError, match=r"a folder of shards of that name is not finished: finish that, or remove"):
+    with pytest.raises(
+        OutputError, match=r"a folder of shards of that name is not finished: run its command again, or remove"
+    ):
         convert(root, tmp_path / "x.h5")
     (tmp_path / "more").mkdir()
     interrupted(tmp_path / "more" / "x.h5", source=root)
-    with pytest.raises(OutputError, match=r"a file of that name is not finished: finish that, or remove .*part"):
+    with pytest.raises(OutputError, match=r"a file of that name is not finished: run its command again, .*part"):
         convert(root, tmp_path / "more" / "x.h5", shards=3)
 
 

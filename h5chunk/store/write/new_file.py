@@ -55,7 +55,7 @@ class NewFile(Output):
             return open_own(self.part, shown)
         except IsADirectoryError:
             raise OutputError(
-                f"{shown}: a folder of shards of that name is not finished: finish that, or remove "
+                f"{shown}: a folder of shards of that name is not finished: run its command again, or remove "
                 f"{printable(self.part)}"
             ) from None
 

@@ -145,7 +145,7 @@ class NewFolder(Output):
             return os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileExistsError:
             raise OutputError(
-                f"{shown}: a file of that name is not finished: finish that, or remove {printable(self.part)}"
+                f"{shown}: a file of that name is not finished: run its command again, or remove {printable(self.part)}"
             ) from None
         except FileNotFoundError:
             if self.path.parent.is_dir():

@@ -132,5 +132,6 @@ def _check_memory(subject: Subject, num_workers: int) -> None:
     if needed > subject.memory_bytes:
         raise OptionError(
             f"batch_size is {subject.batch_size}, a batch of {human_bytes(batch)}: measuring holds about "
-            f"{human_bytes(needed)} at a time, but {human_bytes(subject.memory_bytes)} are free: give a smaller one"
+            f"{human_bytes(needed)} at a time, but {human_bytes(subject.memory_bytes)} are free: give a smaller "
+            "batch_size"
         )

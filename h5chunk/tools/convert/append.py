@@ -194,7 +194,9 @@ def _open_source(
     """Open a source of any kind, with images decoded as those of the file were."""
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
-        raise OptionError(f"{describe(source)}: {kind.noun} are not appended to: convert it into one more file")
+        raise OptionError(
+            f"{describe(source)}: {kind.noun} cannot be appended: convert them into a second file, and read both as one"
+        )
     fixed = next((name for name in SET_BY_FILE if name in given and name in kind.Options.names()), None)
     if fixed is not None:
         raise OptionError(f"{flag_of(fixed)}: images are decoded as those of {old.shown} were: leave it out")

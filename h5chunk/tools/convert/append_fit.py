@@ -113,7 +113,7 @@ def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
         if (dataset.shape[1:], dataset.dtype) != (field.shape, field.dtype):
             raise SourceError(
                 f"{shown}: its {name} are {shape_text(field.shape)} {field.dtype} but those in {old.shown} "
-                f"{shape_text(dataset.shape[1:])} {dataset.dtype}: they must be alike"
+                f"{shape_text(dataset.shape[1:])} {dataset.dtype}: give samples of the same shape and type"
             )
     if (source.names is None) == (f"{GROUP}/source_names" in old.datasets):
         named, other = (shown, old.shown) if source.names is not None else (old.shown, shown)

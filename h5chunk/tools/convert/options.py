@@ -123,7 +123,9 @@ class MatrixOptions(WriteOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compression is not None and not self.dense:
-            raise OptionError(f"compression is {self.compression!r} but only dense rows have one: give dense as well")
+            raise OptionError(
+                f"compression is {self.compression!r} but only dense rows are compressed: give dense=True (--dense)"
+            )
         self.coding()
 
     def coding(self) -> Coding:
