@@ -55,7 +55,7 @@ class StoredArray:
 
 
 class ArraySource(Samples):
-    """Arrays of one length, of shape (num_samples, ...), and the file that contains them, if any."""
+    """Arrays of equal length, of shape (num_samples, ...), and the file that contains them, if any."""
 
     kind = "arrays"
     noun = "arrays"
@@ -131,7 +131,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
-    """Return the common length of all arrays, or raise an error that names two arrays that differ."""
+    """Return the common length of all arrays, or raise an error that names two arrays of different lengths."""
     for name, array in arrays.items():
         where = f"{shown}: {printable(name)!r}"
         if not array.shape:

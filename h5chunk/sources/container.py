@@ -1,6 +1,6 @@
 """Read the encoded bytes of images from a folder, or from an archive in place.
 
-A container travels to worker processes: it holds paths and numbers, and opens files when bytes are requested. Archives
+A container is sent to worker processes: it holds paths and numbers, and opens files when bytes are requested. Archives
 are read with ``pread`` at the offsets in their index, so that workers share nothing.
 """
 
@@ -56,7 +56,7 @@ ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # the lengths of name and extra fiel
 
 
 def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return size, modification time and inode change time of a file; programs cannot set the last one."""
+    """Return size, modification time and inode change time of a file; programs cannot set the inode change time."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -67,7 +67,7 @@ class Folder:
         self._root = os.fsencode(root)
 
     def select(self, members: np.ndarray) -> None:
-        """Do nothing: names are all that a folder needs."""
+        """Do nothing: a folder needs only the names of files."""
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
@@ -149,8 +149,8 @@ class StoredFile:
 class Archive(StoredFile):
     """A zip, whose members are a local header and a run of bytes; or an uncompressed tar, whose members are such runs.
 
-    ``index``, (num_members, 6) int64, has of each where it starts, the bytes that it takes and those of its file, the
-    method of packing (of a tar `IN_TAR`), its CRC-32, and its type of file.
+    ``index``, (num_members, 6) int64, has for each member its offset, its bytes in the archive and unpacked, its
+    compression method (in a tar, `IN_TAR`), its CRC-32, and its file type.
     """
 
     def __init__(self, path: Path, index: np.ndarray) -> None:
@@ -279,7 +279,7 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 
 
 def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]]) -> np.ndarray:
-    """Return the member whose bytes each has; links that lead to none stay links."""
+    """Return the member that has the bytes of each member; links that lead to no member stay links."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
     followed = np.arange(len(names))

@@ -32,7 +32,7 @@ class ImageSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether a source is a path: this kind is asked last, and its error says what images can be in."""
+        """Return whether a source is a path: this kind is tried last, and its error says what can contain images."""
         return is_path(source)
 
     @classmethod

@@ -34,8 +34,8 @@ Found = Callable[[int], None]  # told how many images were found so far
 class Listing:
     """The samples of a source, without their pixels; ``names`` are paths below it, with slashes.
 
-    Columns are (num_samples,): ``labels`` int64 if there are classes, ``split`` if there are splits, and those of a
-    manifest.
+    Columns are (num_samples,): ``labels`` int64 if there are classes, ``split`` if there are splits, and the columns of
+    a manifest.
     """
 
     container: Container
@@ -57,8 +57,8 @@ class _Directory:
 def list_images(source: str | os.PathLike[str], found: Found | None = None, *, split_folders: str = "auto") -> Listing:
     """List the images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
 
-    Where the top folders are splits, classes are the folders in those, the same for all splits, and the column
-    ``split`` has the name of the top folder. ``auto``: they are if all have names of splits, and there are two or more.
+    If the top folders are splits, classes are the folders in them, the same for all splits, and the column ``split``
+    has the name of the top folder. ``auto``: they are splits if all have names of splits, and there are at least two.
     """
     path = Path(source)
     found = found or (lambda count: None)
@@ -94,15 +94,15 @@ def check_source(path: Path) -> None:
 
 
 def _is_hidden(name: bytes) -> bool:
-    """Return whether a file or folder is hidden or left by the system (dot files, macOS's resource folder)."""
+    """Return whether a file or folder is hidden or was made by the system (dot files, macOS's resource folder)."""
     return name.startswith(b".") or name == b"__MACOSX"
 
 
 def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
     """Yield (folder, file, -1) for all files below ``root``, and the folders themselves with an empty file.
 
-    Links are followed, but not into a folder that contains the link. Anything but a folder that has the name of an
-    image counts as an image, so that a broken link or a pipe is an error of that sample and not a missing sample.
+    Links are followed, but not into a folder that contains the link. Anything with the name of an image, except a
+    folder, counts as an image, so that a broken link or a pipe is an error of that sample and not a missing sample.
     """
     stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders, and those that each lies in
     while stack:
@@ -235,7 +235,7 @@ def _depth(name: bytes) -> int:
 
 
 def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
-    """Return the names of folders at one level of some paths, counted from 0."""
+    """Return the folder names of these paths at one level, counted from 0."""
     return {name.split(b"/")[level] for name in names if _depth(name) > level}
 
 

@@ -51,7 +51,7 @@ def list_manifest(
     """List the images of a manifest, in its order, with its columns as fields.
 
     It is .csv, .tsv or CelebA's list; its paths, relative to the source, are in the column with a usual name
-    (`PATH_COLUMNS`), else in the first.
+    (`PATH_COLUMNS`), else in the first column.
     """
     path, source = Path(manifest), Path(source)
     check_source(path)
@@ -100,7 +100,7 @@ def _list(table: _Table, source: Path, found: Found) -> Listing:
 
 
 class _Table:
-    """A manifest that is read row by row; the cells of all columns but that of the paths are kept, packed as bytes."""
+    """A manifest that is read row by row; the cells of all columns except the paths are kept, packed as bytes."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self.shown = printable(path)

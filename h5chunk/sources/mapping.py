@@ -8,7 +8,7 @@
 | anything else | ``images`` (an image), else ``data`` |
 
 Images are Pillow images, and follow the options of images. Numbers, arrays, tensors, strings (UTF-8, of a fixed length:
-that of the longest) and bytes are kept unchanged. All samples must have the same structure. ``classes`` or
+the longest string's) and bytes are kept unchanged. All samples must have the same structure. ``classes`` or
 ``class_to_idx`` of the data set, or the names in Hugging Face's ``features``, become its class names.
 
 Samples are read in forked worker processes, if the system supports fork, as many data sets cannot be pickled.
@@ -132,7 +132,7 @@ def _encoded(value: str | bytes) -> bytes:
 def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
     """Convert a number, an array, a tensor or a string to an array, with the dtype of its field if known.
 
-    SampleError: it is none of these, or the field cannot hold it exactly.
+    Raises SampleError for any other value, or if the field cannot hold the value exactly.
     """
     shown = f"field {printable(name)!r}"
     if value is None:

@@ -28,7 +28,7 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Read shape, order (whether columns are contiguous) and type of a .npy array; leave the file at its first value.
 
-    SourceError: it is none, or one of Python objects.
+    Raises SourceError if it is not an array, or an array of Python objects.
     """
     try:
         with warnings.catch_warnings():

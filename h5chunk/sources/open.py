@@ -52,7 +52,7 @@ def choose_options(
 ) -> list[Any]:
     """Divide options by name into the groups that apply to the source: one object per group.
 
-    OptionError if an option does not exist, or belongs only to the ``others`` or to another kind.
+    Raises OptionError if an option does not exist, or belongs only to the ``others`` or to another kind.
     """
     known = {name for group in groups for name in group.names()}
     for name in given:
@@ -62,7 +62,7 @@ def choose_options(
 
 
 def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]]) -> OptionError:
-    """Return the error of an option that only other kinds have, or no kind."""
+    """Return the error for an option that only other kinds have, or that no kind has."""
     homes: dict[str, list[str]] = {each.noun: [] for each in others if name in each.names()}
     for each in all_kinds():
         if name in each.Options.names():

@@ -61,7 +61,7 @@ class Options:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def given(self) -> dict[str, Any]:
-        """Options whose values differ from their defaults."""
+        """The options whose values differ from their defaults."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
 
     def paths(self) -> list[Any]:

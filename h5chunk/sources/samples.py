@@ -26,7 +26,7 @@ class Samples(SampleSource):
     decoding: ImageOptions = ImageOptions()
 
     def values(self, index: int) -> Mapping[str, Any]:
-        """Read all fields of a sample: arrays, opened images, or encoded ones as bytes; or raise SampleError."""
+        """Read all fields of a sample: arrays, opened images, or encoded images as bytes; or raise SampleError."""
         raise NotImplementedError
 
     def session(self) -> AbstractContextManager[None]:
@@ -62,7 +62,7 @@ class Samples(SampleSource):
     def settle(self, skip_bad: bool) -> list[str]:
         """Take the fields of the first readable sample, which all samples must share; return the unreadable names.
 
-        Raises SampleError if the first one cannot be read, or with ``skip_bad`` SourceError if none can.
+        Raises SampleError if the first sample is unreadable, or with ``skip_bad`` SourceError if all samples are.
         """
         for index in range(len(self)):
             try:
@@ -113,7 +113,7 @@ def largest_first(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
 def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a file stores values of a dtype: native byte order, and bool as uint8.
 
-    SourceError: a file cannot hold such values; says how they could be changed.
+    Raises SourceError if a file cannot hold such values; the message says how to change them.
     """
     if dtype.kind == "b":
         return np.dtype(np.uint8)

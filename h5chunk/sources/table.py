@@ -205,7 +205,7 @@ class TableSource(Samples):
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
 
     def _joined(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
-        """Return the values of a column in all files, whose types may differ where one type has all values."""
+        """Return a column's values in all files; the files' types may differ if one of them can hold all values."""
         values = np.concatenate(parts)
         for part in parts:
             if part.dtype.kind in "iu" and (part.astype(values.dtype).astype(part.dtype) != part).any():
@@ -216,7 +216,7 @@ class TableSource(Samples):
         return values
 
     def _settled(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the values of a column; strings of categories become codes."""
+        """Return the values of a column; categories given as strings become codes."""
         if self._categories.get(name) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
         words, codes = np.unique(values, return_inverse=True)
@@ -251,7 +251,7 @@ def _tables_in(source: Any) -> list[Path]:
 
 
 def _is_any(kind: Any, *names: str) -> bool:
-    """Whether a type of Arrow is one of these."""
+    """Whether any of these predicates accepts an Arrow type."""
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
 

@@ -36,7 +36,7 @@ class Vector(Protocol):
 def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]) -> None:
     """Validate shape, lengths and types of a matrix of layout ``csr``, ``csc`` or ``coo`` before a value is read.
 
-    Vectors are data, indices and pointers; of coordinates data, rows and columns.
+    The vectors are data, indices and pointers; for coordinates, they are data, rows and columns.
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):
@@ -163,9 +163,9 @@ def _values(vector: Vector, start: int, stop: int, rows: np.ndarray, columns: np
 def dense_block(
     name: str, cells: np.ndarray, first: int, width: int, corner: tuple[int, int] = (0, 0), *, by_column: bool = False
 ) -> Block:
-    """Return the cells that are not zero of (n,) cells from number ``first`` on, of a dense matrix in lines of a width.
+    """Return the nonzero cells among (n,) cells of a dense matrix, from cell ``first`` on, in lines of a width.
 
-    Lines are rows, or columns; the matrix begins at a corner (row, column) of the one that is read.
+    Lines are rows, or columns; the cells are part of a larger matrix, from its corner (row, column) on.
     """
     places = np.flatnonzero(cells)
     values = native(cells[places])

@@ -12,8 +12,8 @@ writes them, but for one in 200 that is taken for broken; else bytes as they sta
 | times | only if asked for: the column with such a name, or the fourth of four without a header if it looks like Unix \
 times; whole numbers, real numbers or ISO 8601 dates |
 
-Lines above that start with ``#`` or ``%`` are comments, of which more below are an error; blank lines are passed over.
-Source: pyarrow.csv reads the numbers.
+Lines at the start that begin with ``#`` or ``%`` are comments; comments further down are an error. Blank lines are
+skipped. Source: pyarrow.csv reads the numbers.
 """
 
 from __future__ import annotations

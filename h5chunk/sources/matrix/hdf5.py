@@ -201,7 +201,7 @@ class Stored:
         return self.keep(self.strings(), what)
 
     def keep(self, values: np.ndarray, what: str) -> np.ndarray:
-        """Count the memory of an array that is kept until the end, including that of permuting it."""
+        """Count the memory of an array that is kept until the end, including the memory for permuting it."""
         self.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
         return values
 

@@ -1,8 +1,8 @@
 """Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
-Indices count from 1, or from 0 if the file contains an index 0. A file is read twice: for labels and that 0 when it is
-opened, and then for its entries. Blank lines and comment lines are not rows. Source: the README of LIBSVM and the page
-of SVM-light; pyarrow splits the words and parses the numbers.
+Indices count from 1, or from 0 if the file contains an index 0. A file is read twice: when it is opened for its labels
+and the lowest index, and then for its entries. Blank lines and comment lines are not rows. Source: the README of LIBSVM
+and the page of SVM-light; pyarrow splits the words and parses the numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LibsvmSource(TextSource):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Whether its name says so, or the first lines are labels followed by pairs."""
+        """Whether the name is of this kind, or the first lines are labels followed by pairs."""
         if has_suffix(source, ".libsvm", ".svmlight", ".svm"):
             return True
         lines = text_lines(source, head)[:100]

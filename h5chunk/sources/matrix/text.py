@@ -1,7 +1,7 @@
 """Read text, compressed with gzip or not, in pieces of whole lines with their line numbers.
 
-This module knows lines, not their meaning (`TextSource` is told). Memory is bounded: pieces and lines have a maximum
-length, and data that inflates without end is a line that is too long.
+This module splits lines; subclasses of `TextSource` know their meaning. Memory is bounded: pieces and lines have a
+maximum length, and data that inflates without end is a line that is too long.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class TextSource(SparseSource):
 
 
 def read_columns(data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any]) -> list[Any]:
-    """Read some of the columns of whole lines, by their numbers, as Arrow arrays of some types, or raise ArrowInvalid.
+    """Read columns of whole lines, by number, as Arrow arrays of the given types, or raise ArrowInvalid.
 
     All lines must have ``width`` columns.
     """

@@ -1,9 +1,9 @@
 """Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
 The child is forked: it runs the code that the caller would run, with the same memory, and touches nothing but HDF5 and
-the file. Forking is safe beside other threads and an initialised GPU, as no thread is inside HDF5 at that moment (its
-lock is held), no garbage of the caller's is collected in the child, and the child ends without any cleanup. A child
-that sleeps for ever all the same, because of a lock that nobody will release, is ended.
+the file. Forking is safe despite other threads and an initialised GPU, as no thread is inside HDF5 at that moment (its
+lock is held), no garbage of the caller is collected in the child, and the child ends without any cleanup. A child that
+nevertheless sleeps for ever, because of a lock that nobody will release, is ended.
 
 It works only on Linux. Elsewhere, and if the system refuses to fork, the work is done in the calling process.
 """
@@ -53,8 +53,8 @@ class Stuck(WorkerError):
 def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
     """Run ``look`` on files in a child process, once per file, file version and calling process.
 
-    ``look`` does with a file what the caller is about to do with it; ``about`` identifies that work. FileError: HDF5
-    crashes or loops on a file. Errors of ``look`` are raised as well.
+    ``look`` does with a file what the caller is about to do with it; ``about`` identifies that work. Raises FileError
+    if HDF5 crashes or loops on a file. Errors of ``look`` are raised as well.
     """
     if _is_child:
         return
@@ -82,8 +82,8 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
 def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
     """Return the result of ``work(say)`` in a child process, or raise its error; both must pickle.
 
-    Messages to ``say`` are passed to ``heard`` in this process; ``shown`` returns the file, for messages. FileError:
-    the child crashed, or loops. WorkerError: its error is not an error of h5chunk, or it only sleeps.
+    Messages to ``say`` are passed to ``heard`` in this process; ``shown`` returns the file, for messages. Raises
+    FileError if the child crashes or loops; WorkerError if its error is not an error of h5chunk, or it only sleeps.
     """
     if sys.platform != "linux" or _is_child:
         return work(heard)
@@ -121,7 +121,7 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit the memory of a child process meanwhile: damaged metadata may claim more than a file of this size needs."""
+    """Limit a child process's memory in a context: damaged metadata may claim more than a file of this size needs."""
     if sys.platform != "linux" or not _is_child:
         yield
         return

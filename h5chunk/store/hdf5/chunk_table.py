@@ -1,6 +1,6 @@
-"""List the file offsets of a dataset's chunks, once, for any thread or process; and find unwritten chunks.
+"""List the file offsets of a dataset's chunks once, for all threads and processes; and find unwritten chunks.
 
-Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; asking for them one by one
+Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; querying them one by one
 walks the index each time. HDF5 1.14.2 leaves the user block out of the offsets, in ``H5Dget_chunk_info`` too, so the
 listing of the running library is tried on a file in memory, and each table on the bytes of one chunk.
 """
@@ -42,8 +42,8 @@ class NotDirect(Exception):
 class ChunkTable:
     """The stored chunks of one dataset, in the order of their places in the dataset (row-major).
 
-    Offset -1: never written, all its elements are the fill value. Bit i of a mask set: filter i was skipped for this
-    chunk; all bits are set for partial chunks at the edges of a dataset that stores these without its filters. Edge
+    An offset of -1 means never written: all elements are the fill value. If bit i of a mask is set, filter i was
+    skipped for this chunk; all bits are set for partial edge chunks of a dataset that stores them unfiltered. Edge
     chunks are stored in full. A contiguous dataset is one chunk.
     """
 
@@ -71,7 +71,7 @@ class ChunkTable:
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
 
     def chunk_at(self, offset: int) -> int:
-        """Return the chunk that has a byte of the file."""
+        """Return the chunk that contains a byte of the file."""
         return int(np.where(self.offsets <= offset, self.offsets, -1).argmax())
 
     def start(self, chunk: int) -> tuple[int, ...]:
@@ -96,10 +96,10 @@ def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
-    """List the chunks of a dataset in one pass. NotDirect: HDF5 lists them at wrong offsets.
+    """List the chunks of a dataset in one pass. Raises NotDirect if HDF5 lists them at wrong offsets.
 
-    FileError: a chunk extends beyond the file, overlaps another or has an impossible length, the chunk index is
-    inconsistent, or HDF5 reads other bytes than the file has at the offset of a chunk.
+    Raises FileError if a chunk extends beyond the file, overlaps another or has an impossible length, the chunk index
+    is inconsistent, or HDF5 reads other bytes than the file has at the offset of a chunk.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):
@@ -158,7 +158,7 @@ def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
 def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
     """Return whether the numbers of a dataset are stored exactly as NumPy stores this type.
 
-    For other precisions, bit offsets and floats, h5py reports the next NumPy type that holds their values.
+    For other precisions, bit offsets and float formats, h5py reports the smallest NumPy type that holds the values.
     """
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
@@ -168,7 +168,7 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
 
 
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
-    """Return the bytes of one element in the file; for variable length, those of its pointer."""
+    """Return the bytes of one element in the file; for a variable-length type, the bytes of its pointer."""
     kind = dataset.id.get_type()
     if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
         return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])
@@ -221,7 +221,7 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 
 
 def _read_start(dataset: h5py.Dataset, start: tuple[int, ...], size: int) -> bytes:
-    """Read the first stored bytes of a chunk through HDF5; none if that would be slow."""
+    """Read the first stored bytes of a chunk through HDF5; no bytes if that would be slow."""
     chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
     if dataset.chunks and size <= COMPARED_BYTES:
         memory = bytearray(size)
@@ -294,7 +294,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
 
 
 def count_unwritten(dataset: h5py.Dataset) -> int:
-    """Return the number of chunks that were never written, which is legal; a contiguous dataset counts as one chunk."""
+    """Return the number of chunks that were never written (which is valid); a contiguous dataset is one chunk."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
@@ -304,7 +304,7 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """Return the value that readers give for unwritten elements: the fill value; else zero, or an error."""
+    """Return the value that readers give for unwritten elements: the fill value, or without one zero, or an error."""
     if not _has_fill_value(dataset):
         never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
         found = "0" if never or dataset.id.get_storage_size() else "an error"
@@ -333,7 +333,7 @@ def _ask_library(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ct
     """Call a function of HDF5 of the form ``herr_t name(hid_t identifier, kind *answer)``; return the answer.
 
     The dynamic linker finds it in the libraries that h5py's extension module depends on, wherever a wheel or a
-    distribution keeps them. A build of h5py that hides them gives None: not known.
+    distribution keeps them. Returns None (unknown) if the build of h5py hides them.
     """
     try:
         function = getattr(ctypes.CDLL(h5py.h5p.__file__), name)

@@ -21,7 +21,7 @@ MAX_ATTRIBUTE_BYTES = 1 << 20
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return an identifier of an object, whatever its name: numbers of the file, and of the address in it.
+    """Return an identifier of an object, independent of its name: the file's numbers, and the address in the file.
 
     ``h5o.get_info`` would work as well, but it also reads the chunk index, and crashes if that is damaged.
     """
@@ -111,7 +111,7 @@ def _check_chunk_claims(
 
 
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
-    """Raise FileError unless all attributes, or those of these names, are small and of fixed-size types.
+    """Raise FileError unless all attributes, or the attributes with these names, are small and of fixed-size types.
 
     HDF5 may crash on damaged attributes: when it lists them, because it trusts their count, and when it opens one.
     """

@@ -1,11 +1,11 @@
 """Decode the stored bytes of one chunk outside HDF5, in any number of threads, and check every length.
 
-HDF5 decodes under its global lock and does not check that a chunk comes out whole. Here each filter must give exactly
-the bytes of the chunk, otherwise it is an error; stored bytes can neither make it write beyond them nor allocate too
-much memory. This module reads no files, and does not know the meaning of values.
+HDF5 decodes under its global lock and does not check that a chunk comes out whole. Here each filter must produce
+exactly the bytes of the chunk, or an error is raised; stored bytes can make it neither write beyond the chunk nor
+allocate too much memory. This module reads no files, and does not know the meaning of values.
 
 imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 decodes
-compressed chunks. Each filter takes few calls into C, as every call releases the GIL and may wait for it.
+compressed chunks. Each filter makes few calls into C, as every call releases the GIL and may wait to get it back.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
 H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
@@ -62,7 +62,7 @@ class DecodeError(Exception):
 class ChunkDecoder:
     """Decode the chunks of one dataset. It can be pickled, and used by any number of threads at a time.
 
-    ``properties`` (dataset creation) are not kept. No writer stores a chunk in more than ``max_stored_bytes``.
+    ``properties`` (dataset creation) are not kept. No writer stores a chunk in more than ``max_stored_bytes``. Raises
     NoDecoder if a filter cannot be decoded here, or needs imagecodecs.
     """
 
@@ -158,12 +158,12 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 
 @functools.cache
 def _fastest_crc32() -> Callable[..., Any]:
-    """Return that of libdeflate (imagecodecs) or of the native core, which are several times as fast as zlib's."""
+    """Return the CRC-32 function of libdeflate (imagecodecs) or the native core: several times as fast as zlib's."""
     return _library("deflate_crc32") or (native.crc32 if native.available() else zlib.crc32)
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return a function of imagecodecs; DecodeError if a decoder was unpickled where it is missing."""
+    """Return a function of imagecodecs. Raises DecodeError if a decoder was unpickled where imagecodecs lacks it."""
     call = _library(name)
     if call is None:
         raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
@@ -183,7 +183,7 @@ _local = threading.local()
 
 
 def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
-    """Return memory of this thread, (num_bytes,) uint8, which is reused by the next call with this name."""
+    """Return a buffer of this thread, (num_bytes,) uint8, which the next call with this name reuses."""
     memory: np.ndarray | None = getattr(local, name, None)
     if memory is None or len(memory) < num_bytes:
         memory = np.empty(num_bytes, np.uint8)
@@ -211,7 +211,7 @@ def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Undo the shuffle filter: bytes j of all elements are adjacent; bytes after whole elements are unchanged."""
+    """Undo the shuffle filter, which puts byte j of all elements together; bytes after the last whole element stay."""
     _check_room(len(data), out)
     if not values or not values[0]:  # so HDF5 writes a second shuffle, which it then skips in each chunk
         raise DecodeError("the size of elements is not known")
@@ -267,7 +267,7 @@ def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nda
 
 
 def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
-    """Read the header of LZ4 and Bitshuffle: the bytes of all blocks, and of one block."""
+    """Read the header of LZ4 or Bitshuffle data: the total bytes of all blocks, and the bytes of one block."""
     if len(data) < 12:
         raise DecodeError(f"{len(data)} bytes, but its header has 12")
     length, block = struct.unpack_from(">QI", data.data)
@@ -278,7 +278,7 @@ def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
 
 
 def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice], int]:
-    """Find the compressed blocks, each behind its length, that make ``length`` bytes; and the end of the last."""
+    """Find the compressed blocks, each preceded by its length, that give ``length`` bytes; and the last one's end."""
     places: list[slice] = []
     end = 12
     for _ in range(0, length, block):

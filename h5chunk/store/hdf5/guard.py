@@ -16,8 +16,7 @@ Damaged metadata is left to HDF5 itself. Its errors become FileErrors, and so do
 are first opened in a child process (`h5chunk.store.hdf5.child`).
 
 With ``trusted``, links, views, external storage and any filter are allowed if they lead to the folder of the file, or
-below it.
-`scripts/PROMISES.md` says how this was shown.
+below it. `scripts/PROMISES.md` describes the evidence.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _places(base: str, target: str, what: str) -> list[Path]:
 
 
 class Guard:
-    """Find objects in one file, and refuse those that must not be read.
+    """Find objects in a file, and refuse objects that must not be read.
 
     With ``trusted``, links, views and external storage may lead to other files in the folder of this file or below it,
     and unknown filters are run. Otherwise the error suggests ``remedy``.
@@ -121,7 +120,7 @@ class Guard:
         self._trust = Trust(self.path) if trusted else None
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
-        """Open the object under a path in the file; None if it does not exist. TrustError: a link is not followed."""
+        """Open the object at a path in the file; None if it does not exist. Raises TrustError at an untrusted link."""
         where = self._where(name)
         with damages_are(FieldError, f"{where} cannot be opened"):
             return file[name] if self._is_there(file, name, where, 0) else None
@@ -155,7 +154,7 @@ class Guard:
             return other is not None and self._is_there(other, link.path, where, depth + 1)
 
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
-        """Check the claims of a dataset before its shape is used; TrustError: its values are stored elsewhere."""
+        """Check a dataset's claims before its shape is used. Raises TrustError if its values are stored elsewhere."""
         where = self._where(name)
         with damages_are(FieldError, f"{where} is damaged"):
             self._check_field(dataset, where, 0)
@@ -209,7 +208,7 @@ class Guard:
                 self.check_field(item, where)
 
     def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | FieldError]]:
-        """Yield all datasets in a group, once, by their path in it; and the errors of those that are refused."""
+        """Yield each dataset in a group once, by its path in the group; and the errors of refused datasets."""
         seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:

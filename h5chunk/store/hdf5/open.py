@@ -40,7 +40,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def damages_are(kind: type[FileError], words: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise errors of HDF5 on a damaged file, and other errors, as an error that begins with these words."""
+    """Turn HDF5's errors on a damaged file, and other errors, into an error that begins with these words."""
     damages: tuple[type[Exception], ...] = (*DAMAGES, *others)
     try:
         yield
@@ -52,7 +52,7 @@ def damages_are(kind: type[FileError], words: str, *others: type[Exception]) -> 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
-    """Open a file in a context; any failure of HDF5 on it becomes a FileError."""
+    """Open a file in a context; any failure of HDF5 on the file becomes a FileError."""
     with translate_errors(path), open_file(path, **options) as file:
         yield file
 
@@ -60,7 +60,7 @@ def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     """Open a file for reading, with further arguments of `h5py.File`.
 
-    FileError: the file is missing, not HDF5, cut short, or open for writing.
+    Raises FileError if the file is missing, not HDF5, truncated, or open for writing.
     """
     shown = printable(path)
     if not os.path.exists(path):  # False as well of names that are too long

@@ -42,7 +42,7 @@ class VectorPart:
     """A task that reads runs of bytes and scatters each run to several places.
 
     A run has a first vector, a number of vectors, an offset in the file and a number of bytes; a vector, in (n, 2)
-    uintp, is the address and the length of a place in the memory that ``out`` keeps.
+    uintp, is the address and the length of a place in the memory that ``out`` keeps alive.
     """
 
     def __init__(self, runs: list[tuple[int, int, int, int]], vectors: np.ndarray, out: object, where: Where) -> None:
@@ -70,7 +70,7 @@ class VectorPart:
         return jobs
 
     def end(self) -> None:
-        """Finish the task, after all its jobs have ended well."""
+        """Finish the task, after all its jobs have succeeded."""
 
     def error_of(self, result: Result) -> FileError:
         """Return the error of a failed job of this task."""
@@ -85,7 +85,7 @@ class VectorPart:
             )
 
     def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
-        """Read the rest: preadv may read less than requested, in large requests or after a signal."""
+        """Read the remaining bytes: preadv may read less than requested, for large requests or after a signal."""
         for address, length in self._vectors[first : first + count].tolist():
             if got < length:
                 place = (ctypes.c_char * length).from_address(address)
@@ -131,7 +131,7 @@ def vector_parts(
 
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
-    """Fill a buffer from an offset of the file; FileError if the file ends too early, or cannot be read."""
+    """Fill a buffer from an offset of the file. Raises FileError if the file ends too early, or cannot be read."""
     done = 0
     while done < len(buffer):
         try:

@@ -17,9 +17,9 @@ from h5chunk.store.hdf5.ranges import read_bytes
 class RawChunks:
     """The chunks of one dataset of fixed-size elements, by number in row-major order; for any number of threads.
 
-    Where HDF5 reads any of it, the dataset is kept and must stay open. ``descriptor`` is for what is read without
-    naming another one; ``where`` names the dataset in messages. Without a table, HDF5 reads all chunks. Chunks that
-    pass filters, or that HDF5 reads (``decodes``), can only be read whole, of ``chunk_bytes``. ``left_to_hdf5`` is the
+    If HDF5 reads any chunk, the dataset is kept and must stay open. ``descriptor`` is used by reads that name no other
+    descriptor; ``where`` names the dataset in messages. Without a table, HDF5 reads all chunks. Chunks that pass
+    filters, or that HDF5 reads (``decodes``), can only be read whole, of ``chunk_bytes``. ``left_to_hdf5`` is the
     reason why stored bytes are not decoded here; empty if they can be.
     """
 

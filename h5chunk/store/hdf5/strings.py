@@ -31,7 +31,7 @@ ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 @dataclass(frozen=True)
 class Bytes:
-    """An open file whose ranges are read; ``error`` makes an error that names the object being read.
+    """An open file to read byte ranges from; ``error`` makes an error that names the object being read.
 
     Addresses are relative to byte ``base``, the end of the user block.
     """

@@ -1,9 +1,9 @@
 """Check chunks against the checksums of an h5chunk file as they are read for training.
 
-A checksum covers a chunk's stored bytes, padding included (`h5chunk.store.format.spec`): so chunks are checked whole,
-however few of their rows are wanted. Compressed chunks that threads decode are checked in memory, and so are plain
-chunks if all their rows are wanted. Other chunks, and those read through HDF5, are read again from the file, usually
-from the page cache: errors on the disk or in the page cache are found; later errors are not.
+A checksum covers a chunk's stored bytes, padding included (`h5chunk.store.format.spec`) so chunks are checked whole,
+even if only a few of their rows are requested. Compressed chunks that threads decode are checked in memory, and so are
+plain chunks if all their rows are requested. Other chunks, and those read through HDF5, are read again from the file,
+usually from the page cache: errors on the disk or in the page cache are found; later errors are not.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums of one dataset's chunks, (num_chunks,) uint32, and the chunks that this process found ``right``.
+    """The checksums of a dataset's chunks, (num_chunks,) uint32, and the chunks that this process has found ``right``.
 
-    Right chunks are not checked again, unless checking is ``always``.
+    Chunks that were found right are not checked again, unless the option is ``always``.
     """
 
     expected: np.ndarray
@@ -52,7 +52,7 @@ NO_SUMS: Sums = MappingProxyType({})
 class ChunkChecks:
     """Check the chunks of one dataset, from any number of threads.
 
-    ``indptr`` has the rows of a matrix's entries, for messages.
+    ``indptr`` tells which row of a matrix an entry belongs to, for messages.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChunkChecks:
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks that hold these rows of the dataset, at least one; or ``counts`` rows from each row on."""
+        """Return the chunks that hold these rows (at least one row), or the ``counts[i]`` rows from ``rows[i]`` on."""
         bands = rows // self._chunk_rows
         if counts is None:
             bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
@@ -94,7 +94,7 @@ class ChunkChecks:
     def whole_parts(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
         """Yield tasks that read completely requested chunks to their vectors, and check them.
 
-        ``rows`` are those of whole chunks, ``vectors`` are (n, 2) uintp, as for `VectorPart`.
+        ``rows`` are all rows of these chunks, ``vectors`` are (n, 2) uintp, as for `VectorPart`.
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
@@ -110,7 +110,7 @@ class ChunkChecks:
         return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
-        """Read and check the stored bytes of chunks that need checking; FileError if one has changed."""
+        """Read and check the stored bytes of chunks that need checking. Raises FileError if a chunk has changed."""
         for chunk in chunks[~self.sums.right[chunks]].tolist():
             offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
@@ -133,12 +133,12 @@ class ChunkChecks:
         self.note_right(chunk)
 
     def note_right(self, chunks: int | np.ndarray) -> None:
-        """Note that chunks are right, so that they need no other look unless all are checked always."""
+        """Mark chunks as right, so that they are not checked again unless the option is ``always``."""
         if not self.sums.always:
             self.sums.right[chunks] = True
 
     def mismatch(self, chunk: int, found: int) -> FileError:
-        """Return the error of a chunk whose checksum is another."""
+        """Return the error for a chunk whose checksum differs."""
         what = f"does not match its checksum ({found:08x}, not {self.sums.expected[chunk]:08x})"
         return self._error(chunk, f"{what}: its bytes are not those that were written")
 
@@ -208,7 +208,7 @@ class WholeChunks(CheckTask):
 def read_sums(
     file: h5py.File, path: Path, fields: Mapping[str, Field | MatrixField], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
-    """Read the checksums of fields; empty if checking is off. OptionError if the file has no checksums to check.
+    """Read the checksums of fields; empty if checking is off. Raises OptionError if the file has no checksums.
 
     Raises FileError if the file's checksums are invalid.
     """

@@ -1,8 +1,8 @@
 """Read rows of a CSR matrix: by their byte ranges in the file, outside HDF5's lock; or through HDF5.
 
-A row is one range of ``indices`` and the same range of ``data``. Adjacent rows in the file are read with one call, and
-each goes to its place in a shuffled window. The file may have ``indptr``, ``indices`` and ``data`` datasets in any
-group: those of h5chunk, or of AnnData.
+A row is one range of ``indices`` and the same range of ``data``. Rows that are adjacent in the file are read with one
+call, and each row goes to its place in a shuffled window. The file may have ``indptr``, ``indices`` and ``data``
+datasets in any group: the layout of h5chunk, or of AnnData.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CsrBuffers:
     """The memory that rows of a matrix are read into.
 
     Row i begins at ``starts[i]``, (num_rows + 1,) int64, of ``indices``, with the file's type, and of ``values``, which
-    is missing for a pattern.
+    does not exist for a pattern (a matrix without stored values).
     """
 
     starts: np.ndarray
@@ -41,9 +41,9 @@ class CsrBuffers:
 
 
 class CsrField(ByteReader):
-    """Read rows of a CSR matrix by their byte ranges; NotDirect if a layout, type or filter needs HDF5.
+    """Read rows of a CSR matrix by their byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
 
-    It is plain if entries are uncompressed and contiguous.
+    The field is plain if its entries are uncompressed and contiguous.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CsrHandle:
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:
-    """Open a dataset with its own chunk cache; None: with the default cache of the file."""
+    """Open a dataset with a chunk cache of its own, or if that is None with the file's default cache."""
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     if cache is not None:
         access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)

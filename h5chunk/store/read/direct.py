@@ -40,7 +40,7 @@ _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # chunk, piece, rows 
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless a dataset's numbers are bytes of its file, plain or encoded, in this machine's format."""
+    """Raise NotDirect unless a dataset's numbers are stored in its file, plain or encoded, in this machine's format."""
     properties = dataset.id.get_create_plist()
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
@@ -55,8 +55,8 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
 class DecodedChunks:
     """The chunks of a dataset by number, decoded by threads; chunks that a window used in part are kept.
 
-    The dataset is not kept. NotDirect if a filter, or the size of the chunks, needs HDF5. ``indptr`` is for messages
-    about the entries of a matrix.
+    The dataset object is not kept. Raises NotDirect if a filter, or the size of the chunks, needs HDF5. ``indptr`` is
+    for messages about the entries of a matrix.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DecodedChunks:
         self.forget()
 
     def forget(self) -> None:
-        """Free the kept chunks; in a fork also locks that threads of the parent may hold."""
+        """Free the kept chunks and, in a forked process, the locks that threads of the parent may hold."""
         self.local = threading.local()
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._kept_lock = threading.Lock()
@@ -91,8 +91,8 @@ class DecodedChunks:
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
 
-        ``is_whole`` says whether all of the chunk is used now; otherwise the next window will need it again, and it is
-        kept. FileError if the chunk is damaged, or cannot be read.
+        ``is_whole`` says whether all of the chunk is used now; otherwise it is kept, because the next window will need
+        it again. Raises FileError if the chunk is damaged or unreadable.
         """
         if is_whole:
             values = scratch(self.local, "decoded", self.chunk_bytes)
@@ -124,9 +124,9 @@ class _Kept:
 
 
 class ByteReader:
-    """Base of readers by byte ranges. It holds only numbers; the caller owns the file descriptors.
+    """Base class of readers by byte ranges. A reader holds only numbers; the caller owns the file descriptors.
 
-    It is plain if rows are bytes of the file, neither compressed nor cut into pieces; otherwise ``chunks`` are decoded.
+    A field is plain if its rows are stored neither compressed nor cut into pieces; otherwise ``chunks`` are decoded.
     """
 
     name: str
@@ -138,35 +138,35 @@ class ByteReader:
     def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
         """Yield tasks for several threads that read row ``rows[i]`` to ``out[places[i]]``.
 
-        There is at least one. Rows of a chunk stand side by side, ascending within it; no place comes twice. ``out``,
-        (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, must stay in place until the last part is done.
+        There is at least one row. The rows of a chunk are adjacent and ascending; no place occurs twice. ``out``, (m,
+        row_bytes) uint8, or the `CsrBuffers` of a matrix, must stay in place until the last task is done.
         """
         raise NotImplementedError
 
     def read_all(self, descriptor: Any) -> np.ndarray:
-        """Read the whole field, for small ones that are no matrix."""
+        """Read the whole field: for small fields that are not a matrix."""
         raise NotImplementedError
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        """Return the bytes that are read, or decoded, for some rows, in any order."""
+        """Return the number of bytes that are read, or decoded, for these rows, in any order."""
         raise NotImplementedError
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return the memory that this many threads take, without that of the rows."""
+        """Return the bytes of memory that this many threads need, in addition to the rows themselves."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
         return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
 
     def forget(self) -> None:
-        """Free what is kept between parts. A thread uses the same memory for all chunks."""
+        """Free the memory kept between tasks. A thread uses the same memory for all chunks."""
         for chunks in self.chunks:
             chunks.forget()
             chunks.local = self.chunks[0].local
 
 
 def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS) -> PlainField | ChunkedField:
-    """Return the reader of a field by byte ranges; the file is not kept. ``sums`` are checksums to check.
+    """Return a field's reader by byte ranges; the file object is not kept. ``sums`` are checksums to check.
 
     Raises NotDirect if the layout or a filter needs HDF5.
     """
@@ -202,7 +202,7 @@ class PlainField(ByteReader):
     def parts(
         self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[Part]:
-        """As `ByteReader.parts`; with ``counts``, as many rows are read from each, where all are one run of bytes."""
+        """See `ByteReader.parts`; ``counts[i]`` rows are read from ``rows[i]`` on, if all are one run of bytes."""
         chunks = rows // self._chunk_rows
         offsets = self._table.offsets[chunks] + (rows - chunks * self._chunk_rows) * self.row_bytes
         sizes = np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
@@ -286,7 +286,7 @@ class ChunkedField(ByteReader):
                 yield chunk, 0, slice(low - begin, high - begin), there[low - first : high - first]
 
     def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
-        """Read chunks, and copy their pieces of the selected samples in their band to these samples' places."""
+        """Read the chunks of a band, and copy the pieces of selected samples in them to the places of these samples."""
         for band, piece, rows, places in copies:
             is_whole = len(places) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
             values = self._decoded.read(descriptor, band * len(self._pieces) + piece, is_whole=is_whole)

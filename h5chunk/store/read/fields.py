@@ -34,8 +34,8 @@ SLACK_BYTES = 1 << 20
 class Field:
     """A field of a file, as its dataset describes it: ``name`` is the user's name, ``dataset`` the path in the file.
 
-    The type is of native byte order. ``axes``, such as NCHW, is empty if the file does not have it. For rows of a
-    matrix, a value is the stored number over ``scale``.
+    The type has native byte order. ``axes``, such as NCHW, is empty if the file does not state it. In rows of a matrix,
+    a value is the stored number divided by ``scale``.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Field:
 class MatrixField:
     """A CSR matrix of a file; a sample is a row. ``dataset`` is the path of its group.
 
-    Types are the stored ones; a pattern has no ``value_dtype``, as all values are 1 and none is read. Other values are
-    stored numbers over ``scale``. ``chunk_samples`` is the number of rows in a nominal chunk of rows; entries may be
-    compressed (``filtered``).
+    Types are as stored; a pattern has no ``value_dtype``, as all its values are 1 and none is read. Other values are
+    stored numbers divided by ``scale``. ``chunk_samples`` is the number of rows in a nominal chunk of rows; entries may
+    be compressed (``filtered``).
     """
 
     name: str
@@ -94,7 +94,7 @@ class MatrixField:
 
     @property
     def grid(self) -> ChunkGrid:
-        """Its nominal chunks: rows of average length."""
+        """The matrix's nominal chunks: rows of average length."""
         row_bytes = max(1, math.ceil(self.num_entries * self.entry_bytes / max(1, self.num_rows)))
         return ChunkGrid((self.num_rows, row_bytes), (self.chunk_samples, row_bytes), 1, self.filtered)
 
@@ -127,7 +127,7 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
 def look_at(
     file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard
 ) -> Field | MatrixField:
-    """Describe a dataset, or the group of a matrix, as a field, after the guard has checked it."""
+    """Describe a dataset, or the group of a matrix, as a field, after checking it with the guard."""
     item = guard.find(file, dataset)
     if item is None:
         raise _missing(file, path, dataset)
@@ -163,9 +163,9 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 
 
 def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
-    """Describe the CSR matrix in a group; with ``chunk_samples`` it is from an h5chunk file, and its values are codes.
+    """Describe the CSR matrix in a group; with ``chunk_samples``, the file is an h5chunk file and values are codes.
 
-    FieldError: it is not a CSR matrix. FileError: it is damaged.
+    Raises FieldError if it is not a CSR matrix, and FileError if it is damaged.
     """
     where = f"{printable(path)}: {name!r}"
     for part in MATRIX_PARTS:
@@ -213,7 +213,7 @@ def _scale(item: h5py.HLObject, where: str) -> float:
 
 
 def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
-    """Return rows and columns, if the group says that rows are compressed: a CSC matrix has the same datasets."""
+    """Return the numbers of rows and columns, if the group is marked as CSR: a CSC matrix has the same datasets."""
     with damages_are(FileError, f"{where} is damaged: what it says of itself cannot be read"):
         words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
     kind = next((each[0] for each in words if len(each) == 1), "")
@@ -231,7 +231,7 @@ def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
 
 
 def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
-    """Read the start of each row: (num_rows + 1,) int64; FileError if it is damaged."""
+    """Read the start of each row: (num_rows + 1,) int64. Raises FileError if they are damaged."""
     where = f"{printable(path)}: {field.name!r}"
     dataset = group["indptr"]
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:

@@ -1,4 +1,4 @@
-"""List the files that a path names, and open one of them, or several as one data set, such as shards.
+"""List the files that a path names, and open a file, or several files as one data set, such as shards.
 
 Shards are called ``NAME-00003-of-00012.h5``: their names describe the set.
 """
@@ -30,9 +30,9 @@ def open_reader(
     """Open a file, or several as one data set.
 
     The path is a file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or
-    several of these, in this order. A folder of shards must have all of one set: name some of them by a pattern or a
-    list. Raises FileError if there is none, one cannot be opened, or a folder lacks shards; FieldError if the fields
-    of files differ; OptionError if a file comes twice, or has no checksums although they shall be checked.
+    several of these, in this order. A folder of shards must have the complete set: to read some shards, use a pattern
+    or a list. Raises FileError if there is no file, a file cannot be opened, or a folder lacks shards; FieldError if
+    the fields of files differ; OptionError if a file is repeated, or lacks the checksums that are to be checked.
     """
     files = list_files(path)
     _check_shards(path)
@@ -46,7 +46,7 @@ def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
 
 
 def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
-    """Open files; untrusted files first in a child process, as they may crash HDF5."""
+    """Open files; first open untrusted files in a child process, as they may crash HDF5."""
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
         try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
@@ -111,7 +111,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str] | str]:
-    """Return the key for sorting by name, with numbers in it by value; then by the exact name."""
+    """Return the key for sorting names, with the numbers in them by value; ties are sorted by the exact name."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
@@ -129,7 +129,7 @@ def shard_name(name: str, number: int, count: int) -> str:
 
 
 def missing_shards(names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of shards that are missing, as the names of others say.
+    """Yield the names of missing shards, which follow from the names of the existing shards.
 
     >>> list(missing_shards(["a-00001-of-00002.h5", "other.h5"]))
     ['a-00000-of-00002.h5']
@@ -139,7 +139,7 @@ def missing_shards(names: Iterable[str]) -> Iterator[str]:
 
 
 def wrong_counts(names: Iterable[str]) -> Iterator[str]:
-    """Yield messages about shards of several sets with one name, and about numbers beyond their count."""
+    """Yield messages about several sets of shards with one name, and about shard numbers beyond their count."""
     sets = shard_numbers(names)
     for name in sorted({name for name, _ in sets}):
         counts = sorted(count for other, count in sets if other == name)
@@ -151,7 +151,7 @@ def wrong_counts(names: Iterable[str]) -> Iterator[str]:
 
 
 def shard_numbers(names: Iterable[str]) -> dict[tuple[str, int], set[int]]:
-    """Return the numbers of the shards that are there, by name and count of the set.
+    """Return the numbers of the existing shards, by the name and count of their set.
 
     >>> shard_numbers(["a-00001-of-00003.h5", "other.h5"])
     {('a', 3): {1}}

@@ -41,8 +41,8 @@ class FileSet(H5Reader):
     """Read rows of several files as if they were one, with the attributes and options of `H5Reader`.
 
     If the files' chunks differ, ``chunk_samples`` is their average. The header combines the files' headers, if all have
-    one; a set is shuffled if it was shuffled as a whole when written. FieldError: fields differ, or the classes of
-    labels.
+    one; a set is shuffled if it was shuffled as a whole when written. Raises FieldError if the fields or the classes of
+    labels differ.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FileSet(H5Reader):
                 reader.set_caches(self._share(reader, main))
 
     def _share(self, reader: H5Reader, main: CacheSettings) -> CacheSettings:
-        """Return the cache of one file: its part of the open chunks, and a margin for chance."""
+        """Return the cache of one file: its share of the open chunks, and a margin for random variation."""
         grid = reader.main.grid
         if not main.nbytes or not grid.chunks:
             return CacheSettings(1, 0, main.w0)
@@ -115,7 +115,7 @@ class FileSet(H5Reader):
         return CacheSettings(min(main.nslots, grid.num_slots), min(main.nbytes, bands * grid.band_bytes), main.w0)
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the most bytes that the caches of the largest field take, in all files together."""
+        """Return the maximum bytes that the caches of the largest field take, in all files together."""
         return sum(self._share(reader, main).nbytes for reader in self.readers)
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
@@ -145,7 +145,7 @@ class FileSet(H5Reader):
                 out[some] = there
 
     def check_unchanged(self, descriptor: object = None) -> None:
-        """Raise FileError unless all files are unchanged; open files are checked as they are read."""
+        """Raise FileError unless all files are unchanged; files that are open are checked when they are read."""
         if descriptor is None:
             for reader in self.readers:
                 reader.check_unchanged()
@@ -167,7 +167,7 @@ def with_remedy(error: FileError, num_files: int) -> FileError:
 
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
-    """Raise OptionError if a file is repeated, FieldError unless all files have the same fields."""
+    """Raise OptionError if a file is repeated, and FieldError unless all files have the same fields."""
     seen: dict[tuple[int, ...], Path] = {}
     first = readers[0]
     for reader in readers:
@@ -212,7 +212,7 @@ def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField
 
 
 def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
-    """Raise FieldError unless a field has these traits in common in all files."""
+    """Raise FieldError unless a field has the same value of these attributes in all files."""
     first = readers[0].fields[name]
     for reader in readers[1:]:
         for what in traits:
@@ -258,7 +258,7 @@ def _joined_header(files: FileSet) -> Header | None:
 
 
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
-    """Return the longest list of classes; the other lists must be beginnings of it."""
+    """Return the longest list of classes; every other list must be a prefix of it."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, there = max(named, key=lambda each: len(each[1]), default=(Path(), ()))
     for path, here in named:

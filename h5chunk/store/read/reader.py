@@ -40,8 +40,8 @@ class H5Reader:
     ``labels`` if they exist. With ``checksums`` "first", chunks are checked against the checksums of an h5chunk file at
     this process's first read; with "always", at every read.
 
-    ``main`` is the ``matrix``, of which there may be one, or the field of the largest samples; ``chunk_samples`` of it
-    are read together. ``starts``, (num_files + 1,) int64, are the numbers of each file's first sample, and of all.
+    ``main`` is the ``matrix``, if there is one, otherwise the field with the largest samples; ``chunk_samples`` samples
+    are read together. ``starts``, (num_files + 1,) int64: each file's first sample, then the total.
     """
 
     chunk_starts: np.ndarray | None = None  # of each chunk's first sample; None: all but the last are of chunk_samples
@@ -107,7 +107,7 @@ class H5Reader:
             yield int(files[some[0]]), some
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the most bytes that caches of the largest field take in one process, in all files together."""
+        """Return the maximum bytes that caches of the largest field take in one process, in all files together."""
         return main.nbytes
 
     @property
@@ -134,7 +134,7 @@ class H5Reader:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """The start of each row of the matrix in its entries: (num_rows + 1,) int64. FileError if it is damaged."""
+        """The start of each row in the matrix's entries: (num_rows + 1,) int64. Raises FileError if damaged."""
         assert self.matrix is not None
         name = f"{self.matrix.name}/indptr"
         with opened(self.path) as file:
@@ -169,7 +169,7 @@ class H5Reader:
         return {name: cache_of(handle.id) for name, handle in self._handles().items()}
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, (n,) int64, in any order, also repeated.
+        """Read rows of a field, (n,) int64, in any order; rows may be repeated.
 
         ``out`` is (n, *sample_shape), of the field's dtype, C-contiguous; for a matrix, CsrBuffers with ``starts`` set.
         """
@@ -199,7 +199,7 @@ class H5Reader:
         return self._opened[1]
 
     def read_through(self, file: h5py.File) -> dict[str, _Handle | CsrHandle]:
-        """Read through an open file, such as one over a Python file object, until `close`."""
+        """Read through an open file, such as an HDF5 file over a Python file object, until `close`."""
         handles: dict[str, _Handle | CsrHandle] = {}
         for name, field in self.fields.items():
             if isinstance(field, MatrixField):
@@ -259,7 +259,7 @@ class _Handle:
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read rows chunk by chunk: a run in one call if that copies little more than needed, else one by one."""
+        """Read rows chunk by chunk: a run in one call if that copies few rows in excess, otherwise row by row."""
         if not len(rows):
             return
         if self._checks is not None:

@@ -1,7 +1,7 @@
 """Read the stored chunks of a dataset, and find damaged chunks by their checksums, or by decoding them.
 
 Chunks are read by byte ranges in several threads, outside HDF5's lock; only unsupported filters are left to HDF5. The
-values of chunks that are right can be passed on for further checks.
+values of undamaged chunks can be passed on for further checks.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class CheckedDataset:
     """Check the chunks of one dataset, by number.
 
     The dataset is not virtual, has no external storage, and must stay open. ``expected``, (num_chunks,) uint32, is the
-    CRC-32 of the stored bytes of each chunk. Raises FileError if the index of its chunks makes no sense. Where chunks
-    are not listed, for the reason in ``unlisted``, or nothing is stored outside of the header, ``table`` has none.
+    CRC-32 of the stored bytes of each chunk. Raises FileError if the index of its chunks is inconsistent. If chunks are
+    not listed, for the reason in ``unlisted``, or nothing is stored outside of the header, ``table`` has no chunks.
     ``reads_as`` is the value that readers give for the ``num_unwritten`` chunks that were never written. ``by`` says
-    how a chunk is checked; reading shows no more than that the bytes are there.
+    how a chunk is checked; merely reading it shows only that its bytes exist.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CheckedDataset:
         return np.flatnonzero(self.table.offsets >= 0)
 
     def place(self, chunk: int) -> tuple[int, int]:
-        """Return the offset and the stored bytes of a chunk."""
+        """Return the offset and the number of stored bytes of a chunk."""
         return int(self.table.offsets[chunk]), int(self.table.sizes[chunk])
 
     def check(
@@ -120,9 +120,9 @@ class CheckedDataset:
         memory_bytes: int = MEMORY_BYTES,
         then: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> Generator[Parted]:
-        """Check some chunks, ascending, part by part in threads; yield what came of each part, in order.
+        """Check the given chunks, ascending, part by part in threads; yield the result of each part, in order.
 
-        The threads also do with each part that is whole what ``then`` says.
+        The threads also call ``then`` with each undamaged part.
         """
         if not len(chunks):
             return
@@ -142,9 +142,9 @@ class CheckedDataset:
         remedy: str = "",
         **how: Any,
     ) -> None:
-        """Check chunks by `check`, with its further arguments, and tell the bytes of each part.
+        """Check chunks with `check`, passing on its further arguments, and report the bytes of each part.
 
-        FileError: a chunk is damaged; the message says what is ``undone`` of it, and a further ``remedy``.
+        Raises FileError if a chunk is damaged; the message says what remains ``undone``, and a ``remedy``.
         """
         with closing(self.check(chunks, descriptor, **how)) as parts:  # no thread goes on after an error
             for came in parts:

@@ -46,11 +46,11 @@ class OpenFiles:
         return found
 
     def check(self, number: int) -> None:
-        """Raise FileError if a file was changed, or replaced under its name."""
+        """Raise FileError if a file has changed, or has been replaced by another file of its name."""
         self._readers[number].check_unchanged()
 
     def close(self) -> None:
-        """Close the files. Do not call this while tasks run."""
+        """Close the files. Must not be called while tasks run."""
         for descriptor in self._open:
             if descriptor is not None:
                 os.close(descriptor)
@@ -86,8 +86,8 @@ def close_descriptors(opened: int | OpenFiles) -> None:
 class FilesField(ByteReader):
     """Read a field of several files, as `PlainField` reads one file; its tasks take `OpenFiles` for a descriptor.
 
-    It has the field's reader for each file; None for a file without samples. The files share the memory that a single
-    file would have.
+    It has the field's reader of each file; None for a file without samples. The files share the memory that a single
+    file would use.
     """
 
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:
@@ -103,7 +103,7 @@ class FilesField(ByteReader):
         self.forget()
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
-        """As `ByteReader.parts`; small tasks of several files are joined."""
+        """See `ByteReader.parts`; small tasks of several files are joined."""
         joined: list[tuple[Part, int]] = []
         total = 0
         for number, some in self._reader.by_file(rows):
@@ -134,18 +134,18 @@ class FilesField(ByteReader):
 
 
 class FileParts:
-    """A task of tasks in several files, with the numbers of the files, which a thread runs one after another."""
+    """A task that combines tasks in several files, with the files' numbers; a thread runs them one after another."""
 
     def __init__(self, parts: list[tuple[Part, int]]) -> None:
         self._parts = parts
 
     @property
     def is_plain(self) -> bool:
-        """Whether native threads can run all of it."""
+        """Whether native threads can run the whole task."""
         return all(hasattr(part, "jobs") for part, _ in self._parts)
 
     def each(self, opened: OpenFiles) -> Iterator[tuple[Part, int, Callable[[], None]]]:
-        """Yield each part with the descriptor of its file, and a check that the file did not change meanwhile."""
+        """Yield each task with the descriptor of its file, and check that the file has not changed meanwhile."""
         for part, number in self._parts:
             yield part, opened.of(number), partial(opened.check, number)
 
@@ -158,7 +158,7 @@ class FileParts:
 def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the fields that can be read by byte ranges, and the reasons why the others cannot.
 
-    FileError if a file is damaged, or was changed.
+    Raises FileError if a file is damaged, or has changed.
     """
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
@@ -188,7 +188,7 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
 def read_amplification(
     reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], kept: Collection[str] = ()
 ) -> float:
-    """Return bytes read over bytes used for these samples; 1.0 if there are none, or all are read (``rows`` None).
+    """Return bytes read divided by bytes used for these samples; 1.0 for no samples, or all of them (``rows`` None).
 
     ``direct`` fields are read by byte ranges, others through HDF5; ``kept`` fields, whole in memory, do not count.
     """

@@ -1,8 +1,8 @@
 """Read rows of any dataset of fixed-size elements as bytes, whatever their type and chunks.
 
-This is for rewriting a file: rows are wanted in order, once, in long runs. No value is converted. Chunks are read by
-byte ranges and decoded outside HDF5's lock if `h5chunk.store.hdf5.codecs` can, so that threads read in parallel; else
-HDF5 decodes them, one after another. Chunks that were never written give the fill value, or zeros without one.
+This is for rewriting a file: rows are read in order, once, in long runs. No value is converted. Chunks are read by byte
+ranges and decoded outside HDF5's lock if `h5chunk.store.hdf5.codecs` can, so that threads read in parallel; else HDF5
+decodes them, one after another. Chunks that were never written give the fill value, or zeros if there is no fill value.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class SpilledChunks:
 class RawRows:
     """Rows of a dataset of fixed-size elements, which must stay open.
 
-    ``num_threads`` may read at the same time. ``band_rows`` share their chunks and are best read together; part of such
-    a band costs as much as all of it if ``whole_bands``. Chunks that do not fit in memory wait in a file of ``folder``.
+    ``num_threads`` may read at the same time. A band of ``band_rows`` rows shares its chunks and is best read at once;
+    if ``whole_bands``, a part costs as much as the band. Chunks that do not fit in memory wait in a file of ``folder``.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, shares: Shares, folder: Path) -> None:
@@ -97,7 +97,7 @@ class RawRows:
             self.num_threads, self.whole_bands = 1, False
 
     def close(self) -> None:
-        """Give the file of chunks that wait back."""
+        """Close and remove the file of waiting chunks."""
         if self._spilled is not None:
             self._spilled.close()
 

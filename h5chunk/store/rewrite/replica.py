@@ -1,6 +1,6 @@
-"""Copy a file with its objects, links and attributes; some datasets without their values.
+"""Copy a file with its objects, links and attributes, leaving out the values of some datasets.
 
-Datasets with a new layout are allocated, and their bytes are written later by others. Everything else is copied by HDF5
+Datasets with a new layout are allocated, and other modules write their bytes later. Everything else is copied by HDF5
 (``h5o.copy``), chunk by chunk as stored. References are replaced. Values that are not plain bytes, because they have
 variable length or refer to objects, go through Python objects, chunk by chunk; in a new order, once per part of the new
 file that fits in memory.
@@ -69,10 +69,10 @@ class Changes:
 def create_replica(
     path: Path, source: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
 ) -> tuple[dict[str, Region], list[str]]:
-    """Write the new file, but for the bytes of what is laid out anew.
+    """Write the new file, except the bytes of datasets with a new layout.
 
-    ``copied`` is told the stored bytes of each dataset that was copied. Returns where the bytes of unfiltered datasets
-    go that are yet to be written, and what could not be kept, for people.
+    ``copied`` is called with the stored bytes of each copied dataset. Returns the offsets of the unfiltered datasets
+    whose bytes are still to be written, and messages about what could not be kept.
     """
     block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
     with translate_errors(source.filename):
@@ -102,15 +102,15 @@ def create_replica(
 
 
 def region_key(path: bytes) -> str:
-    """Return a path, which may be any bytes, as a text key of regions."""
+    """Return a path, which may be any bytes, as a text key of the dict of regions."""
     return path.decode("utf-8", "surrogateescape")
 
 
 class _Copier:
     """Copier of attributes and values from one open file to another that has the same objects.
 
-    Copied objects lie elsewhere in the new file, so that every reference is made anew, to the object of the same path.
-    What has neither references nor variable-length parts travels as the bytes that it is.
+    Copied objects lie elsewhere in the new file, so that every reference is recreated, to the object of the same path.
+    Values without references or variable-length parts are copied as bytes.
     """
 
     def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
@@ -119,7 +119,7 @@ class _Copier:
         self.lost: list[str] = []
 
     def type_of(self, kind: h5t.TypeID) -> h5t.TypeID:
-        """Return a type for the target file: a named one stays a named one."""
+        """Return a type for the target file: a named type stays a named type."""
         if kind.committed():
             path = self._paths.get(h5o.get_info(kind).addr)
             if path is not None and h5o.exists_by_name(self._target, path):
@@ -127,7 +127,7 @@ class _Copier:
         return kind.copy()
 
     def attributes(self, old: Any, new: Any, where: str, skip: Collection[bytes] = ()) -> None:
-        """Copy the attributes of a low-level object, but for some names."""
+        """Copy the attributes of a low-level object, except attributes with these names."""
         for name in attribute_names(old):
             if name not in skip:
                 attribute = h5a.open(old, name)
@@ -228,11 +228,11 @@ class _Maker:
                 self._copy(old, new, node, links)
 
     def _is_made(self, path: bytes) -> bool:
-        """Return whether a dataset is made here, not copied by HDF5."""
+        """Return whether this class creates a dataset, instead of HDF5 copying it."""
         return path in self._changes.layouts or path in self._by_value
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
-        """Let HDF5 copy an object, but for attributes of which it would copy less than they refer to, or crash."""
+        """Let HDF5 copy an object, without its attributes if HDF5 would copy them incompletely, or crash."""
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, node.name)
         kinds = [h5a.open(item, each).get_type() for each in attribute_names(item)]
@@ -280,7 +280,7 @@ class _Maker:
 
 
 def _copy_orders(old: Any, new: Any) -> None:
-    """Give the properties of a group, or of the root, the orders of another."""
+    """Copy the link and attribute orders of another group, or root, to the properties of this one."""
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
 
@@ -324,7 +324,7 @@ def _bands(dataset: h5py.Dataset) -> Iterator[range]:
 
 
 def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...], h5s.SpaceID, h5s.SpaceID]:
-    """Return the shape of rows, or of a single value, and their selections in memory and in the file."""
+    """Return the shape of rows, or of a single value, and the selections of the rows in memory and in the file."""
     space = dataset.id.get_space()
     if rows is None:
         return (), h5s.create(h5s.SCALAR), space

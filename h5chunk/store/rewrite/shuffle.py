@@ -1,8 +1,8 @@
 """Move the rows of a dataset into a new file, in the same order or in another, within a memory limit.
 
 Threads read rows in long runs, regroup them, and write them; `h5chunk.plan.repack` plans the buckets. Between the two
-passes of a shuffle that exceeds memory, the samples wait in the new file itself, in the buckets of their places; those
-of a compressed dataset wait in an unnamed file.
+passes of a shuffle that exceeds memory, the samples wait in the new file itself, in the buckets of their places;
+samples of a compressed dataset wait in an unnamed file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EvenRows:
         return place * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
-        """Read the bytes of some rows into as many."""
+        """Read the bytes of rows into a buffer of the same size."""
         self.source.read(rows.start, rows.stop, out.reshape(len(rows), self._width))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
@@ -82,14 +82,14 @@ class EvenRows:
         return np.full(len(rows), self._width, np.int64)
 
     def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows at ``picks`` out of ``data``, which holds the rows ``lying`` (None: all)."""
+        """Copy the rows at ``picks`` from ``data``, which holds the rows ``lying`` (None: all rows)."""
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
         table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
         np.take(table, picks, axis=0, out=target, mode="clip")
 
 
 class UnevenRows:
-    """Rows of different lengths, with the methods of `EvenRows`: of a sparse matrix, or concatenated names.
+    """Rows of different lengths, of a sparse matrix or concatenated names; with the methods of `EvenRows`.
 
     Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded, which the caller has checked: (num_rows +
     1,) int64. No row may take more than ``part_bytes`` of memory.
@@ -185,7 +185,7 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
 
 
 def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
-    """Do the first pass: move every row to the bucket of its place; rows in a bucket keep their old order."""
+    """Do the first pass: move every row to the bucket of its new place; rows in a bucket keep their old order."""
     local = threading.local()
     ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
 
@@ -264,7 +264,7 @@ def _settle(
 def _in_order(
     tasks: Iterable[T], work: Callable[[T, np.ndarray], R], buffer_bytes: int, num_threads: int
 ) -> Iterator[tuple[T, R]]:
-    """Yield the tasks and what ``work(task, buffer)`` returns, in order; buffers are reused after that."""
+    """Yield tasks with the result of ``work(task, buffer)``, in order; the buffer is reused afterwards."""
     buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
 
     def run(task: T, buffer: np.ndarray) -> tuple[T, R]:

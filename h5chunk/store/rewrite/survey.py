@@ -181,7 +181,7 @@ def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
 
 
 def is_fixed(kind: h5t.TypeID) -> bool:
-    """Whether values are the bytes that they are: no variable-length parts, no references."""
+    """Whether values are plain bytes, without variable-length parts or references."""
     return not any(
         isinstance(part, (h5t.TypeVlenID, h5t.TypeReferenceID))
         or (isinstance(part, h5t.TypeStringID) and part.is_variable_str())
@@ -190,7 +190,7 @@ def is_fixed(kind: h5t.TypeID) -> bool:
 
 
 def references_of(kind: h5t.TypeID) -> list[h5t.TypeReferenceID]:
-    """List the types of references that values have."""
+    """List the types of references that values contain."""
     return [part for part in parts_of(kind) if isinstance(part, h5t.TypeReferenceID)]
 
 
@@ -200,7 +200,7 @@ def refers_to_regions(kind: h5t.TypeID) -> bool:
 
 
 def attribute_names(item: Any) -> list[bytes]:
-    """Names of the attributes of a low-level object, in the order in which they were made if that is known."""
+    """Names of the attributes of a low-level object, in the order of their creation if it is known."""
     names: list[bytes] = []
     tracked = not isinstance(item, h5t.TypeID) and item.get_create_plist().get_attr_creation_order() & ORDER_TRACKED
     h5a.iterate(item, names.append, index_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)

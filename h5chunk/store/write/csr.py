@@ -22,9 +22,9 @@ def csr_spec(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
 ) -> FileSpec:
-    """Return the file to write; for fields and tables, by path below the root and ``/h5chunk``, only types are used.
+    """Return the file to write; fields and tables, by path below the root and ``/h5chunk``, only give types.
 
-    ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is its code over ``scale``.
+    ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is its code divided by ``scale``.
     """
     entries = (layout.num_entries,)
     chunks = (layout.chunk_entries,)

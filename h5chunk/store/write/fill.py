@@ -1,8 +1,8 @@
 """Fill the chunks of a new file from a source, in worker processes.
 
 Workers take runs of chunks, read samples from a source, and write each chunk with one ``pwrite``: pixels are never sent
-between processes. A worker returns checksums, and notes to count. The bytes of a chunk do not depend on the worker.
-Workers first check the chunks that a journal claims to be written.
+between processes. A worker returns checksums, and notes that are counted. The bytes of a chunk do not depend on the
+worker. Workers first check the chunks that a journal claims to be written.
 
 On Linux workers are forked, which is fast and needs no guard in the caller's main module: they run Pillow, NumPy and
 zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere fork is not safe, and the caller's
@@ -58,7 +58,7 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """What to write where. Travels to the workers once."""
+    """The fields to fill, from which source and in which file. It is sent to each worker once."""
 
     part: Path
     fields: tuple[FillField, ...]  # those that the source reads
@@ -92,7 +92,7 @@ class Failure(NamedTuple):
 class Done(NamedTuple):
     """The result of a task.
 
-    ``checksums`` has a list for each chunk, of the CRC-32 of each field; fewer lists than ``chunks`` if it was stopped.
+    ``checksums`` has a list of the fields' CRC-32 for each chunk; fewer lists than ``chunks`` if the task was stopped.
     """
 
     chunks: range
@@ -108,7 +108,7 @@ class Done(NamedTuple):
 
 
 def parse_record(record: Any) -> Done | None:
-    """Return what a journal's record claims to be done; None if it is no such record."""
+    """Return the finished task that a journal's record claims; None if it is not such a record."""
     try:
         first, checksums, notes, failures, stamp = record
         chunks = range(first, first + len(checksums))
@@ -140,7 +140,7 @@ def fill(
     """Write all chunks of the job, in ``num_workers`` processes, or with 0 in this process.
 
     Tasks in ``claims``, by their first chunks, are not repeated if the claim holds. ``finished`` is called with each
-    task that was done here, unless the failure of a sample stops the job.
+    task that was done now, unless the failure of a sample stops the job.
     """
     filled = Filled()
     checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
@@ -243,7 +243,7 @@ def _run_task(chunks: range, claim: Done | None) -> Done:
 
 
 class _ChunkBuffer:
-    """Memory of one chunk of a field, used again and again: new memory costs more than writing."""
+    """A reused buffer for one chunk of a field: allocating new memory would cost more than writing."""
 
     def __init__(self, field: FillField, chunk_samples: int) -> None:
         self._start = field.offset
@@ -290,7 +290,7 @@ class _TaskRunner:
         return done
 
     def _read_chunk(self, chunk: int, done: Done) -> int | None:
-        """Read the samples of a chunk into the buffers; return their stamp, or None if it was stopped."""
+        """Read the samples of a chunk into the buffers; return their stamp, or None if the task was stopped."""
         rows = self._job.rows(range(chunk, chunk + 1))
         buffers = list(self._buffers.values())
         checksums, stamp = [0] * len(buffers), 0
@@ -313,7 +313,7 @@ class _TaskRunner:
         return stamp
 
     def _read_sample(self, index: int, place: int, notes: Counter[str]) -> SampleError | None:
-        """Read a sample into the buffers; where it fails, they get zeros."""
+        """Read a sample into the buffers; on failure, fill its place with zeros."""
         out = {name: buffer.samples[place, ...] for name, buffer in self._buffers.items()}
         try:
             notes.update(self._job.source.read_into(index, out))
@@ -324,7 +324,7 @@ class _TaskRunner:
         return None
 
     def _holds(self, chunks: range, claim: Done) -> bool:
-        """Whether the source is as it was, failures included, and the chunks have the checksums claimed."""
+        """Whether the source is unchanged, failures included, and the chunks have the checksums of the claim."""
         job = self._job
         if claim.chunks != chunks:
             return False
@@ -333,7 +333,7 @@ class _TaskRunner:
         return now == claim.stamp and self._still_fail(claim.failures) and self._are_written(claim)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
-        """Whether samples that failed do so again: what kept them from being read need not have changed their file."""
+        """Whether samples that failed fail again: the cause may have vanished without a change to their files."""
         for failure in failures:
             if not 0 <= failure.row < len(self._job.order):
                 return False
@@ -343,7 +343,7 @@ class _TaskRunner:
         return True
 
     def _are_written(self, claim: Done) -> bool:
-        """Whether the chunks have the checksums claimed."""
+        """Whether the chunks have the checksums that the claim states."""
         for chunk, checksums in zip(claim.chunks, claim.checksums, strict=True):
             if len(checksums) != len(self._buffers):
                 return False
@@ -368,7 +368,7 @@ def stamp_of_sample(source: SampleReader, index: int) -> int:
 
 
 def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
-    """Return the stamp of some samples, as they are now: those of each, combined by exclusive or, in any order."""
+    """Return the current stamp of several samples: the stamps of all, combined by exclusive or, in any order."""
     stamp = 0
     for index in indices.tolist():
         stamp ^= stamp_of_sample(source, index)

@@ -4,9 +4,9 @@ A line is a record: the CRC-32 of its JSON, and the JSON. The first record is a 
 determines the meaning of the other records. A torn or damaged line ends the journal: later lines are ignored. Records
 are claims, not facts: readers must check the data again.
 
-A writer that is killed right after its output got its name could not report success. The identity of its command is
+A writer that is killed right after its output got its name cannot report success. The identity of its command is
 therefore stored in an extended attribute of the output: it covers the options, and the size and times of all files
-read. They are not stored inside the file, as equal sources make equal bytes. It also covers the size and time of the
+read. It is not stored inside the file, so that equal sources make equal bytes. It also covers the size and time of the
 output, so that it is invalid once the output is modified, or copied. Where the system or the file system lacks such
 attributes, nothing is stored.
 """
@@ -64,7 +64,7 @@ class Journal:
         self._write(key)
 
     def add(self, record: Any) -> None:
-        """Add a record (JSON). Once the disk is full, no more are added: a later run then repeats more work."""
+        """Add a record (JSON). Once the disk is full, no more records are added: a later run then repeats more work."""
         if self._write(record):
             self._num_added += 1
 
@@ -140,7 +140,7 @@ def has_command_id(output: Path) -> bool:
 
 
 def is_made_by(output: Path, command_id: str) -> bool:
-    """Whether an output was made by this command and was not written to since."""
+    """Whether an output was made by this command and has not been written to since."""
     kept = _command_of(output)
     try:
         return kept is not None and kept == _bound_to(output, command_id)

@@ -79,7 +79,7 @@ class NewFile(Output):
         return self._regions
 
     def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
-        """As `allocate`, for an existing part file: keep the data of the fields ``kept``, make all else anew."""
+        """Like `allocate`, for an existing part file: keep the data of the fields ``kept``, recreate all other data."""
         taken = os.fstat(self.descriptor).st_blocks * 512
         check_room(self.path, spec.num_bytes - taken)
         with writing(self.path):
@@ -100,7 +100,7 @@ class NewFile(Output):
                 raise
 
     def shrink(self, spec: FileSpec, kept: Iterable[str]) -> None:
-        """Turn the file into that of ``spec``, with fewer samples; the fields ``kept`` keep their first samples.
+        """Turn the file into the file of ``spec``, with fewer samples; the fields ``kept`` keep their first samples.
 
         The new header is written to a separate file and copied over the old one. Other fields and tables must be
         written after this.
@@ -148,7 +148,7 @@ class NewFile(Output):
 
     @contextmanager
     def flusher(self) -> Iterator[None]:
-        """Flush written data to the disk in a thread meanwhile, so that the final fsync is short."""
+        """Flush written data to the disk in a thread within this context, so that the final fsync is short."""
         done, errors = threading.Event(), []
 
         def flush() -> None:

@@ -113,13 +113,13 @@ class OldDataset:
             )
 
     def values(self, first_chunk: int = 0) -> np.ndarray:
-        """Return the dataset from a chunk on, checked, in memory."""
+        """Return the values of the dataset from a chunk on, after checking them."""
         self._require(range(first_chunk, len(self.checksums)), lambda _: None)
         values: np.ndarray = self.dataset[first_chunk * self.dataset.chunks[0] :]
         return values
 
     def carry(self, num_chunks: int, part: Path, offset: int, told: Told) -> None:
-        """Copy the first chunks to an offset of the new file, in runs of those that lie one behind the other."""
+        """Copy the first chunks to an offset of the new file, in runs of chunks that are contiguous in the old file."""
         if not num_chunks:
             return
         source, table, size = self._old.descriptor, self._checked.table, int(self._checked.table.sizes[0])
@@ -149,7 +149,7 @@ class OldDataset:
 def copy_range(
     source: int, source_offset: int, target: int, target_offset: int, num_bytes: int, where: Where = lambda _: "a file"
 ) -> None:
-    """Copy a byte range between two descriptors; by the kernel where it can, so that reflinks share the bytes."""
+    """Copy a byte range between two descriptors, in the kernel if possible, so that reflinks share the bytes."""
     done, moved = 0, 1
     while moved and done < num_bytes and hasattr(os, "copy_file_range"):
         try:

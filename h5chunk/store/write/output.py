@@ -170,7 +170,7 @@ class NewFolder(Output):
             file.replace(part_path(file))
 
     def _take_place(self) -> None:
-        """Exchange names with the old folder, and remove that; locked, as it has the name of the part meanwhile."""
+        """Exchange names with the old folder, then remove it; it is locked, as it has the part's name meanwhile."""
         if not self.path.exists() or not any(self.path.iterdir()):
             self.part.rename(self.path)
             return

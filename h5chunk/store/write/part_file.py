@@ -152,7 +152,7 @@ def check_room(path: Path, num_bytes: int) -> None:
 
 
 def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
-    """Return the message about a disk that is too small."""
+    """Return the message for a disk with too little free space."""
     return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"
 
 
@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: OSError | RuntimeError) -> str | None:
-    """Return the system's reason, even if HDF5 wrapped it in a RuntimeError; None if there is none."""
+    """Return the system's reason for an error, even if HDF5 wrapped it in a RuntimeError; None if it has none."""
     if isinstance(error, OSError):
         return os.strerror(error.errno) if error.errno else str(error)
     found = re.search(r"errno = (\d+)", str(error))

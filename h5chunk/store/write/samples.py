@@ -102,7 +102,7 @@ class SampleJob:
         return {name: np.empty(each.shape, each.dtype) for name, each in self.fields.items()}
 
     def with_order(self, order: np.ndarray) -> SampleJob:
-        """Return the job with fewer new samples."""
+        """Return the job with only these new samples, in this order."""
         num_samples = self.old.num_samples + len(order)
         layout = replace(
             self.layout, num_samples=num_samples, chunk_samples=min(self.layout.chunk_samples, num_samples)
@@ -154,7 +154,7 @@ class SampleJob:
         return offsets[self.order + 1] - offsets[self.order]
 
     def category_tables(self) -> dict[str, np.ndarray]:
-        """Return the tables with the meaning of codes, by path below ``/h5chunk``."""
+        """Return the tables that give the meaning of codes, by path below ``/h5chunk``."""
         return {
             "class_names" if name == "labels" else f"categories/{name}": np.array([n.encode() for n in names], "S")
             for name, names in self.categories.items()
@@ -182,11 +182,11 @@ def write_samples(
     written: Told = lambda num_samples: None,
     carried: Told = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
-    """Write a whole file, without committing it; nothing is allocated before.
+    """Allocate and write a whole file, without committing it.
 
-    What ``claims`` names is checked, and not done again where that holds. ``finished`` is told each task that was done,
-    ``written`` and ``carried`` how many samples were written and old bytes copied since the last call. Returns the job
-    without the samples that were skipped, and what came of the new samples, whose rows count from the first of them.
+    Tasks in ``claims`` are checked, and not repeated if the claim holds. ``finished`` is called with each finished
+    task, ``written`` and ``carried`` with the samples written and the old bytes copied since the last call. Returns the
+    job without the skipped samples, and the result for the new samples, whose rows count from the first new sample.
     """
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)
@@ -257,7 +257,7 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Leave failed samples out: the last good samples take their places, and the file becomes shorter."""
+    """Leave out failed samples: the last good samples take their places, and the file becomes shorter."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]

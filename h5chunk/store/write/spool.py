@@ -1,6 +1,6 @@
 """Keep temporary arrays in memory or, beyond a limit, in an unnamed file.
 
-The file is in a folder but has no name: the system removes it with the process, however that ends.
+The file is in a folder but has no name: the system removes it when the process ends, however it ends.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class CompressedTarget:
         self._begun, self._filled = self._begun + 1, 0
 
     def _store(self, chunk: bytes | np.ndarray) -> None:
-        """Write the next chunk: as it is compressed, or as elements that HDF5 compresses."""
+        """Write the next chunk: already compressed, or as elements that HDF5 compresses."""
         num_bytes = len(chunk) if isinstance(chunk, bytes) else 2 * chunk.nbytes
         self._room_bytes -= num_bytes
         if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk

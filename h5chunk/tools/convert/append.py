@@ -60,9 +60,9 @@ def append(
 
     The old samples keep their places; the new samples follow them. A longer file is written beside the old one, whose
     chunks are all checked on the way, and replaces it in one step: so the disk needs room for both, and the old samples
-    stay readable. A process that has the old file open keeps it; h5chunk's readers notice, and raise a FileError that
-    says that the file was replaced, rather than mix the two. Equal file, source and options give equal bytes, with any
-    number of workers.
+    stay readable. A process that has the old file open keeps it; h5chunk's readers notice this, and raise a FileError
+    that says that the file was replaced, rather than mix the two. Equal file, source and options give equal bytes, with
+    any number of workers.
 
     New samples are permuted only among themselves. The file therefore no longer counts as shuffled, and its windows are
     those of an unshuffled file: `h5chunk repack --shuffle` mixes old and new samples.
@@ -72,12 +72,12 @@ def append(
     path : path
         The file, as convert writes it.
     source : path or object
-        As for `h5chunk.convert`, with the fields of the file; or a `h5chunk.source.SampleSource`.
+        As for `h5chunk.convert`, with the same fields as the file; or a `h5chunk.source.SampleSource`.
     format, progress, notify
         As for `h5chunk.convert`.
     **options
         The fields of `h5chunk.tools.convert.options.AppendOptions`, and options of the kind of source as for
-        `h5chunk.convert`. Images are decoded and sized as those of the file were; ``fit`` and ``split_folders`` may
+        `h5chunk.convert`. Images are decoded and sized as the file's images were; ``fit`` and ``split_folders`` may
         differ.
 
     Raises
@@ -191,7 +191,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
 def _open_source(
     old: OldFile, source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
-    """Open a source of any kind, with images decoded as those of the file were."""
+    """Open a source of any kind, with images decoded as the file's images were."""
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(
@@ -227,7 +227,7 @@ def _unmixed(shown: str) -> str:
 
 
 def _small_chunks(layout: Layout) -> list[str]:
-    """Return a note if chunks are much smaller than is good for the longer file."""
+    """Return a note if chunks are much smaller than the longer file should have."""
     size, chosen = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
     if chosen < 4 * size:
         return []

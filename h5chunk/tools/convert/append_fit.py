@@ -24,9 +24,9 @@ CATEGORIES = f"{GROUP}/categories/"
 
 
 def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
-    """Return the options with which a kind of source reads new samples as those of the file were read.
+    """Return the options for reading new samples in the way that the file's samples were read.
 
-    Raises FileError if the file does not say.
+    Raises FileError if the file does not record them.
     """
     known = kind.Options.names()
     recorded = {name: old.options[name] for name in IMAGE_OPTIONS if name in known and name in old.options}
@@ -43,7 +43,7 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
-    """Turn the job of the new samples into one of the longer file; return it and the names of new classes.
+    """Turn the job of the new samples into the job of the longer file; return it and the names of new classes.
 
     Raises FileError if the file is not as convert writes it, or is damaged, and SourceError if the source, which is
     called ``source`` in messages, does not agree with it.
@@ -105,7 +105,7 @@ def _check_file(old: OldFile) -> None:
 
 
 def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
-    """Raise SourceError unless the fields that a source reads sample by sample are those of the file."""
+    """Raise SourceError unless the fields that a source reads sample by sample are the fields of the file."""
     for name, field in source.fields.items():
         if name not in old.fields:
             raise SourceError(f"{shown}: has the field {name!r}, which {old.shown} does not have: fields must be equal")

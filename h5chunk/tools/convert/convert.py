@@ -56,7 +56,7 @@ def convert(
     notify: Notify | None = None,
     **options: Any,
 ) -> ConvertReport | MatrixReport:
-    """Convert a source of any kind into one HDF5 file, or samples into a folder of several.
+    """Convert a source of any kind into one HDF5 file, or samples into a folder of several files.
 
     The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
     equal bytes, with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a
@@ -117,7 +117,7 @@ def _open(
 ) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
     """Check all options, refuse an output that cannot be written, and open the source.
 
-    Returns it, where the output goes, how it is written, and the options that the source was given.
+    Returns the source, the path of the output, the options for writing it, and the options given to the source.
     """
     kind = find_kind(source, format)
     groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)
@@ -174,7 +174,7 @@ def _convert_samples(
 
 
 def _read_back(files: list[SampleJob], job: SampleJob) -> tuple[list[SampleJob], Filled]:
-    """Report on files that are already complete, except what only reading all of their samples would show."""
+    """Report on files that are already complete, except facts that would require reading all samples."""
     written = []
     for each in files:
         with opened(each.path) as file:

@@ -56,7 +56,7 @@ def convert_matrix(
 ) -> MatrixReport:
     """Write a matrix to one HDF5 file, or report that the same call has already written it.
 
-    ``how`` are the options that the source was opened with. The errors are those of `h5chunk.convert`.
+    ``how`` are the options that the source was opened with. Raises the same errors as `h5chunk.convert`.
     """
     started = time.perf_counter()
     source, options, command_id, complete = _settle(source, path, options, how, overwrite)
@@ -88,7 +88,7 @@ def convert_matrix(
 def _settle(
     source: SparseSource, path: Path, options: MatrixOptions, how: Mapping[str, Any], overwrite: bool
 ) -> tuple[SparseSource, MatrixOptions, str | None, bool]:
-    """Return source and options as they apply, what identifies the command, and whether it has made the output."""
+    """Return source and resolved options, the identity of the command, and whether it has already made the output."""
     source = Transposed(source) if options.transpose else source
     options, identity = options.for_kind(source.kind), source.identity()
     facts = {**facts_of_all(), "options": options.recorded(), "how": dict(how), "source": identity}
@@ -258,7 +258,7 @@ def _write_dense(
 
 
 def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """(chunk_samples, columns) uint8 each, in the same memory; rows behind the last are zero."""
+    """Yield chunks, (chunk_samples, columns) uint8, in one reused buffer; rows after the last row are zero."""
     size, number = layout.chunk_samples, 0
     chunk = np.zeros((size, kept.num_columns), np.uint8)
     for rows, columns, codes in kept.parts(index_dtype(kept.num_columns)):

@@ -52,8 +52,8 @@ def check_shape(
 class SortedMatrix:
     """The entries of a source, sorted into the order of the file.
 
-    Temporary data go to ``folder``; ``stack`` gives them back. Raises SourceError for a value that has no code, for
-    more rows and columns than fit in memory, and as the source does.
+    Temporary data go to ``folder``; ``stack`` removes them. Raises SourceError for a value that has no code, for more
+    rows and columns than fit in memory, and for errors of the source.
     """
 
     entries: Entries  # their rows are those of the file, before any is left out
@@ -88,7 +88,7 @@ class SortedMatrix:
         self.entries.finish()
 
     def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
-        """Read where only the whole source tells how many rows there are, and in which order their ids come."""
+        """Read a source that must be read completely to know the number of rows, and the order of their ids."""
         source, memory_bytes = self.source, self.options.memory_bytes
         number = np.uint32 if source.has_ids else np.int64
         times = [("time", np.int64)] if self._uses_times else []
@@ -226,7 +226,7 @@ class Ids:
 
     @property
     def num_bytes(self) -> int:
-        """Upper limit on the memory that the ids take until they are in the file."""
+        """Upper limit on the bytes of memory that the ids take until they are in the file."""
         return self.size * (NUMBERS_BYTES + ID_COPIES * self._width)
 
     def number(self, ids: np.ndarray) -> np.ndarray:
@@ -297,7 +297,7 @@ def inverse_of(order: np.ndarray) -> np.ndarray:
 
 
 def _unique_bytes(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `numpy.unique` of bytes: sorting a hash of each first is ten times as fast as comparing them."""
+    """Like `numpy.unique` for bytes: sorting their hashes first is ten times as fast as comparing the bytes."""
     width = -(-ids.dtype.itemsize // 8) * 8
     words = ids.astype(f"S{width}").view(np.uint64).reshape(len(ids), -1)
     mixed = np.zeros(len(ids), np.uint64)

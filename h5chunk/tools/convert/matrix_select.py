@@ -57,8 +57,8 @@ class Selection:
 def select(matrix: SortedMatrix) -> Selection:
     """Count entries, choose the scale, and leave out columns, then rows, with too few entries.
 
-    The scale is chosen before any are left out. If a source has ids, rows and columns without entries do not exist.
-    Raises SourceError if a value has no code, or if no rows or columns remain.
+    The scale is chosen before any columns or rows are left out. If a source has ids, rows and columns without entries
+    do not exist. Raises SourceError if a value has no code, or if no rows or columns remain.
     """
     coding, options, source = matrix.coding, matrix.options, matrix.source
     least = int(source.has_ids)
@@ -131,7 +131,7 @@ def _settled(
 
 
 def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
-    """Combine duplicates, and return the value of each place in units; they are averaged or refused on request."""
+    """Combine duplicates, and return the value of each place in units; if requested, average or refuse duplicates."""
     values, counts = places.values, places.counts
     if counts is None:
         return values
@@ -170,7 +170,7 @@ def _duplicate_error(matrix: SortedMatrix) -> SourceError:
 
 
 def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
-    """Return the first two entries of a place, with their lines, or else their numbers."""
+    """Return the first two entries of a place, with their lines, or without lines their numbers."""
     entries: list[str] = []
     num_before = 0
     for block, _ in matrix.source.blocks(matrix.options.memory_bytes // READ_SHARE):
@@ -185,7 +185,7 @@ def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
 
 
 def _no_scale(matrix: SortedMatrix, units: np.ndarray) -> SourceError:
-    """Return the error of values that have codes, but no common scale; it names the first that does not fit."""
+    """Return the error for values that have codes, but no common scale; it names the first value that does not fit."""
     unfit = np.zeros(matrix.coding.max_unit + 1, bool)
     unfit[matrix.coding.unfit_units(units)] = True
     found = []
@@ -199,7 +199,7 @@ def _no_scale(matrix: SortedMatrix, units: np.ndarray) -> SourceError:
 
 
 def _first_of(matrix: SortedMatrix, *entries: np.ndarray) -> tuple[int, int, int]:
-    """The first of some rows, columns and numbers, in the order of the source; its row is the one there."""
+    """Return the first of these (row, column, number) entries in the source's order, with its row in the source."""
     rows, columns, numbers = matrix.order[entries[0]], *entries[1:]
     first = np.lexsort((columns, rows))[0]
     return int(rows[first]), int(columns[first]), int(numbers[first])

@@ -1,8 +1,8 @@
 """Sort the entries of a matrix by row and column in bounded memory, and combine duplicates.
 
-Entries come in any order. If they fit in memory, they are sorted there, at once. Otherwise each part that fits is
-sorted and written to disk, and keys at regular steps are kept in memory; they show where to cut the range of keys so
-that the entries between two cuts fit in memory, and where these lie in each part. So rows of any length are cut evenly.
+Entries come in any order. If they fit in memory, they are sorted there. Otherwise each part that fits is sorted and
+written to disk, and keys at regular steps are kept in memory; they show where to cut the range of keys so that the
+entries between two cuts fit in memory, and where each part is cut. So rows of any length are cut evenly.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Entries:
         return records[np.argsort(records["key"], kind="stable")]
 
     def _keys(self, records: Any) -> Any:
-        """The keys of records, or the key of one."""
+        """The keys of several records, or the key of a single record."""
         return records >> np.uint64(self._bits) if self._bits else records["key"]
 
     def _spill(self) -> None:

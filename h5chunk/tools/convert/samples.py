@@ -1,8 +1,8 @@
 """Settle how the samples of a source are written, and write them into a file or a folder of files.
 
 Samples are written task by task, and a journal beside the unfinished output claims which tasks are done. Claimed chunks
-are read and their checksums computed again, and the samples in them must have their old stamps. So only what changed is
-written again.
+are read and their checksums computed again, and the samples in them must have their old stamps. So only changed chunks
+are written again.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def estimate_s(job: SampleJob) -> float:
 def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
     """Divide a job into those of its shards, if there are any: equal numbers of whole chunks, as far as possible.
 
-    A chunk size that was not asked for may become smaller. Raises OptionError if there is not a chunk for each shard,
-    or a chunk is larger than a shard may be.
+    A chunk size that was not requested may become smaller. Raises OptionError if there are fewer chunks than shards, or
+    a chunk is larger than a shard may be.
     """
     if not how.is_sharded:
         return []
@@ -154,7 +154,7 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
 
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
-    """Return the number of shards of which none is larger than ``shard_bytes``."""
+    """Return the number of shards needed so that no shard is larger than ``shard_bytes``."""
     sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # with all fields and tables
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
@@ -201,8 +201,8 @@ def write_shards(
 ) -> tuple[list[SampleJob], Filled]:
     """Write all shards and put their folder in its place.
 
-    Returns their jobs without the samples that were skipped, and what came of all of them: rows are those of all
-    shards, one behind the other.
+    Returns the shards' jobs without the skipped samples, and the results of all shards: rows count through all shards,
+    one after another.
     """
     filled, kept, first_row = Filled(), [], 0
     folder = NewFolder(job.path, overwrite)
@@ -228,7 +228,7 @@ def write_shards(
 
 
 class _TaskLog:
-    """The tasks of several files, one per job, that a journal claims to be done, and where more are added."""
+    """The finished tasks of several files, one file per job: read from a journal, and added to it."""
 
     def __init__(self, journal: Journal, jobs: Sequence[SampleJob], progress: Progress | None, notify: Notify) -> None:
         self._journal, self._jobs, self._notify = journal, jobs, notify
@@ -255,7 +255,7 @@ class _TaskLog:
     def write(
         self, new: NewFile, number: int, carried: Callable[[int], None] = lambda num_bytes: None
     ) -> tuple[SampleJob, Filled]:
-        """Write a file, but for what the journal claims of it."""
+        """Write a file, except the chunks that the journal claims to be written."""
         claims, finished = self._claims[number], partial(self._add, number)
         return write_samples(
             new, self._jobs[number], claims=claims, finished=finished, written=self._written, carried=carried
@@ -274,7 +274,7 @@ class _TaskLog:
 
 @contextmanager
 def _keeping(new: NewFile | NewFolder, job: SampleJob, notify: Notify) -> Iterator[None]:
-    """Report what becomes of an output that is not finished."""
+    """Report what happens to an output that is not finished, in a context."""
     try:
         yield
     except BaseException:
@@ -340,7 +340,7 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
 
 
 def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
-    """Return the samples that were not kept, and the reasons, by reading them again."""
+    """Return the samples that were left out, and the reasons, by reading these samples again."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():

@@ -108,7 +108,7 @@ def _mains(
     anndata: bool,
     shown: str,
 ) -> list[tuple[int, str]]:
-    """Return the length and name of the datasets that decide which others are fields."""
+    """Return the length and name of the datasets that decide which other datasets are fields."""
     if options.fields:
         named = [_named(datasets, name, shown) for name in options.fields]
         for facts in named:

@@ -36,7 +36,7 @@ TABLES = (
 class Move:
     """A dataset that gets a new layout.
 
-    Its ``kind`` is "copy", in its order; "rows", permuted; "runs", permuted in runs of different lengths; or
+    Its ``kind`` is "copy", in the old order; "rows", permuted; "runs", permuted in runs of different lengths; or
     "pointers", which are the starts or ends of such runs, and are recomputed.
     """
 
@@ -64,7 +64,7 @@ class Move:
 
     @property
     def is_field(self) -> bool:
-        """Whether it is a field, not a table of the group ``/h5chunk``."""
+        """Whether the dataset is a field, not a table of the group ``/h5chunk``."""
         return not self.facts.path.startswith(f"{GROUP}/".encode())
 
 
@@ -241,7 +241,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
 def plan_header(
     header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
 ) -> NewHeader | None:
-    """Plan the group ``/h5chunk`` of the new file; None if it needs none.
+    """Plan the group ``/h5chunk`` of the new file; None if it does not need this group.
 
     An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
     recommended. Its fields may then lie in groups; ``checksums`` lists them by their paths.

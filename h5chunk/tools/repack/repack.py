@@ -51,7 +51,7 @@ def repack(
     """Rewrite an HDF5 file with whole samples in its chunks.
 
     A field is a dataset of fixed-size elements whose first axis is as long as that of the main field: ``images``, ``X``
-    of AnnData, or the largest dataset; or of the fields that are named. Fields get chunks of whole samples,
+    of AnnData, or the largest dataset; or of the fields named in ``fields``. Fields get chunks of whole samples,
     uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups,
     attributes, links, references and dimension scales are kept unchanged. If the file has checksums, data is compared
     with them before it gets new ones.
@@ -69,7 +69,7 @@ def repack(
     shuffle : bool
         Permute the samples of all fields alike. The permutation is kept in ``/h5chunk/source_index``.
     seed : int
-        Seed of the permutation; the same permutation as for images that are converted.
+        Seed of the permutation; `h5chunk.convert` permutes equally many samples alike with the same seed.
     compression : {"none", "gzip", "gzip:0" to "gzip:9", "lzf", "zstd", "zstd:1" to "zstd:22", "lz4", "blosc"}
         Compression of the fields' chunks; all but gzip and lzf need hdf5plugin.
     tuned : path, optional

@@ -20,7 +20,7 @@ class LaidOut:
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
-        """Describe the layout of a dataset; ``row_elements`` of its rows make a sample."""
+        """Describe the layout of a dataset; a sample consists of ``row_elements`` of its rows."""
         touched: float = facts.grid.chunks_per_sample
         if facts.chunks and row_elements > 1:
             touched = round(1 + (row_elements - 1) / facts.chunks[0], 3)
@@ -94,10 +94,10 @@ class RepackReport(Report):
     """The result of a repack.
 
     ``num_samples``, 0 if no dataset counts samples, is the length of the field ``main``. ``chunk_samples`` and
-    ``window_chunks`` are the planned ones; the window is stored only if the file has the group ``/h5chunk``
+    ``window_chunks`` are the planned values; the window is stored only if the file has the group ``/h5chunk``
     (``has_header``). ``fields`` are the datasets with a new layout, besides ``num_copied`` others. ``notes`` are
     warnings, such as what could not be kept. If ``already_complete``, the same command had made the file before, and
-    nothing was done; it is not known then what could not be kept.
+    nothing was done; the notes then do not say what could not be kept.
     """
 
     path: str

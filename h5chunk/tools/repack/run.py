@@ -1,6 +1,6 @@
 """Check the source of a repack against its checksums, and write the new file.
 
-New checksums of damaged values would make them look right: so data is compared with its old checksums first.
+New checksums of damaged values would make the values look right: so data is first compared with its old checksums.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Run:
             )
 
     def create(self) -> list[str]:
-        """Write everything but the data that are moved; return what could not be kept."""
+        """Write everything except the data that is moved; return messages about what could not be kept."""
         plan, lost = self._plan, list[str]()
         others = plan.samples.others if self._order is not None else []
         changes = Changes(
@@ -170,7 +170,7 @@ class Run:
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
         """Read the starts of rows of different lengths, and the end of the last row: (num_samples + 1,) int64.
 
-        They are not read through HDF5, which would trust damaged chunk lengths.
+        The starts are not read through HDF5, which would trust damaged chunk lengths.
         """
         name, dataset = f"{self._source.shown}: {printable(path)!r}", self._source.open(path)
         if not is_stored_as(dataset, dataset.dtype):

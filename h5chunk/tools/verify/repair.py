@@ -1,9 +1,9 @@
 """Rewrite bad chunks of an image file from the images that it was converted from.
 
-A chunk is made again with the options that the file records, from the samples that it names (of a file that was
-appended to: with the options of their part), and written in its place only if its checksum is the one in the file: so a
-repaired file is what it was, byte for byte. A process that is killed while a chunk is written leaves that chunk as bad
-as it was, or half new: verify says so, and repairing goes on from there. No chunk that was right is ever written to.
+A chunk is made again with the options that the file records, from the samples that it names (if the file was appended
+to, with the options of the appended part), and written only if its checksum is the checksum in the file: so a repaired
+file equals the original byte for byte. A process that is killed while a chunk is written leaves that chunk bad, or half
+rewritten: verify reports it, and a further repair continues there. Undamaged chunks are never written to.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _ChunkMaker:
         self._by_name: dict[bytes, int] | None = None
 
     def make(self, each: BadChunk) -> bytes:
-        """Make the bytes of a chunk; SampleError, with the reason, if they cannot be made as they were."""
+        """Make the bytes of a chunk. Raises SampleError, with the reason, if they cannot be reproduced exactly."""
         dataset = self._file[each.field]
         if each.expected is None:
             raise SampleError("there is no checksum to compare it with")

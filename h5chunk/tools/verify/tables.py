@@ -95,7 +95,7 @@ class MatrixCheck:
             self.problems.append(without_path(error, path))
 
     def look_at_columns(self, first: int, data: np.ndarray) -> None:
-        """Check the bytes of a run of columns: within the matrix, ascending in each row, without repetition."""
+        """Check the bytes of a run of column indices: within the matrix, ascending in each row, without repetition."""
         assert self.indptr is not None
         columns = data.view(self._dtype)[: max(0, int(self.indptr[-1]) - first)]
         if not len(columns):

@@ -1,7 +1,7 @@
 """Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
 Other HDF5 files have no checksums: their chunks are decoded, which detects what the filters can detect, and plain bytes
-are only read. A flipped bit in those cannot be detected.
+are only read. A flipped bit in plain bytes cannot be detected.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def verify(
     ----------
     path : path or sequence of paths
         For a folder, a pattern or a list, all files are checked; for shards ``NAME-00000-of-00012.h5`` also whether any
-        is missing, and whether they can be read as one.
+        is missing, and whether they can be read as one data set.
     quick : bool
         Check only 32 chunks of each dataset, evenly spaced from the first to the last.
     repair : path, optional
@@ -69,8 +69,8 @@ def verify(
     manifest : path, optional
         The manifest that the file was converted with; needed to repair the fields that came from it.
     trusted : bool
-        Whether to follow links, see `h5chunk.store.hdf5.guard`. Views and external storage are in any case checked at
-        their source, not here.
+        Whether to follow links, see `h5chunk.store.hdf5.guard`. Views and external storage are never checked here, but
+        only in the files that store their data.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
 
@@ -118,7 +118,7 @@ def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | No
 def _verify_folder(
     path: Paths, check: Callable[[Path, Progress | None], VerifyReport], progress: Progress | None
 ) -> FolderReport:
-    """Check all files of a folder; an error that keeps one from being opened becomes its problem."""
+    """Check all files of a folder; an error that prevents a file from being opened is listed as its problem."""
     started = time.perf_counter()
     files = list_files(path)
     name = Path(path) if isinstance(path, (str, os.PathLike)) else files[0].parent
@@ -163,7 +163,7 @@ def _renamed(files: list[Path]) -> Iterator[str]:
 
 
 def _disagreements(files: list[Path]) -> Iterator[str]:
-    """Yield the reasons why the shards of a set cannot be read as one."""
+    """Yield the reasons why the shards of a set cannot be read as one data set."""
     for name, count in sorted(shard_numbers([file.name for file in files])):
         matches = [(file, NUMBERED.fullmatch(file.name)) for file in files]
         shards = [file for file, match in matches if match and (match[1], int(match[3])) == (name, count)]
