@@ -59,7 +59,7 @@ class SampleError(SourceError):
 
 
 class ShapeError(SampleError):
-    """A sample has another shape than earlier samples, and no option said what to do then."""
+    """A sample has another shape than earlier samples, and no option says what to do about it."""
 
 
 class OutputError(H5ChunkError, OSError):
@@ -91,7 +91,7 @@ class WorkerError(H5ChunkError, RuntimeError):
 
 
 def check_whole(name: str, value: object, least: int) -> int:
-    """Return a whole number of Python or NumPy as an int; OptionError if it is none, or less than ``least``."""
+    """Convert a whole number of Python or NumPy to int. Raises OptionError if it is not one, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, Integral)) or value < least:
         raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
     return int(value)
@@ -111,7 +111,7 @@ def as_text(name: str | bytes | os.PathLike[str]) -> str:
 def printable(name: str | bytes | os.PathLike[str]) -> str:
     r"""Escape a name, or a line with names in it, so that printing it can neither fail nor steer a terminal.
 
-    This escapes control characters, line breaks, invisible characters, and those that change the direction of text.
+    This escapes control characters, line breaks, invisible characters, and characters that change the text direction.
 
     >>> printable("images\nverified\x1b[2K")
     'images\\nverified\\x1b[2K'

@@ -70,7 +70,7 @@ class ChunkDataModule(LightningDataModule):
     stratify : str, optional
         Field whose classes all parts have in equal proportions.
     split_seed : int
-        Keep it, and the fractions, the same: otherwise you validate on samples that were used for training.
+        Keep the seed and the fractions the same: otherwise you validate on samples that were used for training.
     val, test : path or ChunkDataset, optional
         Other files, or data sets, instead of a split.
     fields : sequence or mapping of str, optional

@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and the threads that use it."""
+"""Find the resources that this process may use of its machine, and run tasks in threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> Iterator[T]:
-    """Run tasks in threads, at most so many ahead of what is taken; yield their results in the order of the tasks."""
+    """Run tasks in threads, at most ``ahead`` tasks before a result is taken; yield results in task order."""
     waiting: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(num_threads, "h5chunk")
     try:

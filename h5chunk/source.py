@@ -56,14 +56,14 @@ class Names:
 
 
 class SampleReader(Protocol):
-    """What filling a file needs from a source. It travels to worker processes: picklable, or workers must be forked."""
+    """Interface for filling a file from a source. It is sent to workers: picklable, unless workers are forked."""
 
     def session(self) -> AbstractContextManager[None]:
         """Return the context that must be active while samples are read."""
         return nullcontext()
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when sample ``index`` may have changed; empty if `identity` covers that."""
+        """Return numbers that change when sample ``index`` may have changed; empty if `identity` covers changes."""
         return ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
@@ -100,7 +100,7 @@ class SampleSource(SampleReader):
         return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """Return what, with the stamps, determines the samples' values: JSON and blobs; None if that is unknown."""
+        """Return the facts that, with the stamps, determine the samples' values: JSON and blobs; None if unknown."""
         return None
 
     def disagreement(self) -> str:
@@ -119,7 +119,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class OpenContext:
-    """What opening a source may use, besides the options of its kind."""
+    """The context in which a source is opened: everything it may use, besides the options of its kind."""
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
     skips_bad_samples: bool = False  # unreadable samples will be left out, even the first

@@ -8,9 +8,9 @@ import os
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
     """Return a stamp that changes when a file, given by path, descriptor or status, is written to or replaced.
 
-    It has device, inode, size in bytes and modification time in nanoseconds; it is empty if the file does not exist.
-    ``with_ctime`` adds the time of the last change of the inode, which a program cannot set, but which also changes
-    with the file's name, permissions and links.
+    The stamp has device, inode, size in bytes and modification time in nanoseconds; it is empty if there is no such
+    file. ``with_ctime`` adds the time of the last change of the inode, which a program cannot set, but which also
+    changes with the file's name, permissions and links.
     """
     if not isinstance(file, os.stat_result):
         try:

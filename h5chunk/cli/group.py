@@ -1,4 +1,4 @@
-"""The command `h5chunk`: help, progress bars and reports of its subcommands, and how their errors end."""
+"""The command `h5chunk`: help, progress bars and reports of its subcommands, and their exit codes on errors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def note(line: str) -> None:
 
 @contextmanager
 def progress_bar(quiet: bool, unit: str) -> Iterator[Callable[[str, int, int | None], None] | None]:
-    """Draw a progress bar per stage, unless --quiet is given or standard error is no terminal."""
+    """Draw a progress bar per stage, unless --quiet is given or standard error is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

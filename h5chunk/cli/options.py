@@ -42,7 +42,7 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """A type of values: its name in help, a function that parses a text or raises ValueError, and why it did."""
+    """An option type: its name in help, a function that parses text or raises ValueError, and a reason for errors."""
 
     def __init__(self, name: str, parse: Callable[[Any], Any], wrong: str = "") -> None:
         self.name, self._parse, self._wrong = name, parse, wrong
@@ -134,18 +134,18 @@ source_format = option(
 
 
 def memory_bytes(default: str, help: str) -> Decorator:
-    """The option of an upper limit on memory."""
+    """The option for an upper limit on memory."""
     return option("--memory-bytes", type=BYTES, default=default, heading=RUNNING, help=help)
 
 
 def budget(default: str) -> Decorator:
-    """The option of the time that measuring may take."""
+    """The option for the time that measuring may take."""
     help = "Time that measuring may take, such as 10s or 2m."
     return option("--budget", "budget_s", type=SECONDS, default=default, heading=RUNNING, help=help)
 
 
 def loader_workers(default: str) -> Decorator:
-    """The option of the DataLoader workers to measure."""
+    """The option for the DataLoader worker counts to measure."""
     help = "Number of DataLoader workers to try (repeatable)."
     return option("--workers", type=number(), multiple=True, show_default=default, heading=RUNNING, help=help)
 
@@ -156,7 +156,7 @@ def loader_workers(default: str) -> Decorator:
 def options_of(
     groups: Sequence[Any], *, left_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Decorator:
-    """Declare an option for each field of these option classes, except those that are left out.
+    """Declare an option for each field of these option classes, except fields that are left out.
 
     If several classes have a field, its help combines their descriptions. ``defaults`` replaces the text about the
     defaults of these options in help.

@@ -161,7 +161,7 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def samples(self) -> np.ndarray:
-        """The number in the file of each sample: (n,) int64, ascending."""
+        """The number of each sample in the file: (n,) int64, ascending."""
         return np.arange(len(self)) if self._samples is None else self._samples
 
     def subset(self, samples: Any) -> ChunkDataset:

@@ -37,7 +37,7 @@ class GatherAhead:
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 
     def is_worthwhile(self, batch_size: int) -> bool:
-        """Return whether batches are large enough, and the threads belong to this process."""
+        """Return whether batches are large enough to gather ahead, and the threads belong to this process."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
 
     def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:

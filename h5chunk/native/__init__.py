@@ -1,4 +1,4 @@
-"""A pool of threads in C that read byte ranges and gather rows without Python's lock, if it was built.
+"""A pool of threads in C that read byte ranges and gather rows without Python's lock, if the C library was built.
 
 `pip install` builds ``core.c`` if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is
 False, and callers read with Python threads.
@@ -108,7 +108,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class NativePool:
-    """Threads that run jobs; OSError if no thread can be started. A forked child process must not use it."""
+    """Threads that run jobs. Raises OSError if no thread can be started. A forked process must not use the pool."""
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
@@ -132,14 +132,14 @@ class NativePool:
 
     @property
     def num_open(self) -> int:
-        """The number of tickets that were not given back."""
+        """The number of tickets that `wait` has not returned yet."""
         with self._lock:
             return int(self._library.h5chunk_num_open(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
         """Queue jobs, (n,) JOB, C-contiguous, after earlier ones; `wait` returns ``ticket`` when all have ended.
 
-        Their memory must stay valid until then. Raise OSError if the pool is closed, or memory is short.
+        The memory of the jobs must stay valid until then. Raises OSError if the pool is closed, or memory is short.
         """
         with self._lock:
             self._kept[ticket] = jobs
@@ -148,9 +148,9 @@ class NativePool:
                 raise OSError("the pool of reading threads is closed")
 
     def wait(self, timeout_s: float) -> Result | None:
-        """Return the next ticket that has ended; None if none has within ``timeout_s``.
+        """Return the next ticket that has ended; None if no ticket ends within ``timeout_s``.
 
-        Raise EOFError if the pool is closed, and all tickets were returned.
+        Raises EOFError if the pool is closed, and all tickets were returned.
         """
         found = _Result()
         state = self._library.h5chunk_wait(self._pool, timeout_s, found)
@@ -193,7 +193,7 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 def gather_rows(source: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     """Copy rows: ``out[i]`` becomes ``source[indices[i]]``; all arrays are C-contiguous.
 
-    The indices, (n,) int64, are not checked: each must be a row of ``source``.
+    The indices, (n,) int64, are not checked: all of them must be rows of ``source``.
     """
     if len(indices):
         row_bytes = out.nbytes // len(indices)
@@ -215,16 +215,16 @@ def dense_rows(
     starts : (m + 1,) int64
         Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
     columns : (num_entries,) of any unsigned or signed integers
-    codes : (num_entries,) uint8, or, without ``table``, numbers of the size of those in ``out``; None: all are the same
+    codes : (num_entries,) uint8, or, without ``table``, numbers of the itemsize of ``out``; None: all are equal
     table : (256,) array of the type of ``out``
-        The value of each code; without codes the first value is that of every entry.
+        The value of each code; without codes the first value is the value of every entry.
     rows : (n,) int64
     out : (n, num_columns) array, C-contiguous
 
     Raises
     ------
     IndexError
-        A column is not one of ``out``.
+        A column is not a column of ``out``.
     """
     matrix = _Matrix(
         starts.ctypes.data,

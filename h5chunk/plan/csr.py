@@ -73,7 +73,7 @@ class CsrLayout:
 def plan_csr(
     num_rows: int, num_columns: int, num_entries: int, *, pattern: bool, chunk_samples: int | None = None
 ) -> CsrLayout:
-    """Choose the nominal chunk of rows, or use the given size; OptionError if that is below 1."""
+    """Choose the nominal chunk of rows, or use the given size. Raises OptionError if the given size is below 1."""
     whole = CsrLayout(num_rows, num_columns, num_entries, pattern, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:

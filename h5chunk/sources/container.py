@@ -125,7 +125,7 @@ class StoredFile:
         return {**self.__dict__, "_opened": None}
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Read bytes from an offset; SampleError if the file is too short, changed, or cannot be read."""
+        """Read bytes from an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is taken
             raise SampleError("is cut off by the end of its archive")
         try:
@@ -167,7 +167,7 @@ class Archive(StoredFile):
         return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)  # of a zip the same in a new one
 
     def read(self, index: int, name: bytes) -> bytes:
-        """Return the bytes of sample ``index``; SampleError if they cannot be read, or changed meanwhile."""
+        """Return the bytes of sample ``index``. Raises SampleError if they cannot be read, or the file has changed."""
         start, stored, size, method, crc, kind = self._index[index].tolist()
         _check_member(kind, size)
         if method == IN_TAR:

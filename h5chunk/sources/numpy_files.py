@@ -55,7 +55,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
 
 @contextmanager
 def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
-    """Open an .npz whose members claim valid sizes; damage found meanwhile becomes a SourceError."""
+    """Open an .npz whose members claim valid sizes, in a context; damage found in it becomes a SourceError."""
     shown = printable(path)
     try:
         with BoundedFile(path, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:

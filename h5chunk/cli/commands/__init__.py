@@ -1,4 +1,4 @@
-"""The commands, a module each: arguments and options of the functions of `h5chunk.tools`, which are imported on use."""
+"""The commands, one module per command: arguments and options for functions of `h5chunk.tools`, imported when used."""
 
 from __future__ import annotations
 

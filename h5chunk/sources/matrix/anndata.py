@@ -175,7 +175,7 @@ class H5adSource(SparseSource):
 
 
 class _Unfit(Exception):
-    """The reason why a column of obs is left out."""
+    """A column of obs is left out, for the reason in the message."""
 
 
 def _strings(stored: Stored) -> np.ndarray:

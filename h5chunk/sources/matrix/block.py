@@ -28,9 +28,9 @@ from h5chunk.stamp import stamp_of
 class Block:
     """A block of n entries of a sparse matrix; arrays may be read-only.
 
-    Rows and columns are int64, counted from 0; where the source has ids (`SparseSource.has_ids`) the raw ids, int64 or
+    Rows and columns are int64, counted from 0; or if the source has ids (`SparseSource.has_ids`) the raw ids, int64 or
     fixed-length bytes (``S``, UTF-8) whose length may differ from block to block. Values are finite, of any numeric
-    type, and zeros that a sparse file holds are kept; None in all blocks of a pure pattern, where every entry is a one.
+    type, and zeros that a sparse file holds are kept; None in all blocks of a pattern, whose entries are all one.
     """
 
     rows: np.ndarray
@@ -46,10 +46,10 @@ class Block:
 class SparseSource:
     """Base class of the readers of sparse matrices.
 
-    Sizes in ``shape`` are None where only reading tells (delimited files; the columns of libsvm). Where blocks have
-    raw ids (``has_ids``), these are numbered in ascending order: integers by value, strings by their bytes; an axis is
-    the one or the other in all blocks. ``row_fields`` are of fixed-size types, (rows,) each, such as h5ad's ``obs``;
-    ``categories`` say what the codes of one mean, of which -1 is missing. ``row_names`` and ``column_names`` are
+    Sizes in ``shape`` are None if only reading shows them (delimited files; the columns of libsvm). If blocks have raw
+    ids (``has_ids``), they are numbered in ascending order: integers by value, strings by their bytes; an axis has one
+    of these types in all blocks. ``row_fields`` are of fixed-size types, (rows,) each, such as h5ad's ``obs``;
+    ``categories`` give the meaning of a field's codes; code -1 means missing. ``row_names`` and ``column_names`` are
     UTF-8 of a fixed length, such as barcodes. ``time_name`` is the column that ``times`` of blocks are from.
     """
 
@@ -85,9 +85,9 @@ class SparseSource:
         return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        """Yield the entries block by block, with the bytes of the source read so far; every call yields the same.
+        """Yield the entries block by block, with the bytes of the source read so far; all calls yield the same blocks.
 
-        Reading takes about ``max_bytes`` of memory, the blocks included. A SourceError names line, or row and column.
+        Reading takes about ``max_bytes`` of memory, the blocks included. SourceErrors name the line, or row and column.
         """
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class MemoryLimit:
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Raise SourceError if what the source claims does not fit in memory, with what it already keeps.
+        """Raise SourceError if the data that the source claims, with the data that it already keeps, exceeds memory.
 
         ``part_read`` is the fraction of the source read so far, from 0 to 1; the rest is assumed to be similar.
         """

@@ -68,7 +68,7 @@ class DelimitedSource(TextSource):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Whether its name says so, or its first lines are pairs of whole numbers and what follows, alike in all."""
+        """Whether the name is of this kind, or all first lines have one form: two whole numbers, then other cells."""
         if has_suffix(source, ".csv", ".tsv", ".dat"):
             return True
         lines = text_lines(source, head)

@@ -45,7 +45,7 @@ class GuardedFile(RegularFile):
 
     @contextmanager
     def open(self) -> Iterator[GuardedGroup]:
-        """Open the root group; errors of the file become SourceErrors meanwhile."""
+        """Open the root group in a context, in which errors of the file become SourceErrors."""
         try:
             with opened(self.path) as file:
                 descriptor = open_descriptor(Path(self.path))

@@ -66,8 +66,8 @@ def header_attributes(
 ) -> dict[str, Any]:
     """Return attributes of ``/h5chunk``, with the types of the specification.
 
-    ``options`` must be for JSON; ``kind`` is empty, ``csr`` or ``dense``; ``numbers`` may be ``num_samples``,
-    ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled``.
+    ``options`` must be serialisable as JSON; ``kind`` is empty, ``csr`` or ``dense``; ``numbers`` may be
+    ``num_samples``, ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled``.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -78,7 +78,7 @@ def header_attributes(
 
 
 def read_header(file: h5py.File) -> Header | None:
-    """Read the header of a file; None if h5chunk did not write it. FileError: its format is newer, or it is damaged."""
+    """Read a file's header; None if h5chunk did not write it. Raises FileError if damaged, or in a newer format."""
     check_beside(file, GROUP, _ATTRIBUTES)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
@@ -131,7 +131,7 @@ def checksums_of(file: h5py.File, start: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix of an h5chunk file; dense rows have no ``num_entries``, and a value is its code over ``scale``."""
+    """The matrix of an h5chunk file; dense rows have no ``num_entries``; a value is its code divided by ``scale``."""
 
     kind: str
     num_rows: int
@@ -144,7 +144,7 @@ class Matrix:
 def read_matrix(file: h5py.File) -> Matrix | None:
     """Read the shape and scale of the matrix of an h5chunk file; None if it has no matrix.
 
-    FileError if it is damaged: shapes, types and the ends of ``indptr`` are checked, but not the entries.
+    Raises FileError if it is damaged: shapes, types and the ends of ``indptr`` are checked, but not the entries.
     """
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:

@@ -3,8 +3,8 @@
 A recommendation overrides the window and the cache in the header of an h5chunk file, which is not changed.
 
 It is a JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it is for: the
-path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, it is ignored. It
-appears under its name complete and on disk, or not at all.
+path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, the recommendation is
+ignored. It appears under its name only when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def sidecar_of(path: str | os.PathLike[str]) -> Path:
 def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> Recommended | None:
     """Read the recommended window and cache of a file; None if there is no recommendation, or it is for other data.
 
-    It must be for this ``dataset`` (the one with the largest samples), ``num_samples`` and ``chunk_samples``. Raises
-    FileError if the sidecar is damaged, or exists but cannot be read.
+    It must be for this ``dataset`` (the dataset with the largest samples), ``num_samples`` and ``chunk_samples``.
+    Raises FileError if the sidecar is damaged, or exists but cannot be read.
     """
     sidecar = sidecar_of(path)
     try:
@@ -64,7 +64,7 @@ def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> 
 def write_recommendation(
     path: str | os.PathLike[str], window_chunks: int, cache: CacheSettings, **made_for: str | int
 ) -> Path:
-    """Write the recommendation for a file; return its path. OutputError if it cannot be written."""
+    """Write the recommendation for a file, and return its path. Raises OutputError if it cannot be written."""
     sidecar = sidecar_of(path)
     settings = {"window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     content = {"version": VERSION, **settings, **made_for}

@@ -2,8 +2,8 @@
 
 A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. Files that
 `h5chunk convert` and `append` write have no variable-length types, no links other than hard ones, and no time stamps:
-equal input, options and versions of the libraries give equal bytes. No dataset in them has a filter, but for ``/X`` of
-a file of dense rows.
+equal input, options and versions of the libraries give equal bytes. No dataset in them has a filter, except ``/X`` of a
+file of dense rows.
 
 Fields
 ------
@@ -13,16 +13,16 @@ has
 ``/images``
     uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
 ``/labels``
-    (N,), int64, where samples have a class or a label; float64 where labels are fractions.
+    (N,), int64, if samples have a class or a label; float64 if labels are fractions.
 ``/split``
-    (N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only where those
-    were splits, such as ``train`` and ``val``; ``options`` then says ``split_folders``: ``yes``.
+    (N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only if the top
+    folders were splits, such as ``train`` and ``val``; ``options`` then says ``split_folders``: ``yes``.
 others
     Columns of a manifest: (N,), uint8, int8, int64 or float64, or UTF-8 strings of fixed length, padded with zeros.
 
 A file of other samples, such as arrays, the rows of a table or the items of a data set in Python, has fields of any
 name and shape: (N, ...) of integers, floats, or strings of fixed length. ``options`` then has the key ``fields``: the
-names of those that readers read by default, in this order.
+names of the fields that readers read by default, in this order.
 
 Each field has chunks of (k, ...) with k <= N: whole samples, the same k for all fields. No filter, allocated early, no
 fill value is written, and maximum dimensions are fixed. So HDF5 keeps the address of the first chunk alone: in its
@@ -37,21 +37,21 @@ writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in ro
 
 ``/X``
     Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
-    (2,): rows, columns; ``scale`` float64: a value is its code over this; ``pattern`` uint8: 1 if all values are one.
+    (2,): rows, columns; ``scale`` float64: value = code / ``scale``; ``pattern`` uint8: 1 if all values are one.
 ``/X/indptr``
-    int64, (N + 1,), contiguous: the entries of row i are those from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
+    int64, (N + 1,), contiguous: the entries of row i run from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
 ``/X/indices``
-    (num_entries,): the column of each entry, ascending within a row, none twice, of the narrowest of uint8, uint16,
-    uint32 and uint64 that holds columns - 1.
+    (num_entries,): the column of each entry, ascending within a row, without repetition; the type is the narrowest of
+    uint8, uint16, uint32 and uint64 that holds columns - 1.
 ``/X/data``
-    uint8, (num_entries,): the code of each entry, 1 to 255. Of a pattern, no chunk was ever written and the fill
-    value is 1: HDF5 reads ones, from no bytes of the file.
+    uint8, (num_entries,): the code of each entry, 1 to 255. In a pattern, no chunk was ever written and the fill value
+    is 1: HDF5 returns ones without reading the file.
 
-``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are),
-which are not those of the rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
-``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's
-``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or
-strings; truth values are uint8.
+``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are), which
+are not aligned with rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
+``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's ``obs``, labels) are
+datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or strings; truth values are
+uint8.
 
 In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the rows of a nominal chunk of rows: a power of two (but no
 more than N), of at most 256 KiB of entries on average. It is what an order of an epoch permutes; no dataset but the
@@ -67,55 +67,54 @@ fields is cut there. The cache is that of a process that reads rows through HDF5
 ``source_index`` counts the rows of the source from 0, all of them: as they are numbered there, or, where they have ids,
 in ascending order of all ids of the source. So does ``column_index``. Rows that were filtered away leave gaps.
 
-A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the
-attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
-``dense``. Where it is compressed, HDF5 keeps an index of its chunks, which lie in order.
+A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the attributes
+``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is ``dense``. If
+it is compressed, HDF5 keeps an index of its chunks, which lie in order.
 
 Beside the data, in the group ``/h5chunk``
 ------------------------------------------
 attributes
-    ``format_version`` int64: 1. ``h5chunk_version``: who wrote it. ``kind``: ``csr`` or ``dense``; absent where samples
-    are no rows of a matrix.
-    ``num_samples``, ``chunk_samples``, ``window_chunks`` int64: N, k, and how many chunks should be shuffled together.
-    ``rdcc_nslots``, ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads
-    all open windows (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted.
-    ``options``: JSON, what was asked for; of one of several files that were packed together, also ``shard`` and
-    ``shards``: its number, from 0, and how many there are. All strings fixed-length.
+    ``format_version`` int64: 1. ``h5chunk_version``: the writing version. ``kind``: ``csr`` or ``dense``; absent if
+    samples are not rows of a matrix. ``num_samples``, ``chunk_samples``, ``window_chunks`` int64: N, k, and how many
+    chunks should be shuffled together. ``rdcc_nslots``, ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended
+    chunk cache of one process that reads all open windows (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled``
+    uint8: how samples were permuted. ``options``: JSON, the options of the command; in a shard also ``shard`` and
+    ``shards``: its number, from 0, and the number of shards. All strings have fixed length.
 ``checksums/<field>``
-    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. Of a sparse matrix
-    ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, but for a pattern, ``checksums/X/data``.
+    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. For a sparse matrix,
+    ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, except for a pattern, ``checksums/X/data``.
 ``source_index``
     int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order, split
-    by split if there are splits, or in that of the manifest's lines. Samples that were skipped leave gaps in the
+    by split if there are splits, or in the order of the manifest's lines. Samples that were skipped leave gaps in the
     numbers.
 ``source_names``, ``source_name_ends``
     uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
-    Only where samples have names.
+    Only if samples have names.
 ``class_names``
-    Fixed-length UTF-8 strings, (num_classes,): name of each label. Only where labels are classes that have names.
+    Fixed-length UTF-8 strings, (num_classes,): name of each label. Only if labels are classes that have names.
 ``categories/<field>``
-    The same of the codes of another field; -1 is missing.
+    The same for the codes of another field; code -1 means missing.
 
 Files that were appended to
 ---------------------------
-`h5chunk append` puts new samples behind the old ones, which keep their places, and k as it is. ``shuffled`` is then 0,
-as old and new samples are not mixed; ``seed`` is still that of the first ones. ``options`` gets the key ``appended``: a
-list of objects, one each time, with what was asked for: ``samples`` (how many were added), ``seed`` and ``shuffle``
-(how these were permuted) and, of images, ``fit``; and with ``first_index``: ``source_index`` of a new sample is that
-plus its number in the source that it came from. It is one more than any number in the table before. ``source_names``
-are paths below that source. New classes stand behind the old ones.
+`h5chunk append` puts new samples behind the old ones, which keep their places; k is unchanged. ``shuffled`` is then 0,
+as old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
+``appended``: a list with one object per call, with its options: ``samples`` (how many were added), ``seed`` and
+``shuffle`` (how these were permuted) and, for images, ``fit``; and ``first_index``: ``source_index`` of a new sample is
+this number plus the sample's number in its source. It is one more than any earlier number in the table.
+``source_names`` are paths below that source. New classes follow the old classes.
 
 Files that were repacked
 ------------------------
 `h5chunk repack` keeps all of the above, and brings the group up to date: ``options`` gets the key ``repack``, and a
 shuffle permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may be
-compressed: then HDF5 keeps an index of their chunks, which lie in order, and checksums are those of the stored bytes.
+compressed: then HDF5 keeps an index of their chunks, which lie in order, and checksums cover the stored bytes.
 
 Another HDF5 file that is repacked with a shuffle, window or cache gets the group, without ``kind``, ``class_names``,
 ``source_names`` and, unless it was shuffled, ``source_index``. It keeps its own types, soft links, attributes and user
 block; behind a user block of less than 4096 bytes, fields start at multiples of its size. Its fields are whichever
 datasets have ``num_samples`` rows and elements of a fixed size, in any group, of any type and name; ``checksums`` has
-them, and the parts of sparse matrices, by their paths. Other types keep the chunks that they had.
+these fields, and the parts of sparse matrices, by their paths. Datasets of other types keep their chunks.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ class FieldSpec:
 class ArraySpec:
     """A dataset to write that is not a field; contiguous without ``chunks``.
 
-    With a value to ``fill``, nothing is ever written to it: all elements read as this, and take no bytes. With
+    With a ``fill`` value, the dataset is never written: all elements read as this value, and take no bytes. With
     ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.targets.CompressedTarget`).
     """
 
@@ -185,8 +184,8 @@ class FileSpec:
     """The layout of a file, which must be known before its first sample is written.
 
     The field with the largest samples comes first: it then lies at the start of the file. ``tables`` are datasets below
-    ``/h5chunk``, ``arrays`` further ones, by path, which come behind the fields. ``attributes`` are those of
-    ``/h5chunk``; ``field_attributes`` those of the fields, and of groups that hold arrays.
+    ``/h5chunk``; ``arrays`` are further datasets, by path, stored after the fields. ``attributes`` belong to
+    ``/h5chunk``, ``field_attributes`` to the fields, and to groups that hold arrays.
     """
 
     num_samples: int
@@ -199,7 +198,7 @@ class FileSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file, without alignment, some of the metadata, and compressed data."""
+        """Approximate bytes of the file, without alignment, part of the metadata, and compressed data."""
         num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
         tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
         arrays = sum(each.num_bytes for each in self.arrays.values())
@@ -282,7 +281,7 @@ def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Datase
 
 
 def _create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
-    """Create a dataset with all its space allocated, and none of it written; none with a fill value or filter."""
+    """Create a dataset, allocating all its space without writing it; with a fill value or filter, allocate nothing."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)

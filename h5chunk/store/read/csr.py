@@ -69,7 +69,7 @@ class CsrField(ByteReader):
         self.forget()
 
     def parts(self, rows: np.ndarray, places: np.ndarray, out: CsrBuffers) -> Iterator[Part]:
-        """As `ByteReader.parts`; ``out.starts`` is there already. Neighbours in the file stand side by side."""
+        """See `ByteReader.parts`; ``out.starts`` is already set. Neighbours in the file are adjacent in ``rows``."""
         firsts = self._indptr[rows]
         counts = self._indptr[rows + 1] - firsts
         some = counts > 0

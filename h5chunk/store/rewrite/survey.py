@@ -53,7 +53,7 @@ class DatasetFacts:
 
     @property
     def num_rows(self) -> int:
-        """Length of the first axis; 0 without axes or elements."""
+        """Length of the first axis; 0 for a dataset without axes or elements."""
         return self.shape[0] if self.shape and self.num_bytes else 0
 
     @property

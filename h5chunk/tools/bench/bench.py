@@ -37,7 +37,7 @@ def bench(
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or several as one data set, named as for `ChunkDataset`.
+        A file; or several files as one data set, named as for `ChunkDataset`.
     batch_size : int
     device : str
         Device that `ChunkLoader` brings batches to: ``"cpu"`` or ``"cuda"``.
@@ -111,7 +111,7 @@ def bench(
 
 @contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    """Translate errors of HDF5 and of workers to errors that name the file or a remedy."""
+    """Translate errors of HDF5 and of workers into errors that name the file or a remedy."""
     try:
         yield
     except H5ChunkError:

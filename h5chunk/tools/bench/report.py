@@ -111,7 +111,7 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Name the slowest stage, among those that follow the page cache."""
+    """Name the slowest of the stages that come after the page cache."""
     share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)

@@ -131,7 +131,7 @@ def _settled(
 
 
 def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
-    """Combine duplicates, and return the value of each place in units; if requested, average or refuse duplicates."""
+    """Combine duplicates (or refuse them, if requested), and return the value of each place in units."""
     values, counts = places.values, places.counts
     if counts is None:
         return values

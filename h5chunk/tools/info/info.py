@@ -79,7 +79,7 @@ def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | Fold
 
 
 def _together(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Describe the data set that the files form together, or say why they do not."""
+    """Describe the data set that the files form together, or say why they do not form one."""
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
@@ -125,7 +125,7 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
 
 
 def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
-    """List the datasets by name, without the group /h5chunk; and the errors of refused datasets."""
+    """List the datasets by name, except the group /h5chunk; and the errors of refused datasets."""
     found, refused = [], []
     for name, item in sorted(guard.walk(file), key=lambda each: each[0]):
         if by_h5chunk and name.startswith(f"{GROUP}/"):
@@ -194,14 +194,14 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[
 def _find_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[MatrixInfo]:
     """Describe the groups of another HDF5 file that hold the parts of a sparse matrix.
 
-    Only datasets with these names, which were checked, are examined.
+    Only datasets with these names are examined; the caller has checked them.
     """
     groups = [name for name in find_matrix_groups(names) if isinstance(file[name], h5py.Group)]
     return [_describe_group(file[name], path, name, _convert_command(file, path, name)) for name in groups]
 
 
 def _convert_command(file: h5py.File, path: Path, name: str) -> str:
-    """Return the command that converts a matrix of AnnData or 10x; empty for others."""
+    """Return the command that converts a matrix of AnnData or 10x; empty for other matrices."""
     members, (parent, _, last) = {*file}, name.rpartition("/")
     layer: list[str] | None = None
     if {"X", "obs", "var"} <= members and (parent == "layers" or name in ("X", "raw/X")):
@@ -228,7 +228,7 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
 
 
 def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
-    """Describe the matrix of an h5chunk file; None if it has none. Raises FileError if it is damaged."""
+    """Describe the matrix of an h5chunk file; None if it has no matrix. Raises FileError if the matrix is damaged."""
     matrix = read_matrix(file)
     if matrix is None:
         return None

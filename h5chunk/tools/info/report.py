@@ -123,7 +123,7 @@ class FileInfo(Report):
         return lines
 
     def _advice(self) -> list[str]:
-        """Return the advice that holds for all datasets, once."""
+        """Return the advice that applies to the datasets together."""
         lines = []
         fields = [each for each in self.datasets if each.verdict.startswith(("good", "bad"))]
         worst = max(fields, key=lambda each: each.amplification, default=None)

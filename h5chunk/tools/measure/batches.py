@@ -49,7 +49,7 @@ class BatchRate:
     def rate(self, seconds: float, lead_s: float) -> float:
         """Measure samples/s over about this many seconds, and at least one batch.
 
-        Samples that were read ahead are used up before that, for at most ``lead_s`` seconds.
+        Before that, samples that were read ahead are used up, for at most ``lead_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
@@ -122,7 +122,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
 
-    It reads random samples among the first ``num_samples``; at least one.
+    It reads random samples among the first ``num_samples``, at least one sample.
     """
     rng, done = np.random.default_rng(0), 0
     with open_file(reader.path) as file:

@@ -22,7 +22,7 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
 
 
 def check_samples(reader: H5Reader, done: str) -> int:
-    """Return the bytes of a sample of all fields; FieldError if there is nothing that can be measured, or tuned."""
+    """Return the bytes of a sample of all fields. Raises FieldError if nothing can be measured, or tuned."""
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")
@@ -32,7 +32,7 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
 
 def why_not_direct(reader: H5Reader) -> str:
-    """Return why a field cannot be read by byte ranges; empty if all can. Strings and matrices are ignored."""
+    """Return why a field cannot be read by byte ranges; empty if all fields can. Strings and matrices are ignored."""
     for name, why in direct_fields(reader)[1].items():
         field = reader.fields[name]
         if isinstance(field, Field) and field.dtype.kind != "S":

@@ -52,7 +52,7 @@ class CountingFile:
         return getattr(self._file, name)
 
     def take(self, table: ChunkTable) -> tuple[int, int]:
-        """Return number and bytes of the reads of chunks since the last call; reads of metadata do not count."""
+        """Return the number and bytes of chunk reads since the last call; reads of metadata do not count."""
         starts, sizes = np.array(self.reads, np.int64).reshape(-1, 2).T
         self.reads.clear()
         turn = np.argsort(table.offsets)

@@ -33,7 +33,7 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ByteRange(NamedTuple):
-    """Consecutive bytes of a file, which is identified by its number; such as a chunk, with its first sample."""
+    """Consecutive bytes of a file (identified by its number), such as a chunk, and the first sample in them."""
 
     file: int
     offset: int
@@ -45,7 +45,7 @@ Ranges = Sequence[ByteRange]
 
 
 def merge(ranges: Ranges) -> Ranges:
-    """Return ranges of the same bytes, in as few reads as READ_BYTES allows."""
+    """Join ranges into as few reads of the same bytes as READ_BYTES allows."""
     merged: list[ByteRange] = []
     for each in sorted(ranges):
         last = merged[-1] if merged else None
@@ -66,14 +66,14 @@ def cut(ranges: Ranges) -> Ranges:
 
 
 def large(ranges: Ranges) -> Ranges:
-    """Leave out ranges smaller than a page if there are others."""
+    """Leave out ranges smaller than a page, if there are larger ranges."""
     return [each for each in ranges if each.size >= mmap.PAGESIZE] or ranges
 
 
 def locate(reader: H5Reader) -> list[ByteRange]:
     """Locate the chunks of all fields, or runs of rows without chunks, in the order of their samples.
 
-    NotMeasured if they lie outside the reader's files, or were never written.
+    Raises NotMeasured if chunks lie outside the reader's files, or were never written.
     """
     found: list[ByteRange] = []
     first = 0
@@ -91,7 +91,7 @@ def locate(reader: H5Reader) -> list[ByteRange]:
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return offsets, sizes and first samples of a field's chunks; of runs of ``rows`` rows if it is contiguous."""
+    """Return offsets, sizes and first samples of a field's chunks; if it is contiguous, of runs of ``rows`` rows."""
     dataset = file[field.dataset]
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
@@ -114,7 +114,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Read the chunks of a reader's files in threads, into reused memory; NotMeasured as for `locate`."""
+    """Read the chunks of a reader's files in threads, into reused memory. Raises NotMeasured as `locate` does."""
 
     def __init__(self, reader: H5Reader) -> None:
         self._paths = [each.path for each in reader.readers]
@@ -159,7 +159,7 @@ class FileReads:
     def fill_page_cache(self, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read the first chunks into the page cache, as many as memory and time allow.
 
-        Returns the number of samples in the page cache, at least one, and whether time sufficed for all that fit.
+        Returns the number of samples in the page cache, at least one, and whether there was time for all that fit.
         """
         fitting = bisect.bisect_right(list(itertools.accumulate(each.size for each in self.stored)), memory_bytes)
         done = 0
@@ -229,7 +229,7 @@ class FileReads:
 
 
 def disk_rates(reads: FileReads, seconds: float) -> Iterator[float]:
-    """Yield bytes/s of chunks in shuffled order, which are dropped from the page cache before each turn reads them.
+    """Yield bytes/s of reading chunks in shuffled order; each turn first drops its chunks from the page cache.
 
     A turn takes about this many seconds; the next turn continues after it. NotMeasured if the page cache keeps chunks.
     """

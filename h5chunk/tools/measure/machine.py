@@ -39,7 +39,7 @@ def thread_counts(num_cores: int) -> list[int]:
 
 
 def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -> float:
-    """Measure bytes/s of threads that call ``work(thread)``, which returns the bytes moved, 0 at the end."""
+    """Measure bytes/s of threads that call ``work(thread)``, which returns the bytes moved, or 0 at the end."""
 
     def loop(thread: int) -> int:
         moved = 0
@@ -57,10 +57,10 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
 
 
 def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Return one rate per key of the first turn, from rates that were measured in turns on a machine with other load.
+    """Return one rate per key of the first turn, from rates that were measured in turns on a machine under other load.
 
     A busy machine slows down a whole turn. So rates are compared within each turn, and the median of each key's share
-    is used. The last turn has the keys that are in all turns; other keys may leave earlier.
+    is used. The last turn has the keys that are in all turns; other keys may be missing from later turns.
 
     >>> found = interleaved_rates([{"a": 100.0, "b": 90.0}, {"a": 50.0, "b": 45.0}, {"a": 98.0, "b": 99.0}])
     >>> round(found["a"] / found["b"], 2)  # twice a is ahead by a ninth, once they are level
@@ -97,7 +97,7 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
 
 @contextmanager
 def device_copy(device: str) -> Iterator[Callable[[float], float]]:
-    """Yield a function of seconds that measures bytes/s of copying pinned memory to a GPU; free both at the end."""
+    """Yield a function of seconds that measures bytes/s of copying pinned memory to a GPU; then free the memory."""
     import torch
 
     from h5chunk.feed.memory import PinnedMemory
@@ -125,7 +125,7 @@ def device_copy(device: str) -> Iterator[Callable[[float], float]]:
 
 
 def describe_device(device: str) -> str:
-    """Return the name of a device; OptionError if it is missing, or neither the CPU nor a CUDA device."""
+    """Return the name of a device. Raises OptionError if it is missing, or neither the CPU nor a CUDA device."""
     import torch
 
     from h5chunk.feed.budget import find_device

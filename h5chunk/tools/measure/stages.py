@@ -60,11 +60,11 @@ class Stage:
 
     @property
     def median(self) -> float:
-        """Bytes/s, of all rounds but the first if there are several."""
+        """Median bytes/s of all rounds, without the first round if there are several."""
         return statistics.median(self.rates[1:] or self.rates)
 
     def figure(self, limits: Mapping[str, float]) -> Figure:
-        """Return the figure, relative to the lowest of these limits, in samples/s: its own, or else copying memory."""
+        """Return the figure relative to the lowest limit, in samples/s: of the stage's limits, or else memory copy."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         own = (MEMORY,) if self.limits and limits.keys().isdisjoint(self.limits) else self.limits
@@ -108,7 +108,7 @@ class Subject:
 def measure_stages(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
 ) -> tuple[list[Figure], list[str], int | None]:
-    """Measure all stages; return them with notes and the stored bytes, None if these lie outside the file."""
+    """Measure all stages; return them with notes and the stored bytes (None if the data lies outside the file)."""
     notes, stored_bytes = [], None
     try:
         reads = FileReads(subject.reader)

@@ -51,7 +51,7 @@ class Accesses:
 
 
 def chunk_counts(grid: ChunkGrid) -> tuple[int, ...]:
-    """Number of chunks along each axis; OptionError if the dataset has none."""
+    """Number of chunks along each axis. Raises OptionError if the dataset has no chunks."""
     if grid.chunks is None:
         raise OptionError(f"dataset of shape {grid.shape} is contiguous: it has no chunks and no chunk cache")
     return tuple(math.ceil(length / chunk) for length, chunk in zip(grid.shape, grid.chunks, strict=True))

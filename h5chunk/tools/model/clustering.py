@@ -83,7 +83,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
 
 
 def _codes_of(groups: Groups) -> Groups:
-    """Convert groups to integers that are equal where groups are; strings over 8 bytes by a 64-bit hash."""
+    """Convert groups to integers that are equal where groups are; strings longer than 8 bytes by a 64-bit hash."""
     if groups.dtype.kind in "iu":
         return groups
     octets = np.ascontiguousarray(groups).view(np.uint8).reshape(len(groups), -1)
@@ -138,8 +138,8 @@ def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
 def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> float:
     """Bound the probability that a random order has this many pairs that share a piece and a group.
 
-    The mean and variance of that number over all permutations are exact (Mantel); the bound is Chernoff's for the gamma
-    distribution with this mean and variance, shifted to the least number of pairs.
+    The mean and variance of the number of pairs over all permutations are exact (Mantel); the bound is Chernoff's for
+    the gamma distribution with this mean and variance, shifted to the least number of pairs.
     """
     if size < 4:
         return 1.0

@@ -1,7 +1,7 @@
 """Model the time of each stage of a setting from the probed rates of the machine.
 
 Times are seconds per sample, divided by the threads or processes of a stage. A setting takes their sum times a factor,
-which is learned from measured settings of its kind: similar ones have the largest weight.
+which is learned from measured settings of its kind: similar settings have the largest weight.
 
 >>> from h5chunk.plan.cache import ChunkGrid
 >>> machine = Machine(num_cores=2, read_rate=4e9, copy_rate=8e9, call_s=20e-6, decode_rate=400e6, hop_rate=2e9)
@@ -97,7 +97,7 @@ class Correction:
         self._known: list[tuple[_Spot, float]] = []
 
     def _spot(self, setting: Setting) -> _Spot:
-        """Locate a setting; `ChunkLoader` through HDF5 is another kind than by byte ranges."""
+        """Return a setting's kind and coordinates; `ChunkLoader` through HDF5 is another kind than by byte ranges."""
         through = " through HDF5" if setting.way == LOADER and uses_hdf5(setting, self._facts) else ""
         window_bytes = window_samples(setting, self._facts) * self._facts.sample_bytes
         place = math.log2(max(1, setting.chunk_samples)), math.log2(max(1, window_bytes))

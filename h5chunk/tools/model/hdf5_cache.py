@@ -1,4 +1,4 @@
-"""An exact model of HDF5's chunk cache (HDF5 calls it rdcc): which chunk accesses read the file, for given settings.
+"""An exact model of HDF5's chunk cache (HDF5 calls it rdcc): the chunk accesses that read the file, by settings.
 
 The rules, for reading chunks that exist in the file:
 
@@ -75,7 +75,7 @@ class ChunkCache:
     """The chunk cache of one open dataset; its content is kept between calls of `access`.
 
     As in HDF5, its memory grows with the slots: about 50 bytes per slot, for at most as many slots as chunks can use.
-    OptionError if the dataset has no chunks, or settings are out of range.
+    Raises OptionError if the dataset has no chunks, or settings are out of range.
     """
 
     def __init__(self, grid: ChunkGrid, settings: CacheSettings | Sequence[float] = HDF5_2) -> None:
@@ -162,7 +162,7 @@ class _EntryList:
         self._num_finished = 0  # entries that do
 
     def append(self, slot: int) -> None:
-        """Add an entry at the end, of which no bytes were read."""
+        """Add an entry at the end, with none of its bytes read yet."""
         before, after, end = self._before, self._after, self._end
         last = before[end]
         after[last] = before[end] = slot
@@ -197,7 +197,7 @@ class _EntryList:
             self._num_finished += left <= wanted
 
     def victim(self) -> int:
-        """Return the entry that pruning evicts: the list has more than ``depth`` entries."""
+        """Return the entry that pruning evicts; the list must have more than ``depth`` entries."""
         foremost = slot = self._after[self._end]
         if self._num_finished:
             for _ in range(self.depth + 1):
@@ -209,7 +209,7 @@ class _EntryList:
 
 @dataclass(frozen=True)
 class BatchReads:
-    """Reads of some batches through HDF5: samples, calls of HDF5, visits of chunks, and the resulting reads."""
+    """Reads of several batches through HDF5: samples, calls of HDF5, visits of chunks, and the resulting reads."""
 
     num_samples: int
     num_calls: int

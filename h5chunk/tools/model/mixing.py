@@ -54,8 +54,8 @@ def design_effect(clustering: Clustering, order: Order) -> float:
     """Return the variance of a batch's group shares over that of a full shuffle, averaged over an epoch.
 
     For whole chunks of b in windows of W, batches of B and M samples
-    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. OptionError if ``clustering`` is of
-    other chunks than those of ``order``, or ``order`` does not shuffle, or has no batch.
+    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raises OptionError if ``clustering`` is
+    of other chunks than ``order``, or ``order`` does not shuffle, or has no batch.
     """
     size, batch = order.num_samples, order.batch_size
     found, wanted = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
@@ -77,7 +77,7 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
     """Find the smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
-    It is exact to within a few percent, for the order with `h5chunk.plan.order.with_full_windows`, whose own
+    It is exact to within a few percent, for an order from `h5chunk.plan.order.with_full_windows`; the order's own
     ``window_chunks`` is ignored; None if only a window of all chunks suffices.
     """
     if not 0 < min_share < 1:

@@ -1,7 +1,7 @@
 """Tuning settings: enumerate them, derive their order, cache and memory, and choose one.
 
-A setting says how samples are laid out (as they are, or repacked), how many chunks are shuffled together, and who
-reads: `ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
+A setting says how samples are laid out (unchanged or repacked), how many chunks are shuffled together, and what reads:
+`ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
 
 >>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
 >>> facts = DataFacts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
@@ -109,7 +109,7 @@ def _band_bytes(grid: ChunkGrid, chunk_samples: int) -> int:
 
 
 def order_of(setting: Setting, facts: DataFacts) -> Order:
-    """Return the order of an epoch that readers choose by default if the file recommends this window."""
+    """Return the epoch order that readers choose by default if the file recommends the window of this setting."""
     band_bytes = _band_bytes(grid_of(setting, facts), setting.chunk_samples)
     order = Order(
         num_samples=facts.num_samples,
@@ -144,7 +144,7 @@ def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Return the bytes of feeding, without the interpreters: windows or batches under way, and chunk caches."""
+    """Return the bytes of memory for feeding: windows or batches in flight, and chunk caches; not the interpreters."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.given_bytes or facts.sample_bytes)
     if setting.way == DATASET:
@@ -157,7 +157,7 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
 
 
 def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
-    """Enumerate the settings to consider, the current one first; ``windows``: more windows for the file as it is."""
+    """Enumerate settings to consider, the current setting first; ``windows``: more windows for the unchanged file."""
     found: dict[Setting, None] = {}
     for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
         grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
@@ -174,7 +174,7 @@ def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Ite
 def _other_chunks(facts: DataFacts) -> list[int]:
     """Return the numbers of samples per chunk that a repacked file may have.
 
-    None is between 2 MiB and HDF5's default cache size: plain h5py would read a whole chunk for each sample.
+    No chunk is between 2 MiB and HDF5's default cache size: plain h5py would read a whole chunk for each sample.
     """
     if facts.fixed:
         return []
@@ -237,7 +237,7 @@ class Limits:
 def choose(candidates: Iterable[Candidate], limits: Limits) -> Candidate | None:
     """Choose a candidate; None if none is allowed.
 
-    Among the candidates within 3 % of the fastest, it is the one that changes least: the file as it is, then
+    Among the candidates within 3 % of the fastest, it is the one that changes least: the unchanged file, then
     `ChunkLoader`, then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
     """
     fitting = [each for each in candidates if limits.allow(each)]
@@ -254,7 +254,7 @@ def choose(candidates: Iterable[Candidate], limits: Limits) -> Candidate | None:
 
 
 def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits) -> Candidate | None:
-    """Return the second choice: without a new file if the first needs one, else another way of reading, or any."""
+    """Return the second choice: without a new file if the first needs one, else another reader, or any setting."""
     others = [each for each in candidates if each.setting != chosen.setting]
     kinds = [
         [each for each in others if chosen.setting.repack and not each.setting.repack],

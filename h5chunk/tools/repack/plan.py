@@ -116,7 +116,7 @@ def plan_moves(
     num_threads: int,
     notes: list[str],
 ) -> RepackPlan:
-    """Plan a repack; add its checksums to ``header``, and warnings to ``notes``."""
+    """Plan a repack; add the tables of its checksums to ``header``, and warnings to ``notes``."""
     shown = printable(file.filename)
     moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
     if options.shuffle:
