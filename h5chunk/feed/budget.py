@@ -179,7 +179,7 @@ class MemoryBudget:
         return total
 
     def _fits_device(self, wanted: bool | str, order: Order) -> bool:
-        """Return whether all data stays on the device; OptionError if that was requested but does not fit."""
+        """Return whether all data stays on the device. Raises OptionError if that was requested, but does not fit."""
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False
         held, pieces = self._resident_bytes, self._source.pieces
@@ -214,7 +214,7 @@ class MemoryBudget:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Resolve the device that a user names; OptionError if it is neither CPU nor CUDA, or does not exist."""
+    """Resolve the device that a user names. Raises OptionError if it is neither CPU nor CUDA, or does not exist."""
     try:
         found = torch.device(device)
     except RuntimeError as error:

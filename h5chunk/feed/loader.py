@@ -184,7 +184,7 @@ class ChunkLoader(Resumable):
     def read_amplification(self) -> float:
         """Bytes of the file that the next epoch reads, on all ranks, over the bytes of its samples.
 
-        More than 1 where a subset, or weights, use only a part of chunks that must be read whole because they are
+        More than 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
         compressed or small; less than 1 where samples are repeated. Fields that are kept in memory, and repeated reads
         for ``checksums``, are not counted.
         """

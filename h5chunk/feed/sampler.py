@@ -93,7 +93,7 @@ class Resumable:
         self._position.move(*load_state(state, self._template, self._identity))
 
     def _check_state(self) -> None:
-        """Raise OptionError where a position cannot be saved or loaded."""
+        """Raise OptionError if this order's position cannot be saved or loaded."""
 
     def _check_ranks(self) -> None:
         """Raise OptionError if torch.distributed was initialised too late: all ranks would read the same samples."""
@@ -332,7 +332,7 @@ def save_state(order: Order, batch: int, file: int) -> State:
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and the batch at which to resume; StateError if the state is invalid or of other data."""
+    """Return the epoch and batch at which to resume. Raises StateError if the state is invalid or of other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]

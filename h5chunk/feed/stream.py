@@ -216,7 +216,7 @@ class WindowStream:
         self._begin(order, start)
 
     def _receive_window(self) -> None:
-        """Receive the next opened window; WorkerError if that takes too long."""
+        """Receive the next opened window. Raises WorkerError if that takes too long."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
         try:

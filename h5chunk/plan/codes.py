@@ -36,7 +36,7 @@ Values = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Coding:
-    """Convert values to codes; OptionError if an option is invalid, or two options exclude each other.
+    """Convert values to codes. Raises OptionError if an option is invalid, or two options exclude each other.
 
     With ``clip``, values below 0 become 0, and values above 255 (above 255 / scale, if a scale is given) become that
     limit. The automatic scale never makes more values exceed the limit.
@@ -147,7 +147,7 @@ class Coding:
         return units[units // (UNITS // scales[0]) > MAX_CODE]
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """Return the code of every number of units: (max_unit + 1,) uint8; arbitrary where a unit has no code."""
+        """Return the code of every number of units: (max_unit + 1,) uint8; arbitrary for a unit without a code."""
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
             units //= UNITS // int(scale)

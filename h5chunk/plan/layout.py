@@ -51,7 +51,7 @@ class Layout:
 
 
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
-    """Choose the chunk size, or use the given one; OptionError if a chunk would exceed HDF5's limit of 4 GiB."""
+    """Choose or check the chunk size. Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB."""
     if sample_bytes > MAX_CHUNK_BYTES:
         raise OptionError(f"one sample is {sample_bytes} bytes but HDF5's limit of a chunk is {MAX_CHUNK_BYTES}")
     if chunk_samples is None:

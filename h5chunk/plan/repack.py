@@ -64,7 +64,7 @@ class Shares:
 
 
 def check_memory(memory_bytes: int, num_ordered: int) -> int:
-    """Return the memory that a permutation of this many samples leaves; OptionError if that is too little."""
+    """Return the memory that a permutation of this many samples leaves. Raises OptionError if it is too little."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
     left = memory_bytes - num_ordered * ORDER_BYTES

@@ -147,7 +147,7 @@ def select_samples(samples: Any, num_samples: int) -> Indices:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Convert an argument to an array; OptionError if that is impossible."""
+    """Convert an argument to an array. Raises OptionError if that is impossible."""
     try:
         return np.asarray(values)
     except (TypeError, ValueError):

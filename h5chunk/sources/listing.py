@@ -1,7 +1,7 @@
 """List the images of a folder or an archive in order, with their classes and splits.
 
-Only names are used; no image is opened. The order and the labels are those of torchvision's ImageFolder: classes sorted
-by name, within a class the folders sorted by path, within a folder the files sorted by name.
+Only names are used; no image is opened. The order and the labels are as in torchvision's ImageFolder: classes sorted by
+name, within a class the folders sorted by path, within a folder the files sorted by name.
 
 A data set often has the form ``train/cat/1.png``, ``val/cat/2.png``: its top folders are splits, not classes, and
 labels made from them would be worthless. The names decide; if they are ambiguous, an error asks the user.

@@ -161,7 +161,7 @@ class RegularFile:
 
     @contextmanager
     def reading(self) -> Iterator[IO[bytes]]:
-        """Open the file, which is still the same one; an OSError becomes a SourceError meanwhile."""
+        """Open the file in a context, after checking that it is unchanged; an OSError becomes a SourceError."""
         try:
             with open(self.path, "rb") as file:  # noqa: PTH123
                 self.check_unchanged(file.fileno())

@@ -2,7 +2,7 @@
 
 | question | answer |
 | --- | --- |
-| delimiter | what parts the first lines: ``::``, tab, semicolon, comma, or runs of blanks |
+| delimiter | what separates the cells of the first lines: ``::``, tab, semicolon, comma, or runs of blanks |
 | header | the first line, if it names columns: words where the second line has numbers, or well-known names |
 | columns | by their names (userId, movieId, rating, timestamp and the like), else the first, second and third; others \
 are left out |

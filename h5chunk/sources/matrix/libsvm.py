@@ -78,7 +78,7 @@ class LibsvmSource(TextSource):
             yield Block(rows, columns, values), piece.consumed_bytes
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number of entries of each row, and all columns and values; ValueError if something is wrong."""
+        """Return the number of entries of each row, and all columns and values. Raises ValueError on invalid lines."""
         lines = pyarrow.array([_without_comments(data)], pyarrow.large_binary())
         lines = pc.split_pattern(lines, "\n").flatten().cast(pyarrow.large_string())
         lines = pc.ascii_trim_whitespace(lines)
@@ -130,7 +130,7 @@ def _without_comments(data: bytes) -> bytes:
 
 
 def _labels(data: bytes) -> np.ndarray:
-    """Return the labels of whole lines; ValueError if a label is not a finite number."""
+    """Return the labels of whole lines. Raises ValueError if a label is not a finite number."""
     words = FIRST_WORD.findall(_without_comments(data))
     numbers = np.array(words, dtype="S").astype(np.float64) if words else np.empty(0)
     if not np.isfinite(numbers).all() or b"_" in b"".join(words):

@@ -49,9 +49,9 @@ writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in ro
 
 ``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are), which
 are not aligned with rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
-``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's ``obs``, labels) are
-datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or strings; truth values are
-uint8.
+``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's
+``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or
+strings; truth values are uint8.
 
 In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the rows of a nominal chunk of rows: a power of two (but no
 more than N), of at most 256 KiB of entries on average. It is what an order of an epoch permutes; no dataset but the

@@ -171,7 +171,7 @@ class CheckedDataset:
         return Parted(num_bytes, tuple(damages))
 
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
-        """Check a chunk; a plain chunk in pieces. FileError if it cannot be read."""
+        """Check a chunk; a plain chunk is read in pieces. Raises FileError if it cannot be read."""
         if offset < 0:
             return None if self._expected is None else Damage(chunk, "was never written, though it has a checksum")
         room = size

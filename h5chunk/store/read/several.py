@@ -36,7 +36,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def of(self, number: int) -> int:
-        """Return the descriptor of a file; FileError if it cannot be opened, or has changed."""
+        """Return the descriptor of a file. Raises FileError if it cannot be opened, or has changed."""
         found = self._open[number]
         if found is None:
             with self._lock:

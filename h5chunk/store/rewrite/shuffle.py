@@ -45,7 +45,7 @@ class NewOrder:
 
 
 class EvenRows:
-    """Rows of equal length as runs of bytes: where they are, and how to regroup them.
+    """Rows of equal length as runs of bytes: their offsets, and how to regroup them.
 
     Buckets are whole chunks of ``unit_rows`` rows if possible.
     """

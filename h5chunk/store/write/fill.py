@@ -252,7 +252,7 @@ class _ChunkBuffer:
         self.data = self.samples.reshape(-1).view(np.uint8).reshape(chunk_samples, -1)
 
     def offset(self, chunk: int) -> int:
-        """Return where a chunk lies in the file."""
+        """Return the offset of a chunk in the file."""
         return self._start + chunk * self.data.nbytes
 
 

@@ -165,7 +165,7 @@ def append_options() -> list[type[Options]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes, with or without a unit; OptionError if it is invalid.
+    """Parse a number of bytes, with or without a unit. Raises OptionError if it is invalid.
 
     >>> parse_bytes("1GiB"), parse_bytes("512M"), parse_bytes("1048576")
     (1073741824, 536870912, 1048576)

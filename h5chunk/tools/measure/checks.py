@@ -17,7 +17,7 @@ def check_budget(budget_s: float) -> None:
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-    """Return DataLoader worker counts, sorted, without duplicates; OptionError if a count is invalid."""
+    """Return DataLoader worker counts, sorted, without duplicates. Raises OptionError if a count is invalid."""
     return tuple(sorted({check_whole("workers", number, 0) for number in (default if workers is None else workers)}))
 
 

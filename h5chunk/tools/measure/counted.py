@@ -25,7 +25,7 @@ MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is eno
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Predicted and measured reads of chunks of the largest field, and their stored bytes, for some batches."""
+    """Predicted and measured reads of the largest field's chunks, with their stored bytes, for several batches."""
 
     predicted_reads: int
     measured_reads: int

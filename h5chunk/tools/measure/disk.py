@@ -170,7 +170,7 @@ class FileReads:
         return max(1, samples), done == fitting
 
     def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
-        """Read a range into a buffer; FileError if it cannot be read, or the file ends too early."""
+        """Read a range into a buffer. Raises FileError if it cannot be read, or the file ends too early."""
         done = 0
         while done < wanted.size:
             try:

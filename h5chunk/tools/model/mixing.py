@@ -51,7 +51,7 @@ def effective_batch(clustering: Clustering, order: Order) -> float:
 
 
 def design_effect(clustering: Clustering, order: Order) -> float:
-    """Return the variance of a batch's group shares over that of a full shuffle, averaged over an epoch.
+    """Return the variance of a batch's group shares, divided by a full shuffle's, averaged over an epoch.
 
     For whole chunks of b in windows of W, batches of B and M samples
     ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raises OptionError if ``clustering`` is

@@ -55,7 +55,7 @@ class RepackOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Options that a tuner recommends for a file; None where it has no recommendation."""
+    """Options that a tuner recommends for a file; None for an option without a recommendation."""
 
     chunk_samples: int | None = None
     window_chunks: int | None = None

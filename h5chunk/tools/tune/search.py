@@ -74,7 +74,7 @@ class Search:
     def run(self) -> None:
         """Measure one setting of each kind, then the most promising ones; then race the best.
 
-        OptionError if no setting fits in memory.
+        Raises OptionError if no setting fits in memory.
         """
         least = min(memory_of(setting, self.study.facts) for setting in self.settings)
         if least > self.limits.memory_bytes:
@@ -128,7 +128,7 @@ class Search:
         return rate
 
     def _anchors(self) -> Iterable[Setting]:
-        """Yield the second best of every promising kind, so that the best is predicted from another measurement."""
+        """Yield the second-best setting per promising kind, so that the best is predicted from another measurement."""
         kinds: dict[tuple[str, int, bool], list[Setting]] = {}
         for setting in sorted(self.settings, key=self.predictor.rate, reverse=True):
             if memory_of(setting, self.study.facts) <= self.limits.memory_bytes:

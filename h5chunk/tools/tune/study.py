@@ -66,7 +66,7 @@ class Study:
         return self.reader.matrix is not None
 
     def path_of(self, setting: Setting, budget: TimeBudget) -> tuple[Path, Mapping[str, str]]:
-        """Return the file to measure a setting on, and its fields; OutputError if it cannot be written."""
+        """Return the file to measure a setting on, and its fields. Raises OutputError if it cannot be written."""
         if not setting.repack or self.matrix:
             return self.reader.path, self.fields
         if setting.chunk_samples not in self._made:
@@ -84,7 +84,7 @@ class Study:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a temporary folder for samples in other chunks; OutputError if no folder can be made."""
+    """Yield a temporary folder for samples in other chunks. Raises OutputError if no folder can be made."""
     try:
         made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -121,7 +121,7 @@ def study_file(
     folder: Path,
     trusted: bool = False,
 ) -> Study:
-    """Inspect a file before measuring; errors are those of `h5chunk.tune`."""
+    """Inspect a file before measuring. Raises the same errors as `h5chunk.tune`."""
     from h5chunk.feed.dataset import ChunkDataset
 
     with limited_memory(Path(path)):
