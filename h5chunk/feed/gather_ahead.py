@@ -58,7 +58,7 @@ class GatherAhead:
                 if not self._queue:
                     return
                 if os.getpid() != self._process:
-                    raise WorkerError("batches were gathered by threads that a fork leaves behind: start again")
+                    raise WorkerError("this process was forked while batches were gathered: iterate again")
                 self._wait(self._queue[0][0], done)
                 yield self._queue.popleft()[1]
         finally:

@@ -129,8 +129,8 @@ class WindowRead:
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until no thread writes to the slot, whether it was filled or not.
 
-        Raise `WorkerError` if no task of any window completed for ``timeout_s``: a window that waits for other windows
-        does not hang.
+        Raise `WorkerError` if no task of any window completed for ``timeout_s``. Tasks of other windows count, because
+        this window may be waiting behind them.
         """
         if os.getpid() != self._process:
             raise self._pool.lost_by_fork()

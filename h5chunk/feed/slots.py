@@ -151,8 +151,8 @@ class CsrWindow:
         if same.any():
             column = int(indices[order[int(same.argmax())]])
             raise FileError(
-                f"{self._layout.where} has a row with several entries in column {column}: write the file anew with "
-                "their sum (of .h5ad and 10x files, h5chunk convert does that)"
+                f"{self._layout.where} has a row with several entries in column {column}: add them up and write "
+                "the file again (h5chunk convert does that with .h5ad and 10x files)"
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:

@@ -162,7 +162,7 @@ class ChunkGrid:
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def cache_for(self, open_bands: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-        """Compute the smallest cache that holds this many bands until they are read; empty if none is needed."""
+        """Compute the smallest cache that holds the chunks of this many rows of chunks; empty if none is needed."""
         if not self.needs_cache:
             return CacheSettings(1, 0)
         nbytes = cache_for(open_bands, self.band_bytes, max(1, self.num_bands)).nbytes

@@ -41,7 +41,7 @@ class Shares:
 
     @property
     def part_bytes(self) -> int:
-        """Upper limit on one buffer: there are three per thread, and a few more."""
+        """Upper limit on the bytes of one buffer; every thread has three, and the writer a few."""
         return self.memory_bytes // (4 * self.num_threads + 2)
 
     @property

@@ -62,7 +62,7 @@ from h5chunk.tools.convert.options import WriteOptions
 def repack(file: str, output: str, dry_run: bool, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
 
-    Everything else is kept. Fields are the datasets whose first axis is as long as the main field's. The report
+    The fields are the datasets whose first axis counts samples; everything else is copied unchanged. The report
     compares the layout of each field before and after.
     """
     run(h5chunk.plan_repack if dry_run else h5chunk.repack, file, output, **options)

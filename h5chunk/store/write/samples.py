@@ -220,7 +220,7 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """A source whose samples -1, -2, ... are the samples of an older file's last chunk, which new samples fill up."""
+    """The new samples, preceded by those of the last, partly filled chunk of the old file, numbered -1, -2, ...."""
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]

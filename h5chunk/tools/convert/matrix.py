@@ -112,7 +112,7 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
 
 
 def _report(path: Path, source: SparseSource, started: float, **known: Any) -> MatrixReport:
-    """Report on a complete file from its header; a file that was converted just now has more to report."""
+    """Make the report of a complete file from its header, and from what only the conversion itself knows."""
     with opened(path) as file:
         matrix, checksums = read_matrix(file), file[f"{GROUP}/checksums"]
         assert matrix is not None

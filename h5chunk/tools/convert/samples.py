@@ -165,7 +165,9 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
         )
     shards = -(-layout.num_chunks // per_shard)
     if shards > MAX_SHARDS:
-        raise OptionError(f"shard_bytes is {shard_bytes}, which makes {shards} shards: give more, for {MAX_SHARDS}")
+        raise OptionError(
+            f"shard_bytes is {shard_bytes}, which makes {shards} shards of at most {MAX_SHARDS}: give more"
+        )
     return shards
 
 

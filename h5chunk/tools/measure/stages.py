@@ -64,7 +64,7 @@ class Stage:
         return statistics.median(self.rates[1:] or self.rates)
 
     def figure(self, limits: Mapping[str, float]) -> Figure:
-        """Return the figure relative to the lowest limit, in samples/s: of the stage's limits, or else memory copy."""
+        """Return the rate beside the lowest of the stage's limits, or the rate of copying memory without any."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         own = (MEMORY,) if self.limits and limits.keys().isdisjoint(self.limits) else self.limits

@@ -77,8 +77,8 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
     """Find the smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
-    It is exact to within a few percent, for an order from `h5chunk.plan.order.with_full_windows`; the order's own
-    ``window_chunks`` is ignored; None if only a window of all chunks suffices.
+    Returns None if only a window of all chunks suffices. The result is exact to within a few percent for an order from
+    `h5chunk.plan.order.with_full_windows`; the order's own ``window_chunks`` is ignored.
     """
     if not 0 < min_share < 1:
         raise OptionError(f"min_share is {min_share}: give a share of the batch above 0 and below 1, such as 0.95")

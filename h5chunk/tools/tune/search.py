@@ -128,7 +128,7 @@ class Search:
         return rate
 
     def _anchors(self) -> Iterable[Setting]:
-        """Yield the second-best setting per promising kind, so that the best is predicted from another measurement."""
+        """Yield the second-best setting per way, workers and layout: measuring it corrects the predicted best."""
         kinds: dict[tuple[str, int, bool], list[Setting]] = {}
         for setting in sorted(self.settings, key=self.predictor.rate, reverse=True):
             if memory_of(setting, self.study.facts) <= self.limits.memory_bytes:
