@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -40,9 +40,8 @@ class Resident:
         self._ahead: GatherAhead | None = None
         if self._memory is not None and available() and all(isinstance(field, torch.Tensor) for field in self._fields):
             self._ahead = GatherAhead(self._fields, source.num_threads)
-        self._planner = _planner()
         self._process = os.getpid()
-        self._planned: dict[int, Future[np.ndarray]] = {}
+        self._planned: dict[int, _DrawnOrder] = {}
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
         num_samples, source = source.reader.num_samples, replace(source, layouts=source.pieces)
@@ -66,7 +65,8 @@ class Resident:
 
     def close(self) -> None:
         """Free the data and stop the threads."""
-        self._planner.shutdown(cancel_futures=True)
+        for planned in self._planned.values():
+            planned.wait()
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -111,10 +111,10 @@ class Resident:
         for first in range(0, len(samples), size):
             yield gather(tuple(self._fields), numbers.part(first, first + size), self._memory)
 
-    def _plan(self, order: Order) -> Future[np.ndarray]:
-        if self._process != os.getpid():  # a fork leaves the thread behind
-            self._planner, self._process, self._planned = _planner(), os.getpid(), {}
-        plan = self._planned.get(order.epoch) or self._planner.submit(_whole, order)
+    def _plan(self, order: Order) -> _DrawnOrder:
+        if self._process != os.getpid():  # a fork leaves the threads behind
+            self._process, self._planned = os.getpid(), {}
+        plan = self._planned.get(order.epoch) or _DrawnOrder(order)
         self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
         self._planned[order.epoch] = plan
         return plan
@@ -139,8 +139,32 @@ def _put(field: Any, first: int, part: Any) -> None:
         field.values[start:stop].copy_(part.values)
 
 
-def _planner() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="h5chunk-order")
+class _DrawnOrder:
+    """The samples of an epoch in their order, drawn in a thread; unlike an executor's, its locks survive Ctrl-C."""
+
+    def __init__(self, order: Order) -> None:
+        self._drawn: np.ndarray | BaseException | None = None
+        self._thread = threading.Thread(target=self._draw, args=(order,), name="h5chunk-order", daemon=True)
+        self._thread.start()
+
+    def _draw(self, order: Order) -> None:
+        try:
+            self._drawn = _whole(order)
+        except BaseException as error:  # raised again by result()
+            self._drawn = error
+
+    def wait(self) -> None:
+        """Wait until the order is drawn."""
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def result(self) -> np.ndarray:
+        """Return the sample numbers: (num_samples,) int64."""
+        self.wait()
+        if isinstance(self._drawn, BaseException):
+            raise self._drawn
+        assert self._drawn is not None
+        return self._drawn
 
 
 def _whole(order: Order) -> np.ndarray:

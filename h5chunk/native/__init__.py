@@ -10,6 +10,8 @@ import ctypes
 import functools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +119,7 @@ class NativePool:
             raise OSError("no reading thread could be started")
         self._kept: dict[int, np.ndarray] = {}  # jobs, by ticket
         self._lock = threading.Lock()  # none of the functions is called once the pool was given back
+        self._num_inside = 0  # calls of other threads that wait in the library
 
     @property
     def num_threads(self) -> int:
@@ -153,7 +156,8 @@ class NativePool:
         Raises EOFError if the pool is closed, and all tickets were returned.
         """
         found = _Result()
-        state = self._library.h5chunk_wait(self._pool, timeout_s, found)
+        with self._inside() as pool:
+            state = self._library.h5chunk_wait(pool, timeout_s, found) if pool else -1
         if state < 0:
             raise EOFError("the pool of reading threads is closed")
         if not state:
@@ -163,15 +167,32 @@ class NativePool:
 
     def close(self, timeout_s: float) -> bool:
         """Drop waiting jobs, and wait for the threads; return whether all have ended. May be called again."""
-        return bool(self._library.h5chunk_close(self._pool, timeout_s))
+        with self._inside() as pool:
+            return not pool or bool(self._library.h5chunk_close(pool, timeout_s))
+
+    @contextmanager
+    def _inside(self) -> Iterator[Any]:
+        """Enter the library for a while, during which the pool stays."""
+        with self._lock:
+            pool = self._pool
+            self._num_inside += 1
+        try:
+            yield pool
+        finally:
+            with self._lock:
+                self._num_inside -= 1
 
     def free(self) -> None:
-        """Free the closed pool, which must not be used any more; threads that still read keep their memory."""
+        """Free the closed pool; threads that still read keep their memory.
+
+        The pool stays if a thread is still inside: one whose start a signal interrupted, so that nobody knows of it.
+        """
         if self.num_threads:
             _abandoned.append(self._kept)
         with self._lock:
             pool, self._pool = self._pool, None
-            self._library.h5chunk_free(pool)
+            if pool and not self._num_inside:
+                self._library.h5chunk_free(pool)
 
 
 def run(jobs: np.ndarray) -> Result:
