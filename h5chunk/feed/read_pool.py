@@ -188,7 +188,7 @@ class ReadPool:
         self._reader, self._direct, self._numbered = reader, direct, numbered or {}
         self.path, self.timeout_s = reader.path, timeout_s
         self.tasks_done = 0  # by threads of Python
-        self._hangs = False  # something was waited for in vain
+        self._hangs = False  # whether a wait has run into its timeout
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
         self._tasks: SimpleQueue[tuple[WindowRead, ReadTask] | None] = SimpleQueue()
