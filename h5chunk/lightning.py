@@ -144,6 +144,8 @@ class ChunkDataModule(LightningDataModule):
         return train, val, rest[0] if rest else None
 
     def _dataset(self, data: Data | None) -> ChunkDataset | None:
+        if isinstance(data, ChunkDataset) and self._fields is not None:
+            raise OptionError("fields is given beside a ChunkDataset, which has its own: give it to the ChunkDataset")
         if data is None or isinstance(data, ChunkDataset):
             return data
         return ChunkDataset(data, fields=self._fields)

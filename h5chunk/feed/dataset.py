@@ -69,8 +69,7 @@ class ChunkDataset(Dataset[Any]):
         ``h5chunk/source_index`` of a converted file is the number of each sample in its source: the row of an array.
     trusted : bool
         Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
-        filters. If False, each process first opens a file in a child process, as HDF5 may crash or loop on it: usually
-        20 to 50 ms for each choice of fields, and more in processes of many GB.
+        filters. If False, each process first opens a file in a child process (20 to 50 ms), as HDF5 may crash on it.
     checksums : {"off", "first", "always"}
         Check chunks against the checksums of a converted file: once per process, or at every read. A chunk is read
         whole for this, however few of its samples are needed.
@@ -78,8 +77,7 @@ class ChunkDataset(Dataset[Any]):
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image. For a matrix, the
         leading objects of `h5chunk.transforms` are applied to whole batches as they are read: ``transform=[Log1p(1e4),
         Dense(torch.float16)]``. Default: dense float32. With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also
-        from a worker, and a single row is a sparse tensor. Where the last batch of a rank is empty, an unused sample is
-        read for its shape.
+        from a worker, and a single row is a sparse tensor.
 
     Raises
     ------
@@ -111,10 +109,24 @@ class ChunkDataset(Dataset[Any]):
             torch_dtype(self.field(name).dtype, name)
             if name != self._names[0] and self.field(name).scale is not None:
                 raise OptionError(f"field {name!r} is a matrix: name it first")
-        self.transform = transform
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
         self._sample_reader = SampleReader(self._reader, self._transforms.rows)
         self._samples: np.ndarray | None = None  # of a subset
+
+    @property
+    def transform(self) -> Any:
+        """The transform of the first field, as it was given."""
+        return self._transforms.given
+
+    def with_transform(self, transform: Any) -> ChunkDataset:
+        """Return the same data set with another transform: ``train.with_transform(augment)``, of a part of a split.
+
+        `ChunkLoader` takes it if it consists of objects of `h5chunk.transforms`, and raises OptionError otherwise.
+        """
+        other = copy(self)
+        other._transforms = SampleTransforms(transform, self.field(self._names[0]))
+        other._sample_reader = SampleReader(other._reader, other._transforms.rows)
+        return other
 
     def field(self, name: str) -> Field | MatrixField:
         """Return the shape, dtype and chunks of a field."""
@@ -379,8 +391,7 @@ class ChunkDataset(Dataset[Any]):
         return positions if self._samples is None else self._samples[positions]
 
     def __repr__(self) -> str:
-        stored = self._reader.fields.values()
-        fields = ", ".join(f"{field.name} {field.dtype}{list(field.sample_shape)}" for field in stored)
+        fields = ", ".join(f"{x.name} {x.dtype}{list(x.sample_shape)}" for x in self._reader.fields.values())
         times = self.read_amplification
         beside = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
         return printable(

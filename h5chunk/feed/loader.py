@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.errors import H5ChunkError, OptionError, printable
 from h5chunk.feed.batches import BatchMaker, FieldPipeline
@@ -24,7 +24,7 @@ from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
-from h5chunk.transforms import Transforms, transforms_by_field
+from h5chunk.transforms import BATCH_TRANSFORMS, Transforms, transforms_by_field
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
 
@@ -53,7 +53,8 @@ class ChunkLoader(Resumable):
     Parameters
     ----------
     data : path, sequence of paths, or ChunkDataset
-        One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset.
+        One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transform is
+        taken if it consists of objects of `h5chunk.transforms`, else it is an error.
     batch_size : int, optional
         Needed without ``sampler``.
     sampler : ChunkSampler, optional
@@ -137,7 +138,7 @@ class ChunkLoader(Resumable):
         check_arguments(reader, resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         target = find_device(device)
-        dataset = _dataset(data)
+        dataset, transforms = _dataset(data, transforms)
         if sampler is None:
             if batch_size is None:
                 raise OptionError("batch_size is missing: give it, or a sampler")
@@ -287,15 +288,32 @@ class ChunkLoader(Resumable):
         )
 
 
-def _dataset(data: Paths | ChunkDataset) -> ChunkDataset:
+def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
+    """Return the data set, and the transforms of its batches; raise OptionError if something would be left out."""
     if not isinstance(data, ChunkDataset):
-        return ChunkDataset(data)
-    if data.transform is not None:
+        if isinstance(data, Dataset):
+            raise OptionError(
+                f"data is a {type(data).__name__}: give a ChunkDataset; its subset and split take parts of it"
+            )
+        return ChunkDataset(data), transforms
+    changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
+    if changed:
+        raise OptionError(
+            f"{type(data).__name__} has its own {changed[0]}, which a ChunkLoader does not call: do it with transforms="
+        )
+    own = [data.transform] if callable(data.transform) else list(data.transform or ())
+    if not own:
+        return data, transforms
+    if transforms is not None or not all(isinstance(each, BATCH_TRANSFORMS) for each in own):
         raise OptionError(
             "the data set has a transform, which is for single samples in a DataLoader: give it to the loader, as "
-            "transforms=, and leave it out there"
+            "transforms=, and leave it out there (dataset.with_transform(None))"
         )
-    return data
+    return data, own
+
+
+def _differs(kind: type[ChunkDataset], name: str) -> bool:
+    return getattr(kind, name) is not getattr(ChunkDataset, name)
 
 
 def _check_sampler(

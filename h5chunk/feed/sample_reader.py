@@ -48,6 +48,7 @@ class SampleTransforms:
     """Transforms of the first field: ``rows`` converts batches of a matrix, ``each`` converts single samples."""
 
     def __init__(self, transform: Any, field: Field | MatrixField) -> None:
+        self.given = transform
         given = () if transform is None else [transform] if callable(transform) else transform
         transforms: Sequence[Any] = check_transforms("transform", given)
         check_first(transforms, field, torch_dtype(field.dtype, field.name))

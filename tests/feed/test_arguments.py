@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.foreign import make_file, values
 from support.loader_options import make_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
@@ -109,6 +109,18 @@ def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | Non
     loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     with pytest.raises(OptionError, match=match):
         next(iter(loader))
+
+
+class Doubled(ChunkDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)[0] * 2
+
+
+def test_what_a_loader_would_leave_out(path: Path) -> None:
+    with pytest.raises(OptionError, match="Doubled has its own __getitem__, which a ChunkLoader does not call"):
+        ChunkLoader(Doubled(path), 4)
+    with pytest.raises(OptionError, match="data is a Subset: give a ChunkDataset; its subset and split take parts"):
+        ChunkLoader(Subset(ChunkDataset(path), [1, 2]), 4)  # type: ignore[arg-type]
 
 
 def test_a_loader_is_neither_copied_nor_sent(path: Path) -> None:

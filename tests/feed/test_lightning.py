@@ -250,6 +250,11 @@ def test_strata(path):
     assert abs(len(data.datasets[0]) - len(data.datasets[1])) <= N  # every label is a class of its own
 
 
+def test_fields_beside_a_data_set(path):
+    with pytest.raises(OptionError, match="fields is given beside a ChunkDataset"):
+        make_module(ChunkDataset(path), fields=["images"]).train_dataloader()
+
+
 def test_parts_are_the_folders_that_the_samples_were_in(tmp_path):
     for number in range(24):
         folder = tmp_path / "data" / ("training", "Valid", "train")[number % 3] / "ab"[number % 2]

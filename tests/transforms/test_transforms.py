@@ -220,6 +220,25 @@ def test_single_samples_of_a_data_set(path):
 def test_a_data_set_with_a_transform_is_refused(path):
     with pytest.raises(OptionError, match=r"has a transform, .*give it to the loader, as transforms="):
         ChunkLoader(ChunkDataset(path, transform=abs), 16)
+    with pytest.raises(OptionError, match="has a transform"):
+        ChunkLoader(ChunkDataset(path, transform=Normalize(MEAN, STD)), 16, transforms=[ToDtype(torch.float16)])
+
+
+def test_each_part_of_a_split_has_its_own_transform(path):
+    train, val = ChunkDataset(path).split((0.5, 0.5))
+    train, plain = train.with_transform([Normalize(MEAN, STD)]), train
+    assert train.transform == [Normalize(MEAN, STD)] and plain.transform is None is val.transform
+    expected = reference(torch.from_numpy(IMAGES[train.samples]), MEAN, STD, 1)
+    with ChunkLoader(train, 1000, shuffle=False) as loader:
+        check_close(next(iter(loader))[0], expected, bound=5)
+    check_close(train[range(len(train))][0], expected, bound=5)
+    with ChunkLoader(val, 16) as loader:
+        assert next(iter(loader))[0].dtype == torch.uint8
+    assert train.with_transform(None)[0][0].dtype == torch.uint8
+    with pytest.raises(OptionError, match="no matrix"):
+        train.with_transform(Dense(torch.float16))
+    with pytest.raises(AttributeError):  # it would have no effect, so it is not taken
+        train.transform = None
 
 
 def test_fields_that_are_no_images(tmp_path):
