@@ -3,11 +3,13 @@
     python scripts/train_demo.py demo-data         # needs train/, test/, train.h5 and test.h5 there: scripts/demo.sh
 
 folder   one file an image, decoded in ``__getitem__``, as torchvision's ImageFolder does it
-h5py     ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on the same file: a draw reads a whole chunk
-h5chunk  ChunkDataset and ChunkSampler
+h5py     ``h5py.File(...)["images"][i]``: each draw reads a whole chunk
+h5chunk  ChunkDataset
 
-Each trains the same network from the same start for ``--epochs`` epochs with torch's own DataLoader. Prints accuracy
-on the test images, time, and the share of it spent waiting for the next batch. Uses a GPU if there is one.
+Each trains the same network from the same start for ``--epochs`` epochs with torch's own DataLoader, on the same
+batches in the same order, that of ChunkSampler. So losses and accuracies must be equal to the last digit, and the
+script says whether they are; what differs is the time, and the share of it spent waiting for the next batch. Uses a
+GPU if there is one.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ import h5chunk
 
 
 class FolderDataset(Dataset):
-    """Images and labels as torchvision's ImageFolder gives them."""
+    """Images and labels as torchvision's ImageFolder gives them, numbered as in the converted file."""
 
-    def __init__(self, root: Path) -> None:
-        classes = sorted(path.name for path in root.iterdir() if path.is_dir())
-        self.samples = [(path, i) for i, name in enumerate(classes) for path in sorted((root / name).iterdir())]
+    def __init__(self, root: Path, converted: h5chunk.ChunkDataset) -> None:
+        names = converted.source_names.tolist()
+        self.samples = [(root / name, converted.classes.index(name.split("/")[0])) for name in names]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -63,22 +65,24 @@ class PlainDataset(Dataset):
 
 
 def make_loader(name: str, data: Path, batch_size: int, workers: int) -> DataLoader:
-    if name == "h5chunk":
-        dataset = h5chunk.ChunkDataset(data / "train.h5")
-        return DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, batch_size), num_workers=workers)
-    rows = FolderDataset(data / "train") if name == "folder" else PlainDataset(data / "train.h5")
-    return DataLoader(rows, batch_size=batch_size, shuffle=True, num_workers=workers)
+    dataset = h5chunk.ChunkDataset(data / "train.h5")
+    rows: Dataset = dataset
+    if name == "folder":
+        rows = FolderDataset(data / "train", dataset)
+    elif name == "h5py":
+        rows = PlainDataset(data / "train.h5")
+    return DataLoader(rows, batch_sampler=h5chunk.ChunkSampler(dataset, batch_size), num_workers=workers)
 
 
 def make_network(num_classes: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((3, 16, 2), (16, 32, 2), (32, 64, 2)):
+    for inputs, outputs, stride in ((3, 16, 4), (16, 32, 2), (32, 64, 2)):
         layers += [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
 
 
 def prepare(images: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return images.to(device).float().div_(127.5).sub_(1)
+    return images.to(device).contiguous().float().div_(127.5).sub_(1)
 
 
 class Waiting:
@@ -97,24 +101,25 @@ class Waiting:
 
 def train(
     name: str, args: argparse.Namespace, device: torch.device, num_classes: int
-) -> tuple[nn.Module, float, float]:
-    """A trained network, the seconds it took and those of them spent waiting."""
+) -> tuple[nn.Module, list[float], float, float]:
+    """A trained network, the loss of each batch, the seconds it took and those of them spent waiting."""
     torch.manual_seed(0)
     network = make_network(num_classes).to(device)
     optimizer = torch.optim.Adam(network.parameters(), 3e-3)
     loader = make_loader(name, args.data, args.batch_size, args.workers)
-    waited = 0.0
+    waited, losses = 0.0, []
     started = time.perf_counter()
     for _ in range(args.epochs):
         batches = Waiting(loader)
         for images, labels in batches:
             optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(network(prepare(images, device)), labels.to(device)).backward()
+            loss = nn.functional.cross_entropy(network(prepare(images, device)), labels.to(device))
+            loss.backward()
             optimizer.step()
+            losses.append(loss.detach())
         waited += batches.seconds
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return network, time.perf_counter() - started, waited
+    losses = torch.stack(losses).tolist()  # waits for the GPU
+    return network, losses, time.perf_counter() - started, waited
 
 
 @torch.no_grad()
@@ -137,12 +142,19 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_classes = len(h5chunk.ChunkDataset(args.data / "train.h5").classes)
+    torch.backends.cudnn.deterministic = True
     print(f"{args.epochs} epochs on {device}, batches of {args.batch_size}, {args.workers} workers")
-    print(f"{'':8s} accuracy   seconds   waiting for data")
+    print(f"{'':8s} {'last loss':>11s}  accuracy   seconds   waiting for data")
+    curves = []
     for name in ("folder", "h5py", "h5chunk"):
-        network, seconds, waited = train(name, args, device, num_classes)
+        network, losses, seconds, waited = train(name, args, device, num_classes)
         right = accuracy(network, args.data, device)
-        print(f"{name:8s} {right:>8.1%} {seconds:>9.1f} {waited / seconds:>18.1%}", flush=True)
+        print(f"{name:8s} {losses[-1]:>11.8f} {right:>9.1%} {seconds:>9.1f} {waited / seconds:>18.1%}", flush=True)
+        curves.append(losses)
+    if all(losses == curves[0] for losses in curves):
+        print(f"The losses of all {len(curves[0])} batches are equal to the last digit: it is the same training.")
+    else:
+        raise SystemExit("the losses differ, though the batches should be the same")
 
 
 if __name__ == "__main__":
