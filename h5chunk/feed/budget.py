@@ -123,7 +123,10 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, ByteReader], d
         raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
-    return direct, why
+    if how == "auto":
+        slower = [name for name, field in direct.items() if field.is_slower_than_hdf5 and not is_kept_whole(field)]
+        why |= dict.fromkeys(slower, "its chunks are tiny")
+    return {name: field for name, field in direct.items() if name not in why}, why
 
 
 class MemoryBudget:

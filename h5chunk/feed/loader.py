@@ -85,7 +85,8 @@ class ChunkLoader(Resumable):
         ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
         the CPU, if it takes no more memory than the windows under way would, and native threads can gather from it.
     reader : {"auto", "direct", "h5py"}
-        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows them.
+        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows them, unless a field
+        has thousands of chunks below 8 KiB that have to be decoded or put together, which HDF5 does faster.
     reuse : bool
         On the CPU, give batches that are valid only until the next batch, so that no new memory is allocated. (By
         default memory is reused too, once nothing refers to it.)

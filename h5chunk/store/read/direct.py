@@ -34,6 +34,7 @@ from h5chunk.store.read.fields import Field
 MAX_DECODED_BYTES = 256 << 20  # of a chunk: each thread holds one, and one more for what it decodes from
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # of chunks that are kept
 MIN_KEPT_CHUNKS = 2  # that each file keeps, where many files share the memory
+TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # so many chunks, of so few bytes, HDF5 decodes faster: scripts/LOG.md
 KEPT_BANDS = 2  # of chunks that share samples: windows cut them, and the next one finds the rest decoded
 
 _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # chunk, piece, rows of the chunk, destinations
@@ -80,6 +81,7 @@ class DecodedChunks:
             raise NotDirect(self._raw.left_to_hdf5)
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
         self.num_kept = max(1, min(num_kept, KEPT_BYTES // self.chunk_bytes))
+        self.are_tiny = self.chunk_bytes < TINY_BYTES and len(table) >= MANY_CHUNKS
         self.forget()
 
     def forget(self) -> None:
@@ -150,6 +152,11 @@ class ByteReader:
     def bytes_read(self, rows: np.ndarray) -> int:
         """Return the number of bytes that are read, or decoded, for these rows, in any order."""
         raise NotImplementedError
+
+    @property
+    def is_slower_than_hdf5(self) -> bool:
+        """Whether HDF5, in one thread, reads this field faster than threads decode its many tiny chunks."""
+        return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:
         """Return the bytes of memory that this many threads need, in addition to the rows themselves."""
