@@ -1,19 +1,19 @@
-"""What each known trick for feeding a GPU is worth: turn them on one after another, and measure.
+"""Measure what each known trick for feeding a GPU adds, by turning them on one after another.
 
     python scripts/ablation.py --model resnet18 --num-workers 16 --json h200.json     # with a GPU: some ten minutes
     python scripts/ablation.py --quick                                                # on two cores: a minute
     python scripts/ablation.py --plot-json h200.json                                  # only the picture, later
 
-Starts with a folder of JPEGs and a plain DataLoader (decoding in the main process, float32 on the CPU) and ends with
-ChunkLoader and everything else. Makes the folder (scripts/make_images.py) and the packed file if they are missing;
-images that are there must be as many as in the packed file. Each row keeps the switches of the rows above it, unless
-its name says otherwise, and is a training run of its own: one epoch that is not counted, then ``--epochs`` whole ones,
-of which the medians are printed. With ``--steps`` an epoch is only so many steps, and the seconds of a whole one are
-worked out from the rate: the table says so. On a CPU the network gets half of the cores, and the loaders the others.
+The first row is a folder of JPEGs with a plain DataLoader (decoding in the main process, float32 on the CPU), the last
+row is ChunkLoader with all tricks. The script makes the folder (scripts/make_images.py) and the packed file if they are
+missing; both must hold the same number of images. Each row keeps the switches of the rows above it, unless its name
+says otherwise. A row is a training run: one warm-up epoch, then ``--epochs`` whole epochs, whose medians are printed.
+With ``--steps`` an epoch has only that many steps, the seconds of a whole epoch are computed from the rate, and the
+table says so. On a CPU the network gets half of the cores and the loaders get the other half.
 
-Columns: seconds of an epoch; images/s trained (with echo, repetitions count); how often that is the first row's; the
-share of time the loop stood waiting for the loader; peak of GPU memory; images/s on one cached batch with the same
-model settings, measured before and after each epoch; utilisation, the former rate over the latter.
+Columns: seconds of an epoch; images/s trained (with echo, repetitions count); that rate over the first row's; the
+share of time that the loop waited for the loader; peak GPU memory; images/s on one cached batch with the same model
+settings, measured before and after each epoch; utilisation, which is the trained rate over the cached one.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ PLOT_HELP = "the picture needs matplotlib: pip install 'h5chunk[plot]', then pyt
 
 @dataclass(frozen=True)
 class Row:
-    """A trick, and the settings that it changes."""
+    """One row of the table: a trick and the settings that it changes."""
 
     name: str
     changes: dict[str, Any]
     gpu_only: bool = False
     convolutions_only: bool = False
-    passing: bool = False  # the rows below do not keep it
+    passing: bool = False  # whether this row alone has these settings
 
 
 def all_rows(folder: Path, packed: Path, image_size: tuple[int, int], num_workers: int) -> list[Row]:
-    """Every trick, in the order in which they are turned on."""
+    """Return all tricks in the order in which they are turned on."""
     of_folder = {"data": folder, "loader": "folder", "image_size": image_size, "transport": "float32"}
     of_packed = {"data": packed, "loader": "dataset", "image_size": None}
     by_itself = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "non_blocking")
@@ -89,7 +89,7 @@ def all_rows(folder: Path, packed: Path, image_size: tuple[int, int], num_worker
 
 
 def rows_for(base: Settings, rows: list[Row]) -> list[tuple[str, Settings]]:
-    """Names and settings of the rows that mean something on this device and for this model."""
+    """Return the names and settings of the rows that apply to this device and model."""
     found = []
     for row in rows:
         if (row.gpu_only and not base.on_gpu) or (row.convolutions_only and base.model.startswith("vit")):
@@ -104,7 +104,7 @@ def rows_for(base: Settings, rows: list[Row]) -> list[tuple[str, Settings]]:
 
 
 def prepare_data(folder: Path, packed: Path, count: int, size: tuple[int, int], say: Say) -> tuple[int, int]:
-    """Make what is missing; gives the size of the images."""
+    """Make the folder and the packed file if they are missing, and return the size of the images."""
     if not folder.is_dir():
         say(f"making {count} JPEGs of {size[0]} x {size[1]} in {folder}")
         script = Path(__file__).with_name("make_images.py")
@@ -124,7 +124,7 @@ def prepare_data(folder: Path, packed: Path, count: int, size: tuple[int, int], 
 
 
 def measure(name: str, settings: Settings) -> dict[str, Any]:
-    """A row of the table: the median epoch of those after the first."""
+    """Measure one row of the table: the medians of all epochs but the first."""
     run = train(settings, say=lambda _: None)
     epochs = run.epochs[1:]
 
@@ -144,7 +144,7 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def epoch_seconds(run: Run) -> float:
-    """Measured, or with --steps worked out from the rate of fresh images."""
+    """Return the measured seconds of an epoch, or with --steps those computed from the rate of fresh images."""
     epochs = run.epochs[1:]
     if run.settings.steps is None:
         return statistics.median(epoch.seconds for epoch in epochs)
@@ -152,7 +152,7 @@ def epoch_seconds(run: Run) -> float:
 
 
 def ablation(rows: list[tuple[str, Settings]], say: Say, save: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Measure the rows one after another; what is measured is saved after each."""
+    """Measure the rows one after another, and save the results after each row."""
     done: list[dict[str, Any]] = []
     say(header(rows[0][1].steps))
     for name, settings in rows:
@@ -183,7 +183,7 @@ def line(row: dict[str, Any], first_rate: float) -> str:
 
 
 def plot(json_path: Path, png_path: Path) -> None:
-    """Draw what a run wrote; raises ImportError without matplotlib."""
+    """Draw the results of a run. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,7 +215,7 @@ def plot(json_path: Path, png_path: Path) -> None:
 
 
 def try_plot(json_path: Path, png_path: Path) -> str:
-    """Draw, and say where; or say what is missing."""
+    """Draw the picture and print its path, or print what is missing."""
     try:
         plot(json_path, png_path)
     except ImportError:
@@ -229,27 +229,27 @@ def try_plot(json_path: Path, png_path: Path) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--folder", type=Path, help="of JPEGs, one folder a class; default: bench-data/COUNTxHxW")
-    add("--packed", type=Path, help="the same images, converted; default: the folder's name and .h5")
+    add("--folder", type=Path, help="folder of JPEGs, one folder per class; default: bench-data/COUNTxHxW")
+    add("--packed", type=Path, help="the same images, converted; default: the folder's name with .h5")
     add("--count", type=int, help=f"images to make if the folder is missing ({DEFAULTS['count']})")
-    add("--size", type=int, nargs=2, metavar=("H", "W"), help="of images that are made or packed (224 224)")
-    add("--model", choices=MODELS, help=f"({DEFAULTS['model']})")
-    add("--batch-size", type=int, help=f"({DEFAULTS['batch_size']})")
-    add("--num-workers", type=int, help="of the DataLoader (a core each)")
-    add("--epochs", type=int, help=f"measured, after one that is not ({DEFAULTS['epochs']})")
-    add("--steps", type=int, help="of an epoch; default: a pass over the data")
-    add("--utilisation-s", type=float, help=f"on the cached batch, before and after ({DEFAULTS['utilisation_s']:g})")
+    add("--size", type=int, nargs=2, metavar=("H", "W"), help="size of the images (224 224)")
+    add("--model", choices=MODELS, help=f"network ({DEFAULTS['model']})")
+    add("--batch-size", type=int, help=f"images per batch ({DEFAULTS['batch_size']})")
+    add("--num-workers", type=int, help="workers of the DataLoader (one per core)")
+    add("--epochs", type=int, help=f"measured epochs, after a warm-up epoch ({DEFAULTS['epochs']})")
+    add("--steps", type=int, help="steps per epoch; default: a pass over the data")
+    add("--utilisation-s", type=float, help=f"seconds on the cached batch ({DEFAULTS['utilisation_s']:g})")
     add("--device", default=Settings.device, help="cpu or cuda (%(default)s)")
     add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="small data, a small network: a minute on two cores")
+    add("--quick", action="store_true", help="small data and a small network: one minute on two cores")
     add("--json", type=Path, default=Path("bench-data/ablation.json"), help="written after each row (%(default)s)")
-    add("--png", type=Path, help="picture; default: beside the JSON")
+    add("--png", type=Path, help="path of the picture; default: beside the JSON file")
     add("--plot-json", type=Path, metavar="FILE", help="only draw the picture of an earlier run")
     return parser
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Put the defaults in place of what was not given."""
+    """Fill in the defaults of options that were not given."""
     defaults = DEFAULTS | {"num_workers": available_cores()}
     if args.quick:
         defaults |= QUICK | {"num_workers": QUICK_WORKERS}

@@ -1,19 +1,19 @@
-"""A file of photographs in the chunks that h5py guesses: what tune and repack make of an unchanged training loop.
+"""Measure how much tune and repack speed up an unchanged training loop on a file with h5py's guessed chunks.
 
     python scripts/bench_badly_chunked.py --folder /tmp/bench-badly     # 2,000 images of 224 x 224 x 3: 300 MB, twice
 
-Makes ``create_dataset("images", (N, 224, 224, 3), "u1", chunks=True)``, page cache warm, and measures samples/s of
+Makes ``create_dataset("images", (N, 224, 224, 3), "u1", chunks=True)`` and measures samples/s with a warm page cache:
 
 plain             the loop that most people write: a Dataset of ``file["images"][i]`` in a ``DataLoader(shuffle=True)``
-plain, repacked   the same loop, unchanged, on what ``h5chunk repack --tuned`` made as ``tune --json`` said
-loader            ChunkLoader on the file as it is, with the window that tune recommends without a new file
-HDF5's best       HDF5 reading that file band by band, each chunk once: no reader through HDF5 gives more
-bytes             the file's bytes into memory by one thread, as they lie: no reader of the file as it is gives more
+plain, repacked   the same loop, unchanged, on the output of ``h5chunk repack --tuned`` after ``tune --json``
+loader            ChunkLoader on the original file, with the window that tune recommends without a new file
+HDF5's best       HDF5 reading that file band by band, each chunk once: the limit of every reader that uses HDF5
+bytes             one thread reading the file's bytes in order: the limit of every reader of the original file
 loader, repacked  ChunkLoader on the new file
 
-Prints each rate and how many times plain's it is, for the plain loops also by processor time, which depends less on
-what else runs; what tune recommended and advised; how long tune and repack took. The files are removed afterwards
-(``--keep`` keeps them); ``--json FILE`` writes it all.
+Prints each rate and its ratio to that of plain, for the plain loops also per processor time, which depends less on
+other processes; tune's recommendation and advice; the seconds that tune and repack took. The files are removed
+afterwards unless ``--keep`` is given; ``--json FILE`` writes all figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import h5chunk
 
 
 class Plain(Dataset):
-    """What most people write."""
+    """A Dataset as most people write it."""
 
     def __init__(self, path: Path) -> None:
         self.file = h5py.File(path, "r")
@@ -61,7 +61,7 @@ def make(path: Path, count: int, size: int) -> tuple[int, ...]:
 
 
 def rate(epochs: Callable[[], Iterable], seconds: float) -> float:
-    """Samples/s of batches, over about so many seconds of an epoch, and as many epochs as that takes."""
+    """Return samples/s over about ``seconds``, starting epochs as needed."""
     started, samples = time.perf_counter(), 0
     while True:
         for images, _ in epochs():
@@ -71,7 +71,7 @@ def rate(epochs: Callable[[], Iterable], seconds: float) -> float:
 
 
 def plain_rate(path: Path, batch_size: int, seconds: float, used: list[float]) -> float:
-    """Samples/s by the clock; ``used`` gets those a second of this process's processor time."""
+    """Return samples/s of wall time; ``used`` receives the samples per second of this process's processor time."""
     data, cpu, started = Plain(path), time.process_time(), time.perf_counter()
     found = rate(lambda: DataLoader(data, batch_size=batch_size, shuffle=True), seconds)
     taken = time.perf_counter() - started
@@ -89,7 +89,7 @@ def loader_rate(path: Path, batch_size: int, seconds: float, window: int | None)
 
 
 def bytes_rate(path: Path, count: int) -> float:
-    """Reading the file from end to end into the same memory."""
+    """Return the rate of reading the file from end to end into reused memory."""
     buffer = memoryview(bytearray(8 << 20))
     started = time.perf_counter()
     with path.open("rb", buffering=0) as file:
@@ -99,7 +99,7 @@ def bytes_rate(path: Path, count: int) -> float:
 
 
 def hdf5_rate(path: Path) -> float:
-    """Reading band by band, in which every chunk is read once."""
+    """Return the rate of reading band by band, so that every chunk is read once."""
     with h5py.File(path, "r", rdcc_nbytes=1 << 30, rdcc_nslots=1 << 20, rdcc_w0=0.0) as file:
         images = file["images"]
         band = images.chunks[0]
@@ -136,7 +136,7 @@ def main() -> None:
     batch, seconds = args.batch_size, args.seconds
     turns: dict[str, list[float]] = {}
     used: dict[str, list[float]] = {"plain": [], "plain, repacked": []}
-    torch.set_num_threads(1)  # so that processor time is that of the loop
+    torch.set_num_threads(1)  # so that all processor time is the loop's
     for _ in range(args.rounds):
         for name, measured in (
             ("plain", lambda: plain_rate(path, batch, seconds, used["plain"])),

@@ -1,13 +1,13 @@
-"""What checking checksums while reading costs ChunkLoader.
+"""Measure what verifying checksums while reading costs ChunkLoader.
 
     python scripts/bench_checksums.py FILE.h5 [--batch-size 256] [--rounds 5] [--epochs 3] [--cold] [--device cpu]
 
-FILE.h5 is of ours, or was repacked: it has checksums. In each round ``off``, ``first`` and ``always`` take turns, in
-the opposite order every other round; a turn is a new loader and ``--epochs`` epochs, page cache warm, or with
-``--cold`` dropped before each turn (as far as the system does). A round that does not count comes before.
+FILE.h5 was written by h5chunk, so that it has checksums. In each round ``off``, ``first`` and ``always`` take turns, in
+the opposite order every other round. A turn is a new loader and ``--epochs`` epochs with a warm page cache; ``--cold``
+drops the file from the page cache before each turn, if the system allows it. The first round is a warm-up.
 
-Prints samples/s of each epoch (median of the rounds), and its ratio to ``off`` in the same round (median, and the
-range); the last line is JSON with the machine and versions.
+Prints samples/s of each epoch (median of the rounds) and its ratio to ``off`` in the same round (median and range).
+The last line is JSON with the machine and versions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODES = ("off", "first", "always")
 
 
 def drop(path: Path) -> None:
-    """Let the system forget what it has read of a file."""
+    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -37,7 +37,7 @@ def drop(path: Path) -> None:
 
 
 def turn(mode: str, args: argparse.Namespace) -> list[float]:
-    """Samples/s of each epoch; the first begins before the loader is made."""
+    """Return samples/s of each epoch; the time of the first includes making the loader."""
     if args.cold:
         drop(args.path)
     rates, started = [], time.perf_counter()

@@ -1,15 +1,15 @@
-"""How near converting comes to the decode limit.
+"""Measure conversion against the rate of decoding alone.
 
     python scripts/bench_convert.py                # makes 12,000 JPEGs of 224 x 224 in bench-data/ once
     python scripts/bench_convert.py --folder DIR   # any folder of images of one size
-    python scripts/bench_convert.py --out /dev/shm # the output in memory: what the processor does, without the disk
+    python scripts/bench_convert.py --out /dev/shm # writes to memory, which leaves out the disk
 
-Decode limit: the same decoder (Pillow) on the same files, in the same order, in as many processes, up to a uint8 array
-of (C, H, W), results thrown away. Disk limit: writing as many bytes to the same folder and syncing them. Convert: the
-whole of `h5chunk.convert`, from listing the folder until the file is on the disk. All three in turn, ``--rounds``
-times; prints the median of each in images/s, of the ratio to each limit, and the peak memory of all processes of a
-conversion. ``loader`` is what torchvision's loader does, ``Image.open(path).convert("RGB")``, for comparison. Writes
-it all as JSON with ``--json FILE``.
+Decode limit: the same decoder (Pillow) decodes the same files in the same order, in as many processes, to uint8 arrays
+(C, H, W) that are discarded. Disk limit: as many bytes are written to the same folder and synced. Convert: all of
+`h5chunk.convert`, from listing the folder until the file is on the disk. All three run in turn, ``--rounds`` times.
+Prints the median of each in images/s, the median ratio to each limit, and the peak memory of all processes of a
+conversion. ``loader`` is torchvision's loader, ``Image.open(path).convert("RGB")``, for comparison. ``--json FILE``
+writes all figures.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_all(paths: list[str]) -> int:
 
 
 def rate(work: Callable[[list[str]], int], paths: list[str], workers: int) -> float:
-    """Images/s of doing this with all images."""
+    """Return images/s of calling ``work`` on all images."""
     tasks = [paths[i : i + TASK] for i in range(0, len(paths), TASK)]
     started = time.perf_counter()
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -65,7 +65,7 @@ def rate(work: Callable[[list[str]], int], paths: list[str], workers: int) -> fl
 
 
 class PeakMemory(threading.Thread):
-    """The most memory that this process and its children took together: the sum of their proportional sets."""
+    """Track the peak memory of this process and its children: the sum of their proportional set sizes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -90,7 +90,7 @@ class PeakMemory(threading.Thread):
 
 
 def disk_rate(path: Path, num_bytes: int) -> float:
-    """Bytes/s of writing a file of that size and syncing it."""
+    """Return bytes/s of writing a file of this size and syncing it."""
     block = os.urandom(8 << 20)
     started = time.perf_counter()
     with path.open("wb") as file:
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, help="folder of the output")
+    parser.add_argument("--out", type=Path, help="output folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = args.folder
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def ratio(rates: list[float], limits: list[float]) -> float:
-    """Median of the rounds' ratios."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(rate / limit for rate, limit in zip(rates, limits, strict=True))
 
 

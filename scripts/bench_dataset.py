@@ -1,22 +1,22 @@
-"""Shuffled batches through torch's own DataLoader: this library's Dataset and sampler against what people use.
+"""Compare ChunkDataset and ChunkSampler in torch's DataLoader with the usual ways to read HDF5.
 
     python scripts/bench_dataset.py                              # 12,000 images of 224 x 224, made once (6 GB)
-    python scripts/bench_dataset.py --count 50000 --size 32      # as CIFAR: read through the chunk cache
+    python scripts/bench_dataset.py --count 50000 --size 32      # as large as CIFAR: read through the chunk cache
 
-The same images in ``bench-data/``, batches of 256, page cache warm, with 0 and 2 workers (persistent; one epoch runs
-before the first timed one):
+All read the same images in ``bench-data/`` in batches of 256, page cache warm, with 0 and 2 persistent workers, after a
+warm-up epoch:
 
 ours        ChunkDataset and ChunkSampler on the converted file
 loader      ChunkLoader on the same file: no DataLoader, two reading threads
 plain       ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on a contiguous file
-blog        the same on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; opened anew for
-            each round, as with w0 = 1 the cache has no limit and would hold the whole file after the first
-ready       a Dataset that copies one ready batch into fresh memory for the DataLoader: what torch's transport allows
-ready-held  a Dataset that hands out the same tensor again: nothing moves but a file descriptor
+blog        the same on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; the file is opened
+anew for each round, because with w0 = 1 the cache has no limit and would hold the whole file afterwards
+ready       a Dataset that copies one ready batch into fresh memory for the DataLoader: the limit of torch's transport
+ready-held  a Dataset that returns the same tensor again: only a file descriptor moves
 
-Prints for each: images/s (median of the rounds, which take turns); bytes that the processes really read over bytes
-used (rchar of /proc/PID/io); the share of samples that needed no read of a chunk, from the same bytes, where there is a
-chunk cache; and by how much the private memory of one reading process grew. ``--json FILE`` writes all of it.
+Prints for each: images/s (median of the interleaved rounds); bytes read by the processes (rchar of /proc/PID/io) over
+bytes used; with a chunk cache, the share of samples that needed no chunk read, computed from the same bytes; and the
+growth of one reading process's private memory. ``--json FILE`` writes all figures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = ("ours", "loader", "plain", "blog", "ready", "ready-held")
 
 
 class PlainDataset(Dataset):
-    """What most people write: open lazily, index a row."""
+    """A Dataset as most people write it: opened lazily, indexed row by row."""
 
     def __init__(self, path: Path, length: int, **options: object) -> None:
         self.path, self.length, self.options = path, length, options
@@ -63,7 +63,7 @@ class PlainDataset(Dataset):
 
 
 class ReadyDataset(Dataset):
-    """One batch that is there already; ``copy`` into fresh memory, as every loader must, or not."""
+    """Return one batch that is in memory already, either itself or, with ``copy``, copied into fresh memory."""
 
     def __init__(self, length: int, batch_size: int, size: int, copy: bool) -> None:
         self.length, self.copy = length // batch_size, copy
@@ -83,7 +83,7 @@ class ReadyDataset(Dataset):
 
 
 def make_files(folder: Path, count: int, size: int) -> dict[str, Path]:
-    """The converted file, and its images in a contiguous file and one with chunks of 100."""
+    """Make the converted file, and the same images in a contiguous file and in a file with chunks of 100."""
     paths = {name: folder / f"{name}-{count}-{size}.h5" for name in ("ours", "plain", "blog")}
     if not paths["ours"].exists():
         jpegs = folder / f"jpegs-{count}-{size}"
@@ -103,7 +103,7 @@ def make_files(folder: Path, count: int, size: int) -> dict[str, Path]:
 
 
 def loader(name: str, paths: dict[str, Path], args: argparse.Namespace, workers: int) -> DataLoader:
-    """A DataLoader over one of the contenders."""
+    """Return a DataLoader over one of the contenders."""
     count, batch_size = args.count, args.batch_size
     options = {"num_workers": workers, "persistent_workers": workers > 0}
     if name == "loader":
@@ -120,7 +120,7 @@ def loader(name: str, paths: dict[str, Path], args: argparse.Namespace, workers:
 
 
 def processes(iterator: Iterator) -> list[int]:
-    """The processes that read for this iterator."""
+    """Return the ids of the processes that read for this iterator."""
     workers = getattr(iterator, "_workers", None)
     return [worker.pid for worker in workers] if workers else [os.getpid()]
 
@@ -130,15 +130,15 @@ def read_bytes(pids: list[int]) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory that the process does not share: its cache and buffers, but not batches under way to the main process."""
+    """Return the process's private memory: its cache and buffers, without batches in shared memory."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("Private_Clean", "Private_Dirty"))
 
 
 def epoch(data: DataLoader) -> dict[str, float]:
-    """One epoch: images/s, bytes read an image, and memory of the first reading process at its end."""
+    """Run an epoch; return images/s, bytes read per image, and the memory of the first reading process at its end."""
     old = getattr(data, "_iterator", None)
-    running = processes(old) if old else []  # persistent workers read ahead from iter() on
+    running = processes(old) if old else []  # because persistent workers start reading at iter()
     before = read_bytes(running)
     started, images = time.perf_counter(), 0
     iterator = iter(data)
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blog-images", type=int, default=1024, help="images a round of the slow one")
+    parser.add_argument("--blog-images", type=int, default=1024, help="images per round of the slow blog settings")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def measure(paths: dict[str, Path], args: argparse.Namespace, workers: int) -> Iterator[tuple[str, dict]]:
-    """Each contender's figures with this number of workers."""
+    """Return the figures of each contender with this number of workers."""
     names = [name for name in NAMES if name != "loader" or workers == 0]
     loaders, rounds, grown = {}, {name: [] for name in names}, {}
     for name in names:

@@ -1,25 +1,25 @@
-"""Rows of a sparse matrix made dense on a GPU: the loader's kernel against the memory's bandwidth, torch and the host.
+"""Compare the loader's kernel for dense rows on a GPU with memory bandwidth, torch and the host.
 
     python scripts/bench_dense_gpu.py [--folder FOLDER] [--json FILE]
     python scripts/bench_dense_gpu.py --device cpu --rows 3000 --columns 500 --entries-per-row 20   # without a GPU
 
-Batches of 500 x 20,000 float32 from CSR on the device: int64 starts, uint16 columns, uint8 values, 150 entries a row,
-columns by a power law. The limit is the time that the bytes of a batch take at the rate at which torch fills or clears
-a large buffer, the best of many. All ways take turns (medians); a turn is a run of batches into memory that takes turns
-as well, so that no cache holds it, and is timed twice: on the GPU, by events around a queue that was full before it
-began, so that launches do not count, and from Python, with them.
+Makes batches of 500 x 20,000 float32 from CSR rows on the device: int64 starts, uint16 columns, uint8 values, 150
+entries per row, columns drawn from a power law. The limit is the time to write the bytes of a batch at the best rate at
+which torch fills or clears a large buffer. All ways take turns, and medians are printed. A turn writes batches into
+alternating buffers, so that no cache holds them. It is timed twice: on the GPU, by events around a full queue, which
+leaves out the launches; and from Python, with the launches.
 
-ours               the loader's kernel: rows side by side, or shuffled ones by their numbers, as of resident data
-ours, 6 together   several batches with one launch, as the loader does it
-bf16, pattern, l2  bfloat16 written; no values stored; rows of length 1
-torch, indexing    zero_, then values put at positions that are made of what is stored, or that are there
-torch, to_dense()  of a sparse_csr tensor of int32 and float32 that is there
+ours               the loader's kernel on contiguous rows, or on shuffled rows by number, as for resident data
+ours, 6 together   several batches with one launch, as in the loader
+bf16, pattern, l2  writes bfloat16; stores no values; scales rows to length 1
+torch, indexing    zero_, then values are put at positions that are computed, or were computed before
+torch, to_dense()  to_dense() of a ready sparse_csr tensor of int32 and float32
 host               SciPy's toarray() and the copy to the GPU
 
-Prints for each: microseconds a batch, GB/s written, and the ratio of the limit to its time on the GPU. Then rows/s of
-whole epochs through ChunkLoader, streaming and resident, float32 and bfloat16, medians of ``--rounds``, and the ratio
-to the limit. Data takes 0.2 GB in FOLDER (default: temporary). ``--json FILE`` writes all figures with versions,
-machine and seed.
+Prints for each: microseconds per batch, GB/s written, and the limit over its time on the GPU. Then prints rows/s of
+whole epochs through ChunkLoader, streaming and resident, float32 and bfloat16 (medians of ``--rounds``), and the ratio
+to the limit. The data takes 0.2 GB in FOLDER (default: a temporary folder). ``--json FILE`` writes all figures with
+versions, machine and seed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from peers.sparse.ours import write
 import h5chunk
 from h5chunk.transforms import Dense
 
-SLEEP_CYCLES = 10_000_000  # the GPU waits so long, some 5 ms, while launches queue up
+SLEEP_CYCLES = 10_000_000  # the GPU waits for this many cycles, about 5 ms, while launches queue up
 BUFFERS_BYTES, BANDWIDTH_BYTES = 1 << 30, 4 << 30
 BY_HOST = 2  # batches of a turn where the host works
 SEED = 0
 
 
 def bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """Bytes/s of filling or clearing a large buffer, the best."""
+    """Return the best bytes/s of filling or clearing a large buffer."""
     buffer = torch.empty(num_bytes // 4, device=device)
     ways: tuple[Make, ...] = (lambda number: buffer.fill_(number), lambda number: buffer.zero_())
     best = min(gpu_seconds(way, 2, device) for _ in range(repeats) for way in ways)
@@ -58,7 +58,7 @@ def bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
 
 
 def gpu_seconds(make: Make, count: int, device: torch.device) -> float:
-    """Of a call, on the GPU: launches have been queued."""
+    """Return the seconds per call on the GPU, without launches, which are queued before."""
     if device.type != "cuda":
         return wall_seconds(make, count, device)
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -72,7 +72,7 @@ def gpu_seconds(make: Make, count: int, device: torch.device) -> float:
 
 
 def wall_seconds(make: Make, count: int, device: torch.device) -> float:
-    """Of a call, from Python."""
+    """Return the seconds per call as seen from Python."""
     synchronize(device)
     started = time.perf_counter()
     for number in range(count):
@@ -87,13 +87,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def kernels(case: Case, args: argparse.Namespace, bytes_per_s: float) -> dict[str, Any]:
-    """The table of single batches."""
+    """Measure single batches and print their table."""
     ways = other_ways(case) | our_ways(case, args.together)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for turn in range(args.repeats + 1):
         for name, way in ways.items():
             on_gpu, from_python = turn_of(way, args.count, case.device)
-            if turn:  # the first one takes memory
+            if turn:  # the first call allocates memory
                 times[name][0].append(on_gpu)
                 times[name][1].append(from_python)
     found = {}
@@ -111,14 +111,14 @@ def kernels(case: Case, args: argparse.Namespace, bytes_per_s: float) -> dict[st
 
 
 def turn_of(way: Way, num_batches: int, device: torch.device) -> tuple[float, float]:
-    """Seconds a batch, on the GPU and from Python."""
+    """Return the seconds per batch on the GPU and from Python."""
     count = BY_HOST if way.by_host else max(1, num_batches // way.together)
     on_gpu, from_python = gpu_seconds(way.make, count, device), wall_seconds(way.make, count, device)
     return on_gpu / way.together, from_python / way.together
 
 
 def epochs(path: Path, case: Case, args: argparse.Namespace, bytes_per_s: float) -> dict[str, Any]:
-    """Rows/s of whole epochs."""
+    """Measure rows/s of whole epochs and print their table."""
     found = {}
     print(f"\n{'ChunkLoader':38s} {'rows/s':>13s}  {'min .. max':>26s}  of limit")
     for dtype in (torch.float32, torch.bfloat16):
@@ -138,7 +138,7 @@ def epochs(path: Path, case: Case, args: argparse.Namespace, bytes_per_s: float)
 
 
 def epoch(loader: h5chunk.ChunkLoader, device: torch.device) -> float:
-    """Rows/s."""
+    """Return rows/s of one epoch."""
     synchronize(device)
     started, rows = time.perf_counter(), 0
     for (batch,) in loader:
@@ -155,8 +155,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--columns", type=int, default=20_000)
     parser.add_argument("--entries-per-row", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=500)
-    parser.add_argument("--together", type=int, default=6, help="batches of one launch")
-    parser.add_argument("--count", type=int, default=24, help="batches of a turn")
+    parser.add_argument("--together", type=int, default=6, help="batches per launch")
+    parser.add_argument("--count", type=int, default=24, help="batches per turn")
     parser.add_argument("--repeats", type=int, default=50, help="turns")
     parser.add_argument("--rounds", type=int, default=5, help="epochs")
     parser.add_argument("--buffers-bytes", type=int, default=BUFFERS_BYTES)

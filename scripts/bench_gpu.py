@@ -1,22 +1,22 @@
-"""What ChunkLoader delivers to a GPU, against the best bare loop, and how busy it keeps a network.
+"""Measure ChunkLoader on a GPU: its rate against the best bare loop, and how busy it keeps a network.
 
     python scripts/make_packed.py data.h5 --count 200000                 # 30 GB
     python scripts/make_packed.py small.h5 --count 1000000 --size 32 32  # 3 GB
     python scripts/bench_gpu.py data.h5 [--models resnet50 resnet18 vit_b_16] [--compile] [--json FILE]
     python scripts/bench_gpu.py small.h5 --batch-size 512 --models resnet9 --compile
 
-Limits, in the same run, turn about: reading the file from the page cache into pinned memory (preadv of 8 MB, as many
-threads as are best); copying pinned memory to the GPU; and both at once, by a bare loop: threads in C read windows of
-one batch, each row to its place in a shuffled batch, into pinned buffers, which are copied to the GPU as they come. The
-tables of all windows are made before the clock starts, and nothing is normalised.
+Limits, measured in turn in the same run: reading the file from the page cache into pinned memory (preadv of 8 MB with
+the best number of threads); copying pinned memory to the GPU; and both at once by a bare loop, in which threads in C
+read windows of one batch into pinned buffers, with each row at its place in a shuffled batch, and each buffer is copied
+to the GPU once it is full. The tables of all windows are made before the clock starts, and nothing is normalised.
 Delivery: whole epochs of normalised batches on the GPU, the second of each loader; nothing is resident.
-First batch: from construction, on this file and on a sparse one of 100 GB; and of the next epoch after a break.
-Utilisation: images/s of whole epochs of training with the loader over as many steps on one cached real batch; epochs
-of both take turns; prints the median of the ratios of neighbours, a 95 % bootstrap interval, and processor time. The
-model ``python`` is a loop that computes in Python for 10 ms a step and uses no GPU.
-``--gpus 2``: the rate of a loader beside another one on another GPU of this process, over its rate alone.
-Steps: the slowest step of whole epochs over the median one, from GPU events, the first and last of an epoch included.
-Needs torchvision for its models, but for resnet9.
+First batch: the time from construction, on this file and on a sparse file of 100 GB, and after a break between epochs.
+Utilisation: images/s of whole training epochs with the loader over as many steps on one cached real batch. Epochs of
+both take turns. Prints the median ratio of neighbouring epochs, a 95 % bootstrap interval, and processor time. The
+model ``python`` is a loop that computes in Python for 10 ms per step and uses no GPU.
+``--gpus 2``: the rate of one of two loaders in this process, each on its own GPU, over the rate of one alone.
+Steps: the slowest step of whole epochs over the median step, from GPU events, including an epoch's first and last step.
+All models except resnet9 need torchvision.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WARM_STEPS = 30
 
 
 def read_rate(path: Path, threads: int, num_bytes: int) -> float:
-    """Bytes/s of preadv from the page cache into pinned memory that is used again."""
+    """Return bytes/s of preadv from the page cache into reused pinned memory."""
     descriptor = os.open(path, os.O_RDONLY)
     pieces = iter(range(0, num_bytes - PIECE, PIECE))
     memory = PinnedMemory(threads * PIECE)
@@ -83,7 +83,7 @@ def read_rate(path: Path, threads: int, num_bytes: int) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes/s of copying pinned memory to the GPU."""
+    """Return bytes/s of copying pinned memory to the GPU."""
     memory = PinnedMemory(256 << 20)
     host = torch.from_numpy(memory.bytes)
     there = torch.empty_like(host, device="cuda")
@@ -101,7 +101,7 @@ def copy_rate() -> float:
 class BareLoop:
     """Reads shuffled windows of one batch into pinned buffers by threads in C, and copies each to the GPU at once.
 
-    Every sample comes once; a window is of chunks from all over the file, as many as make a batch.
+    Every sample comes once. A window has the chunks of one batch, drawn from the whole file.
     """
 
     def __init__(self, path: Path, batch_size: int) -> None:
@@ -117,7 +117,7 @@ class BareLoop:
         self._per_chunk, self._window_bytes = per_chunk, at_once * per_chunk * self._row_bytes
 
     def _jobs(self, number: int, descriptor: int, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The jobs of a window, and the vectors that they point to."""
+        """Return the jobs of a window and the I/O vectors that they point to."""
         rows = self._windows.shape[1] * self._per_chunk
         vectors = np.empty((rows, 2), np.uintp)
         vectors[:, 0] = buffer.ctypes.data + np.random.default_rng(number).permutation(rows) * self._row_bytes
@@ -129,7 +129,7 @@ class BareLoop:
         return jobs, vectors
 
     def rate(self, num_threads: int) -> float:
-        """Bytes/s of an epoch."""
+        """Return bytes/s of an epoch."""
         num_slots, size = min(BARE_SLOTS, len(self._windows)), self._window_bytes
         descriptor, pinned = os.open(self._path, os.O_RDONLY), PinnedMemory(num_slots * size)
         hosts = pinned.bytes[: num_slots * size].reshape(num_slots, size)
@@ -161,7 +161,7 @@ class BareLoop:
 
 
 def side_by_side(path: Path, args: argparse.Namespace) -> float:
-    """The rate of one of several loaders in this process, each on a GPU of its own, over that of one alone."""
+    """Measure the rate of one of several loaders in this process, each on its own GPU, against one loader alone."""
 
     def run(number: int, rates: list[float]) -> None:
         with torch.cuda.device(number), make_loader(path, args, dtype=torch.bfloat16, device=number) as loader:
@@ -207,7 +207,7 @@ def make_loader(
 
 
 def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The limits and what is delivered, round by round."""
+    """Measure the limits and the loader's delivery, round by round."""
     with open_file(path) as file:
         num_bytes, image_bytes = file["images"].nbytes, file["images"].nbytes // len(file["images"])
     cores = os.cpu_count() or 1
@@ -240,7 +240,7 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def epoch(loader: h5chunk.ChunkLoader) -> float:
-    """Images/s."""
+    """Return images/s of one epoch."""
     started, images = time.perf_counter(), 0
     for batch, _labels in loader:
         images += len(batch)
@@ -249,7 +249,7 @@ def epoch(loader: h5chunk.ChunkLoader) -> float:
 
 
 def sparse_file(path: Path) -> Path:
-    """100 GB of images that take no disk, in chunks as `h5chunk convert` writes them."""
+    """Make a sparse file of 100 GB of images, which takes no disk space, in the chunks of `h5chunk convert`."""
     shape = (SPARSE_BYTES // (3 * 224 * 224), 3, 224, 224)
     with h5py.File(path, "w", libver=("v110", "v110")) as file:
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -262,7 +262,7 @@ def sparse_file(path: Path) -> Path:
 
 
 def first_batches(path: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds from construction to the first batch on the GPU."""
+    """Measure the seconds from construction to the first batch on the GPU."""
     seconds = {}
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         for name, file in (("this file", path), ("sparse file of 100 GB", sparse_file(Path(folder) / "sparse.h5"))):
@@ -314,7 +314,7 @@ class Training:
 
 
 class PythonLoop:
-    """Steps that compute in Python, and need its lock, while the GPU has nothing to do."""
+    """Training steps that compute in Python, holding the GIL, while the GPU is idle."""
 
     def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.loader = make_loader(path, args, dtype=torch.bfloat16, drop_last=True)
@@ -331,10 +331,10 @@ class PythonLoop:
 
 
 def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> dict[str, float]:
-    """Rate with the loader over rate on a cached batch, by whole epochs."""
+    """Measure the rate with the loader over the rate on a cached batch, by whole epochs."""
 
     def timed(batches: Iterator[Any] | h5chunk.ChunkLoader) -> tuple[float, float]:
-        """Images/s, and processor time over time."""
+        """Return images/s, and processor time over wall time."""
         torch.cuda.synchronize()
         started, cpu_started, images = time.perf_counter(), time.process_time(), 0
         for batch in batches:
@@ -370,7 +370,7 @@ def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> di
 
 
 def steps(training: Training, num_epochs: int) -> dict[str, float]:
-    """The slowest step of whole epochs, seams included, over the median one."""
+    """Measure the slowest step of whole epochs, boundaries between epochs included, over the median step."""
     events = []
     for _ in range(num_epochs):
         for batch in training.loader:
@@ -408,11 +408,11 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of the loader; default: its own")
+    parser.add_argument("--threads", type=int, help="threads of the loader; default: the loader's")
     parser.add_argument("--models", nargs="*", default=[])
-    parser.add_argument("--steps", nargs="*", default=[], help="models whose every step is timed")
-    parser.add_argument("--epochs", type=int, default=6, help="of training, of each kind")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that are fed at a time by this process")
+    parser.add_argument("--steps", nargs="*", default=[], help="models to time step by step")
+    parser.add_argument("--epochs", type=int, default=6, help="training epochs of each kind")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that this process feeds at once")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,32 +1,34 @@
-"""Shuffled batches on the CPU: ChunkLoader against the machine's limits and against the loaders of others.
+"""Compare ChunkLoader on the CPU with the machine's limits and with other loaders.
 
     python scripts/bench_loader.py [--sizes 224 32 28] [--rounds 5] [--peers ffcv-random lmdb ...] [--json FILE]
     python scripts/bench_loader.py --python ffcv-random=ENV/bin/python --python ffcv-quasi=ENV/bin/python
     python scripts/bench_loader.py --tune lmdb              # every setting that peers/lmdb.py lists, on one size
-    python scripts/bench_loader.py --ways                   # what ranks, lanes, states and resuming cost ChunkLoader
+    python scripts/bench_loader.py --ways                   # ChunkLoader with ranks, lanes, states and resuming
 
-12,000 images of 3 x 224 x 224, 50,000 of 3 x 32 x 32 and 60,000 of 1 x 28 x 28, random pixels made once in
-``bench-data/`` and packed once for each contender; batches of 256 as uint8 and int64 tensors, page cache warm. Each
-contender is a process of its own, with the interpreter that ``--python NAME=PATH`` gives (else this one) and the best
-settings found with ``--tune`` (`peers/__init__.py`); one whose library cannot be imported is shown as not installed.
+The data is 12,000 images of 3 x 224 x 224, 50,000 of 3 x 32 x 32 and 60,000 of 1 x 28 x 28, random pixels that are made
+once in ``bench-data/`` and packed once for each contender. Batches are 256 uint8 images with int64 labels; the page
+cache is warm. Each contender runs in its own process, with the interpreter that ``--python NAME=PATH`` gives (default:
+this one) and the best settings found with ``--tune`` (`peers/__init__.py`). If its library cannot be imported, the
+table says "not installed".
 
-In each round all take turns, in the opposite order every other round; a turn is two epochs in a row, of which the
-second is timed. Before the first round an epoch runs that does not count, in which every image is compared with the
-one packed; in timed ones each sample must come once, and one image of each batch is compared when the clock stands.
+In each round all contenders take turns, in the opposite order every other round; a turn is two epochs in a row, of
+which the second is timed. Before the first round, a warm-up epoch compares every image with the packed one. In timed
+epochs each sample must come once, and one image of each batch is compared after the clock has stopped.
 
-Prints a table for each size: images/s (median of the rounds, and the range); the ratio to the limit (median of the
-rounds' own ratios): of reused memory for what hands out memory that it uses again, else of fresh memory; how much
-faster ChunkLoader is, without and with ``reuse=True``; seconds from construction to the first batch. The limits are
-those of `peers/limits.py` that were fastest. ``--json FILE`` writes all rounds with settings, versions and machine.
+Prints a table for each size: images/s (median and range of the rounds); the median ratio to the limit, which is the
+limit of reused memory for loaders that reuse the memory of their batches, and of fresh memory for the others; how much
+faster ChunkLoader is, without and with ``reuse=True``; seconds from construction to the first batch. The limits are the
+fastest ones of `peers/limits.py`. ``--json FILE`` writes all rounds with settings, versions and machine.
 
-``--ways`` runs ChunkLoader alone, in the same rounds: as one of several ranks, with lanes, saving a state with each
-batch, resumed from one in the middle of an epoch; each over the plain one, in images/s and in images a second of
-processor time, which other processes disturb less; and what is resumed over what is begun anew, threads and all.
+``--ways`` runs ChunkLoader alone in the same rounds: as one of several ranks, with lanes, saving a state with each
+batch, and resumed in the middle of an epoch. Each is compared with the plain loader, in images/s and in images per
+second of processor time, which other processes disturb less; the resumed loader is also compared with one that starts
+anew.
 
-The peers: ``pip install mosaicml-streaming litdata webdataset datasets tensorstore lmdb``; FFCV 1.0.2 is compiled: it
-needs libopencv-dev, libturbojpeg0-dev, pkg-config and g++, numba, opencv-python-headless, pytorch-pfn-extras, fastargs,
-terminaltables, assertpy, tqdm and psutil, then ``pip install --no-deps --no-build-isolation ffcv``.
-Files of all three sizes take 21 GB.
+The peers need ``pip install mosaicml-streaming litdata webdataset datasets tensorstore lmdb``. FFCV 1.0.2 is compiled:
+it needs libopencv-dev, libturbojpeg0-dev, pkg-config and g++, numba, opencv-python-headless, pytorch-pfn-extras,
+fastargs, terminaltables, assertpy, tqdm and psutil, then ``pip install --no-deps --no-build-isolation ffcv``. The files
+of all three sizes take 21 GB.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ VERSIONS = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]), m
 
 
 def make_source(folder: Path, shape: tuple[int, ...]) -> tuple[Source, Path]:
-    """The images in a plain contiguous HDF5 file, and the CRC-32 of each in a file beside it."""
+    """Make a contiguous HDF5 file of the images, and a file with their CRC-32s beside it."""
     path = folder / f"source-{shape[0]}-{shape[-1]}.h5"
     crcs = path.with_suffix(".npy")
     if not (path.exists() and crcs.exists()):
@@ -78,7 +80,7 @@ def make_source(folder: Path, shape: tuple[int, ...]) -> tuple[Source, Path]:
 
 
 class Contender:
-    """A process that runs one row of the table, and what it said."""
+    """A process that runs one row of the table, and its results."""
 
     def __init__(self, name: str, module: str, label: str, settings: dict, python: str, request: dict) -> None:
         self.name, self.label, self.settings, self.python = name, label, settings, python
@@ -100,7 +102,7 @@ class Contender:
         )
 
     def ask(self, command: str) -> dict[str, Any]:
-        """The answer; what went wrong is kept, and ends the contender."""
+        """Send a command and return the answer. An error is stored and ends the contender."""
         if self.trouble:
             return {}
         assert self.process.stdin and self.process.stdout
@@ -142,7 +144,7 @@ class Contender:
 
     @property
     def cpu_us(self) -> list[float]:
-        """Processor time an image, of all threads."""
+        """Return the processor time per image of all threads."""
         return [1e6 * each["cpu_seconds"] / each["images"] for each in self.rounds]
 
     @property
@@ -151,7 +153,7 @@ class Contender:
 
 
 def paged_in_bytes() -> int:
-    """Bytes that the machine has read from disks, where it says so."""
+    """Return the bytes that the machine has read from disks, if the system reports them."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -160,7 +162,7 @@ def paged_in_bytes() -> int:
 
 
 def ratio(one: Contender, other: Contender) -> float:
-    """Median over the rounds of how much faster one was than the other."""
+    """Return the median over the rounds of how much faster one was than the other."""
     return statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=True))
 
 
@@ -249,7 +251,7 @@ def report(source: Source, contenders: list[Contender]) -> dict[str, Any]:
 
 
 def versions(python: str, distribution: str) -> dict[str, str]:
-    """Of a library in the interpreter that runs it."""
+    """Return the versions of a library, torch and NumPy in the interpreter that runs it."""
     done = subprocess.run([python, "-c", VERSIONS, distribution], capture_output=True, text=True)
     names = (distribution, "torch", "numpy")
     return dict(zip(names, done.stdout.split(), strict=False)) | {"python": python_version(python)}
@@ -269,7 +271,7 @@ def cpu_name() -> str:
 
 
 def chosen(args: argparse.Namespace, size: int) -> list[tuple[str, str, str, dict]]:
-    """(name, module, label, settings) of all that run."""
+    """Return (name, module, label, settings) of all contenders to run."""
     if args.ways:
         return [(name, "ours", label, settings) for name, (label, settings, _) in WAYS.items()]
     rows = []
@@ -295,7 +297,7 @@ def chosen(args: argparse.Namespace, size: int) -> list[tuple[str, str, str, dic
 
 
 def tried_there(python: str, module: str) -> list[dict]:
-    """The settings that a module lists, asked of the interpreter that can import it."""
+    """Return the settings that a module lists, from the interpreter that can import it."""
     code = f"import json; from peers.{module} import Contender; print(json.dumps(Contender.TRIED))"
     environment = os.environ | {"PYTHONPATH": str(HERE.resolve())}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment, check=True)
@@ -336,8 +338,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--peers", nargs="*", choices=[name for name in CONTENDERS if not name.startswith("ours")])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--tune", nargs="+", choices=CONTENDERS, help="time all settings that were tried of these")
-    parser.add_argument("--ways", action="store_true", help="ChunkLoader alone, by all its ways")
+    parser.add_argument("--tune", nargs="+", choices=CONTENDERS, help="time all listed settings of these peers")
+    parser.add_argument("--ways", action="store_true", help="time only ChunkLoader, in all its ways")
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

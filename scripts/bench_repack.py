@@ -1,14 +1,14 @@
-"""How near repacking comes to copying the file.
+"""Measure repacking against copying the file.
 
     python scripts/bench_repack.py                         # files of 1 GiB in the temporary folder, 5 rounds
     python scripts/bench_repack.py --gib 2 --folder DIR    # larger ones, elsewhere: about four times as much disk
     python scripts/bench_repack.py --only guessed          # one of guessed, one, contiguous
 
-Makes a file of random 32 x 32 images, as h5py lays them out by default: in its guessed chunks of (6250, 4, 4, 1), with
-one image in each chunk, and contiguous. Each is repacked as it stands, shuffled, and shuffled within a memory of a
-quarter of the file. Copy is what cp does: the same bytes read and written 8 MiB at a time, and synced. Every case has a
-copy right before and right after it; prints GB/s of the images, and the median over the rounds of the ratio to the mean
-of both. ``cpu`` is processor time of a repack over that of a copy. Files are removed. ``--json FILE`` writes it all.
+Makes files of random 32 x 32 images in three layouts: h5py's guessed chunks of (6250, 4, 4, 1), one image per chunk,
+and contiguous. Each is repacked in order, shuffled, and shuffled with memory for a quarter of the file. A copy reads
+and writes the same bytes 8 MiB at a time, and syncs them. One copy runs right before and one right after every case;
+prints GB/s of the images, and the median over the rounds of the ratio to the mean of both copies. ``cpu`` is the
+processor time of a repack over that of a copy. The files are removed. ``--json FILE`` writes all figures.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make(path: Path, num_bands: int, chunks: tuple[int, ...] | None) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """As cp does, and synced."""
+    """Copy a file 8 MiB at a time and sync the copy."""
     buffer = bytearray(BLOCK_BYTES)
     with source.open("rb", buffering=0) as old, out.open("wb", buffering=0) as new:
         while count := old.readinto(buffer):
@@ -64,7 +64,7 @@ def copy(source: Path, out: Path) -> None:
 
 
 def measure(work: Callable[[], object], out: Path) -> tuple[float, float]:
-    """Seconds, and seconds of processor time; the output is removed."""
+    """Return the seconds and processor seconds of ``work``, and remove its output."""
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     work()
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)

@@ -1,30 +1,30 @@
-"""Shuffled batches of a sparse matrix on the CPU: h5chunk against the machine's limits and the loaders of others.
+"""Compare h5chunk's batches of a sparse matrix on the CPU with the machine's limits and with other loaders.
 
     python scripts/bench_sparse.py FOLDER [--rounds 5] [--peers annbatch-csr ...] [--json FILE]
     python scripts/bench_sparse.py FOLDER --python annbatch=ENV/bin/python --python scdataset=ENV/bin/python
     python scripts/bench_sparse.py FOLDER --tune annbatch-csr     # every setting that its module lists
 
-A matrix of 200,000 x 20,000 with 150 entries a row (on average, with ``--lengths lognormal``), columns by a power law,
-counts as uint8, is drawn once in FOLDER and packed once there for each contender, in its own format; batches of 500
-with float32 values, page cache warm. Peers may give CSR batches as SciPy matrices; ours are torch.sparse_csr. Each
-contender is a process of its own, with the interpreter that ``--python MODULE=PATH`` gives (else this one) and the best
-settings found with ``--tune`` (`peers/sparse`); one whose library cannot be imported is shown as not installed.
+The data is a matrix of 200,000 x 20,000 uint8 counts with 150 entries per row (on average, with ``--lengths
+lognormal``) and columns from a power law. It is drawn once in FOLDER and packed there once for each contender, in its
+own format. Batches are 500 rows of float32 values; the page cache is warm. Peers may give CSR batches as SciPy
+matrices; h5chunk gives torch.sparse_csr tensors. Each contender runs in its own process, with the interpreter that
+``--python MODULE=PATH`` gives (default: this one) and the best settings found with ``--tune`` (`peers/sparse`). If its
+library cannot be imported, the table says "not installed".
 
-In each round all take turns, in the opposite order every other round; a turn is two epochs in a row, of which the
-second is timed. Before the first round and after the last an epoch runs that does not count, in which every row is
-compared by its checksum with those packed: rows dropped or repeated are counted, and printed at the end of the line. In
-timed ones the last row of each batch is compared, when the clock stands.
+In each round all contenders take turns, in the opposite order every other round; a turn is two epochs in a row, of
+which the second is timed. Before the first round and after the last, an untimed epoch compares the checksum of every
+row with the packed rows: dropped and repeated rows are counted, and printed at the end of the line. In timed epochs the
+last row of each batch is compared after the clock has stopped.
 
-Prints a table for CSR and one for dense batches: rows/s (median of the rounds, and the range); the ratio to the limit
-(median of the rounds' own ratios), which is the fastest way of `peers/sparse/limits.py` that takes shuffled rows from
-memory: for dense batches into memory used again for what does so, else into fresh memory; rows per second of processor
-time, all threads together, without DataLoader workers; and how much faster ChunkLoader is, without and with
-``reuse=True``. Above each table, the load average before and after: where it is much more than one a core, others took
-part in it, and only what is far apart differs. ``--json FILE`` writes all rounds with settings, versions, machine and
-seed.
+Prints a table for CSR and one for dense batches: rows/s (median and range of the rounds); the median ratio to the
+limit, which is the fastest way of `peers/sparse/limits.py` to take shuffled rows from memory (for dense batches into
+reused memory if the contender reuses its own, otherwise into fresh memory); rows per second of processor time of all
+threads, without DataLoader workers; and how much faster ChunkLoader is, without and with ``reuse=True``. The load
+average before and after stands above each table: if it is far above one per core, other processes ran, and small
+differences mean nothing. ``--json FILE`` writes all rounds with settings, versions, machine and seed.
 
-The peers: ``pip install "annbatch[zarrs,numba]"`` (Python 3.12) and ``pip install scDataset anndata``. The files take
-0.5 GB (1.5 GB with ``--tune``).
+The peers need ``pip install "annbatch[zarrs,numba]"`` (Python 3.12) and ``pip install scDataset anndata``. The files
+take 0.5 GB (1.5 GB with ``--tune``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SEED = 0
 
 
 class Row(NamedTuple):
-    """A row of a table."""
+    """One row of a table."""
 
     module: str
     form: str
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 class Contender(bench_loader.Contender):
-    """A process that runs one row of the table, and what it said."""
+    """A process that runs one row of the table, and its results."""
 
     def __init__(self, name: str, row: Row, python: str, source: Source, batch_size: int) -> None:
         self.name, self.python = name, python
@@ -95,16 +95,16 @@ class Contender(bench_loader.Contender):
 
     @property
     def per_cpu(self) -> float:
-        """Rows per second of processor time, median of the rounds."""
+        """Return rows per second of processor time, the median of the rounds."""
         return statistics.median(each["rows"] / max(each["cpu_seconds"], 1e-9) for each in self.rounds)
 
     @property
     def note(self) -> str:
-        """Rows that its epochs lack or have twice."""
+        """Say how many rows its epochs lack or repeat."""
         return ", ".join(f"{name} {self.first[name]} rows" for name in ("dropped", "repeated") if self.first.get(name))
 
     def check(self, number: int) -> None:
-        """An epoch that is compared once more; what it lacks is added to what the first one lacked."""
+        """Run another compared epoch, and add its missing and repeated rows to those of the first."""
         for name, count in self.ask(f"check {number}").items():
             self.first[name] = self.first.get(name, 0) + count if isinstance(count, int) else count
 
@@ -123,7 +123,7 @@ def run_rounds(contenders: list[Contender], rounds: int) -> None:
 
 
 def limits_of(contenders: list[Contender], form: str) -> dict[bool, Contender]:
-    """The fastest limit into memory used again, and into fresh memory; of CSR batches one for both."""
+    """Return the fastest limit with reused and with fresh memory; for CSR batches both are the same."""
     found: dict[bool, Contender] = {}
     for each in contenders:
         if each.is_limit and each.median and each.settings["kind"] not in NO_LIMIT:
@@ -169,7 +169,7 @@ def report(contenders: list[Contender]) -> dict[str, Any]:
 
 
 def chosen(args: argparse.Namespace, form: str) -> dict[str, Row]:
-    """What runs, by name."""
+    """Return the contenders to run, by name."""
     rows: dict[str, Row] = {}
     for way in [] if args.no_limits else WAYS[form]:
         words = [str(value) for value in way.values()]
@@ -190,7 +190,7 @@ def chosen(args: argparse.Namespace, form: str) -> dict[str, Row]:
 
 
 def run_form(form: str, source: Source, args: argparse.Namespace) -> dict[str, Any]:
-    """One table, and what is written of it."""
+    """Run and print one table, and return its figures."""
     pythons = {row.module: args.python.get(row.module, sys.executable) for row in chosen(args, form).values()}
     contenders = [
         Contender(name, row, pythons[row.module], source, args.batch_size) for name, row in chosen(args, form).items()
@@ -208,27 +208,27 @@ def run_form(form: str, source: Source, args: argparse.Namespace) -> dict[str, A
 
 
 def ask(python: str, code: str) -> Any:
-    """What a line of Python prints as JSON, in another interpreter."""
+    """Run a line of Python in another interpreter and return the JSON that it prints."""
     environment = os.environ | {"PYTHONPATH": str(HERE.resolve())}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def tried(python: str, entry: Entry) -> list[dict]:
-    """The settings that a module lists, asked of the interpreter that can import it."""
+    """Return the settings that a module lists, from the interpreter that can import it."""
     code = f"import json; from peers.sparse.{entry.module} import TRIED"
     return ask(python, f"{code}; print(json.dumps(TRIED[{entry.form!r}]))")
 
 
 def versions(python: str, names: list[str]) -> dict[str, str]:
-    """Of Python and of those of these distributions that are installed."""
+    """Return the versions of Python and of the installed ones of these distributions."""
     found = "{each.name: each.version for each in m.distributions()}"
     there = ask(python, f"import importlib.metadata as m, json; print(json.dumps({found}))")
     return {name: there[name] for name in names if name in there} | {"python": bench_loader.python_version(python)}
 
 
 def interpreter(text: str) -> tuple[str, str]:
-    """A module of `peers/sparse` and the interpreter that runs it."""
+    """Parse MODULE=PATH: a module of `peers/sparse` and the interpreter that runs it."""
     module, _, path = text.partition("=")
     known = {entry.module for entry in CONTENDERS.values()}
     if module not in known or not Path(path).exists():
@@ -248,7 +248,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=(CSR, DENSE), default=[CSR, DENSE])
     parser.add_argument("--peers", nargs="*", choices=[name for name in CONTENDERS if not name.startswith("ours")])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="MODULE=PATH")
-    parser.add_argument("--tune", nargs="+", choices=CONTENDERS, default=[], help="time all settings tried of these")
+    parser.add_argument("--tune", nargs="+", choices=CONTENDERS, default=[], help="time all settings of these peers")
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""What `h5chunk tune` recommends against the best of the whole grid, measured; and its predictions against the rates.
+"""Compare tune's recommendation with the best setting of its grid, and its predictions with measured rates.
 
     python scripts/bench_tune.py --folder /tmp/bench-tune                # all five, about 15 minutes on 2 cores
     python scripts/bench_tune.py --folder /tmp/bench-tune --data cifar   # one of them
@@ -7,15 +7,15 @@ Makes five data sets of 100 to 600 MB in the folder and removes them afterwards 
 
 large    3,000 images of 224 x 224, as convert writes them
 cifar    50,000 images of 32 x 32, likewise
-gzip     20,000 images of 32 x 32 of h5py in gzip chunks of 64
+gzip     20,000 images of 32 x 32, written by h5py in gzip chunks of 64
 sparse   40,000 x 20,000, 4 million entries, as convert writes them
 badly    4,000 images of 96 x 96 x 3 in the chunks that h5py guesses
 
 For each, `h5chunk.tune` runs with ``--budget`` seconds (60). Then every setting of its grid that memory and quality
 allow is measured for ``--seconds``; the best ``--finalists`` of them and the recommendation are measured again in
 ``--rounds`` turns, and compared within each turn. Prints for each data set: the seconds that tune took; the rate of its
-recommendation over the best rate of the grid; the recommendation and that best setting; and how far predicted rates
-were from those that tune measured, for the settings that it measured last, in its turns. ``--json FILE`` writes it all.
+recommendation over the best rate of the grid; the recommendation and that best setting; and the error of the predicted
+rates for the settings that tune measured in its last turns. ``--json FILE`` writes all figures.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def rate(study: Study, setting: Setting, seconds: float) -> float:
 
 
 def best_of_grid(study: Study, found: h5chunk.Recommendation, args: argparse.Namespace) -> dict[str, Any]:
-    """The recommendation against the best settings of the grid, in turns."""
+    """Measure the recommendation and the best settings of the grid in turns."""
     allowed = [each.setting for each in found.candidates if each.allowed]
     rates = {setting: rate(study, setting, args.seconds) for setting in allowed}
     chosen = found.setting

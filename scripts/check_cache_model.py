@@ -1,16 +1,16 @@
-"""Compare the model of HDF5's chunk cache with the library: every access, in random configurations.
+"""Compare the model of HDF5's chunk cache with HDF5 itself: every access, in random configurations.
 
     python scripts/check_cache_model.py [--configurations 500] [--accesses 500000] [--seed 0] [--json FILE]
 
 Makes small files in memory, of 1 to 4 dimensions, with and without gzip, with chunks that overlap the edge, and reads
-random single samples and ranges of samples of them, through caches of random room, slots and w0 (now and then the
-defaults of HDF5 1.14 and 2). A Python file below HDF5 counts every read. For each chunk of each range, in the order of
-HDF5's visits, the model must say whether it is read, how many bytes are, and in how many reads.
+random samples and ranges of samples from them, through caches of random size, slots and w0 (sometimes the defaults of
+HDF5 1.14 and 2). A Python file object below HDF5 counts every read. For each chunk of each range, in the order of
+HDF5's visits, the model must predict whether the chunk is read, how many of its bytes, and in how many reads.
 
-Prints the versions, the number of configurations, of accesses (and how many hit, missed, bypassed), of mismatches (the
-first few with their configurations), and how many accesses the model does in a second of one core: single samples in
-random order, one in three of which hits, w0 = 0.75, a million accesses. Ends with 1 if there is any mismatch. Takes
-a minute or two (2 cores, h5py 3.16, HDF5 2.0.0).
+Prints the versions; the number of configurations, accesses (hits, misses, bypasses) and mismatches (the first few with
+their configurations); and how many accesses per second the model computes on one core: a million accesses to single
+samples in random order, one in three of which hits, with w0 = 0.75. Exits with 1 if there is any mismatch. Takes a
+minute or two (2 cores, h5py 3.16, HDF5 2.0.0).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, Chunk
 W0 = (0.0, 0.3, 0.75, 0.99)
 TIMED = 1_000_000
 
-Reads = list[tuple[int, int, int]]  # of one range: chunk, bytes, number of reads
-Range = tuple[int, int]  # of samples: the first, and the one behind the last
+Reads = list[tuple[int, int, int]]  # the chunk reads of one range: chunk, bytes, number of reads
+Range = tuple[int, int]  # a range of samples: the first, and the one after the last
 
 
 @dataclass
 class Case:
-    """A dataset, a cache and what is read."""
+    """A dataset, a cache, and the ranges of samples to read."""
 
     grid: ChunkGrid
     settings: CacheSettings
@@ -55,14 +55,14 @@ class Case:
 
 @dataclass
 class Comparison:
-    """What came out: accesses by outcome (hit, miss, bypass), and what differed."""
+    """The result: accesses by outcome (hit, miss, bypass), and the mismatches."""
 
     outcomes: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
     mismatches: list[str] = field(default_factory=list)
 
 
 def make_file(case: Case) -> bytes:
-    """The file, every chunk of it written."""
+    """Make the file with every chunk written."""
     grid, content = case.grid, io.BytesIO()
     data = np.random.default_rng(0).integers(0, 9, grid.shape, f"u{grid.itemsize}")
     options = {"compression": "gzip", "compression_opts": 1} if grid.filtered else {}
@@ -80,7 +80,7 @@ def open_dataset(file: h5py.File, settings: CacheSettings) -> h5py.Dataset:
 
 
 def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
-    """What HDF5 reads for each range, in its order; and the stored bytes of each chunk."""
+    """Return HDF5's reads for each range, in its order, and the stored bytes of each chunk."""
     counting, found = CountingFile(io.BytesIO(make_file(case))), []
     with h5py.File(counting, "r") as file:
         dataset = open_dataset(file, case.settings)
@@ -103,7 +103,7 @@ def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
 
 
 def _by_chunk(reads: list[tuple[int, int]], offsets: np.ndarray, sizes: np.ndarray, numbers: np.ndarray) -> Reads:
-    """Neighbouring reads in one chunk taken together; those of no chunk are of the index."""
+    """Merge consecutive reads of one chunk. Reads outside of all chunks belong to the index and are left out."""
     together: Reads = []
     for offset, size in reads:
         at = int(np.searchsorted(offsets, offset, "right")) - 1
@@ -117,7 +117,7 @@ def _by_chunk(reads: list[tuple[int, int]], offsets: np.ndarray, sizes: np.ndarr
 
 
 def modelled_reads(case: Case, stored: np.ndarray) -> tuple[list[Reads], np.ndarray]:
-    """What the model says of the same, and its accesses by outcome; the trace is handed over in two parts."""
+    """Return the reads that the model predicts, and its accesses by outcome. The trace is passed in two parts."""
     cache, half = ChunkCache(case.grid, case.settings), len(case.ranges) // 2
     found: list[Reads] = []
     outcomes = np.zeros(3, np.int64)
@@ -136,7 +136,7 @@ def modelled_reads(case: Case, stored: np.ndarray) -> tuple[list[Reads], np.ndar
 
 
 def compare(case: Case) -> Comparison:
-    """The model and the library on one configuration."""
+    """Compare the model with HDF5 on one configuration."""
     real, stored = real_reads(case)
     modelled, outcomes = modelled_reads(case, stored)
     wrong = [
@@ -148,7 +148,7 @@ def compare(case: Case) -> Comparison:
 
 
 def random_case(rng: np.random.Generator, num_accesses: int) -> Case:
-    """A configuration, and ranges of samples that make about so many accesses."""
+    """Draw a configuration, and ranges of samples with about ``num_accesses`` accesses."""
     grid, settings = random_default_cache(rng) if rng.random() < 0.04 else random_cache(rng)
     libver = ("earliest", "v110")[int(rng.integers(2))]  # another index of the chunks
     case, found = Case(grid, settings, [], libver), 0
@@ -161,14 +161,14 @@ def random_case(rng: np.random.Generator, num_accesses: int) -> Case:
 
 
 def random_default_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
-    """A default cache, with room for 1 to 8 chunks of two samples, and a dataset that is larger."""
+    """Draw a default cache that holds 1 to 8 chunks of two samples, and a larger dataset."""
     settings, room = (HDF5_1_14, HDF5_2)[int(rng.integers(2))], int(rng.integers(1, 9))
     width = settings.nbytes // room // 2
     return ChunkGrid((2 * room + 5, width), (2, width), 1, rng.random() < 0.5), settings
 
 
 def random_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
-    """Small chunks, and room for 0 to 41 of them."""
+    """Draw small chunks, and a cache that holds 0 to 41 of them."""
     rank = int(rng.integers(1, 5))
     chunks = rng.integers(1, (65, 13, 7, 5)[rank - 1], rank)
     counts = rng.integers(1, (65, 11, 6, 5)[rank - 1], rank)
@@ -182,7 +182,7 @@ def random_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
 
 
 def random_ranges(rng: np.random.Generator, num_samples: int) -> Iterator[Range]:
-    """Endless; some come again and again, some lie beside the one before."""
+    """Draw ranges without end; some are repeated, some lie beside the previous one."""
     singly, near = rng.random() < 0.5, 0
     while True:
         near = int(rng.integers(num_samples)) if rng.random() < 0.2 else (near + 1) % num_samples
@@ -190,7 +190,7 @@ def random_ranges(rng: np.random.Generator, num_samples: int) -> Iterator[Range]
 
 
 def modelled_per_second() -> float:
-    """Two epochs of single samples in random order, in a cache for a third of the chunks: the slower one."""
+    """Return the slower rate of two epochs of single samples in random order, in a cache for a third of the chunks."""
     grid = ChunkGrid((TIMED, 3072), (256, 3072), 1)
     rows = np.random.default_rng(0).permutation(TIMED)
     cache = ChunkCache(grid, CacheSettings(grid.num_slots, grid.num_chunks // 3 * grid.chunk_bytes, 0.75))

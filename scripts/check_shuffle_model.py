@@ -1,17 +1,18 @@
-"""The effective batch by formula against simulation of the real order.
+"""Compare the formula for the effective batch with a simulation of the real order.
 
     python scripts/check_shuffle_model.py [--batches 30000] [--json OUT]
 
-For data that lie sorted by group, half sorted (half of the samples moved at random), in runs of few groups or of one
-each ("patients"), and shuffled (10 groups; one rare group; few samples a group), for windows and batches of several
-sizes, one or 24 windows that alternate, whole chunks, a short last one and chunks that windows cut, draws epochs of
-`h5chunk.plan.order.Order` until there are so many batches. Prints for each case the clustering h_y, deff, the effective
-batch by formula and by simulation, their deviation, and the simulation's standard error; then the largest deviations,
-and in how many cases shuffled data were said to mix badly, or sorted data well.
+Draws epochs of `h5chunk.plan.order.Order` until each case has ``--batches`` batches. The cases are data sorted by
+group, half sorted (half of the samples moved at random), in runs of few groups or of one group each ("patients"), and
+shuffled (10 groups; one rare group; few samples per group), for several sizes of windows and batches, with one or 24
+interleaved windows, with whole chunks, a short last chunk and chunks that windows cut. Prints for each case the
+clustering h_y, deff, the effective batch by formula and by simulation, their deviation, and the simulation's standard
+error; then the largest deviations, and the number of cases in which shuffled data was judged to mix badly, or sorted
+data well.
 
 The simulated effective batch is the variance of the group shares of one independent sample over that of the real
-batches; the formula's is made the same by the factor (M - 1) / (M - B) of drawing without replacement. Exits with 1 if
-the effective batch of sorted data is off by more than 5% or such a case is found. Takes two minutes.
+batches; the factor (M - 1) / (M - B), for drawing without replacement, makes the formula comparable. Exits with 1 if
+the effective batch of sorted data is off by more than 5% or a case is judged wrongly. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from h5chunk.tools.model.clustering import find_clustering
 from h5chunk.tools.model.mixing import design_effect, effective_batch
 
 NUM_GROUPS = 10
-RUN_SAMPLES = 24  # of the data sets "runs" (of 10 groups) and "patients" (each a group)
-SHUFFLED = ("shuffled", "rare", "few each")  # 10 groups; 1 sample in 1000 is of the one of two; 3 samples a group
-SIZES = ((65_536, 64), (65_500, 64), (65_536, 50))  # samples, chunk: whole, a short last chunk, chunks that windows cut
+RUN_SAMPLES = 24  # samples per run in "runs" (of 10 groups) and "patients" (one group per run)
+SHUFFLED = ("shuffled", "rare", "few each")  # 10 groups; 2 groups, one with 1 sample in 1000; 3 samples per group
+SIZES = ((65_536, 64), (65_500, 64), (65_536, 50))  # samples, chunk: whole chunks, short last chunk, cut chunks
 WINDOWS = (8, 32, 128)
 BATCHES = (32, 256)
 INTERLEAVES = (1, 24)
@@ -42,7 +43,7 @@ ENOUGH = 0.95  # of a batch
 
 
 def make_groups(kind: str, num_samples: int) -> np.ndarray:
-    """Group of each sample, (num_samples,) int64."""
+    """Return the group of each sample, (num_samples,) int64."""
     rng = np.random.default_rng(0)
     groups = np.sort(rng.integers(0, NUM_GROUPS, num_samples))
     if kind == "shuffled":
@@ -61,9 +62,9 @@ def make_groups(kind: str, num_samples: int) -> np.ndarray:
 
 
 def simulate(groups: np.ndarray, order: Order, num_batches: int) -> tuple[float, float]:
-    """The effective batch of the batches of some epochs, and its relative standard error.
+    """Return the effective batch over some epochs, and its relative standard error.
 
-    The error is that of a mean over epochs, which are independent.
+    The error is that of a mean over independent epochs.
     """
     shares = np.bincount(groups) / len(groups)
     epochs = []
@@ -78,7 +79,7 @@ def simulate(groups: np.ndarray, order: Order, num_batches: int) -> tuple[float,
 
 
 def check(kind: str, order: Order, num_batches: int) -> dict[str, Any]:
-    """One case: what the formula says, and what happens."""
+    """Compare the formula with the simulation in one case."""
     groups = make_groups(kind, order.num_samples)
     clustering = find_clustering(groups, order.chunk_samples)
     deff = design_effect(clustering, order)
@@ -109,8 +110,8 @@ def print_case(case: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=30_000, help="simulated in each case, at least 8 epochs")
-    parser.add_argument("--json", type=Path, help="write the cases there")
+    parser.add_argument("--batches", type=int, default=30_000, help="simulated batches per case, at least 8 epochs")
+    parser.add_argument("--json", type=Path, help="write the cases to this file")
     options = parser.parse_args()
     print("data        samples   b window alt batch   h_y    deff  B_eff simulated    off  error  mixes")
     cases = []

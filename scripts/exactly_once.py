@@ -3,16 +3,16 @@
     python scripts/exactly_once.py [--json FILE]        # two to four minutes on 2 cores
     python scripts/exactly_once.py --pure               # the order alone
 
-A case is an epoch that is cut after some batches and resumed from the state that was saved there: (number of
-processes before, after, workers before, after, cut), for several sizes of data, chunks, windows and batches, and for
-each way with the tail. What all processes got before the cut and after it is counted sample by sample against an epoch
-of one process that nobody interrupts, which itself is checked: each sample once; with drop_last all but a rest, with
-pad and a few twice.
+A case is an epoch that is cut after some batches and resumed from the state that was saved there: (number of processes
+before and after, workers before and after, cut), for several sizes of data, chunks, windows and batches, and for each
+way to treat the last batch. The samples that all processes got before and after the cut are counted against an
+uninterrupted epoch of one process. That epoch itself must have each sample once: with drop_last all but an incomplete
+batch, with pad a few samples twice.
 
 Prints a line for each way to get batches: the order alone; ChunkLoaders; a DataLoader with workers; torchdata's
-StatefulDataLoader, where it is installed; ChunkLoaders and DataLoaders in processes of torch.distributed (gloo). Each
-says how many cases there were, samples missed, samples repeated, and steps whose samples, over all processes, were
-others than in the uninterrupted epoch. Exits with 1 unless all of these are 0.
+StatefulDataLoader, if it is installed; ChunkLoaders and DataLoaders in processes of torch.distributed (gloo). Each line
+counts cases, missed samples, repeated samples, and steps whose samples, over all processes, differ from those of the
+uninterrupted epoch. Exits with 1 unless the last three are 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from h5chunk.plan.order import Order
 
 TAILS: dict[str, dict[str, bool]] = {"exact": {}, "drop_last": {"drop_last": True}, "pad": {"pad": True}}
 WORLDS, WORKERS = (1, 2, 3, 4, 6, 12), (1, 2, 3)
-GEOMETRIES = (  # samples, chunk, samples of a step, window, interleave
+GEOMETRIES = (  # samples, chunk, samples per step, window, interleave
     (1000, 8, 48, 6, 24),
     (997, 10, 60, 4, 12),
     (1203, 16, 24, 8, 6),
@@ -52,7 +52,7 @@ GEOMETRIES = (  # samples, chunk, samples of a step, window, interleave
     (500, 64, 120, 2, 1),
     (49, 7, 48, 3, 24),
 )
-NUM_SAMPLES, STEP, LANES = 403, 24, 12  # of the real ones
+NUM_SAMPLES, STEP, LANES = 403, 24, 12  # for the real loaders
 SEED = 7
 
 Batches = list[np.ndarray]
@@ -61,7 +61,7 @@ Steps = list[np.ndarray]  # the samples of each step over all processes, sorted
 
 @dataclass
 class Count:
-    """What was found in so many cases."""
+    """The counts of all cases of one kind."""
 
     cases: int = 0
     samples: int = 0
@@ -71,7 +71,7 @@ class Count:
     seconds: float = 0.0
 
     def add(self, expected: Steps, found: Steps) -> None:
-        """Compare what a case delivered with what it should have."""
+        """Compare the steps of a case with the expected ones."""
         size = 1 + max((int(step.max()) for step in (*expected, *found) if len(step)), default=0)
         wanted, got = (
             np.bincount(np.concatenate([*steps, []]).astype(int), minlength=size) for steps in (expected, found)
@@ -96,22 +96,22 @@ class Count:
 
 
 def steps_of(ranks: Iterable[Batches]) -> Steps:
-    """What all processes see in each step; a process with fewer batches than others is an error."""
+    """Return the samples of each step over all processes. Raises ValueError if their batches differ in number."""
     return [np.sort(np.concatenate(step)) for step in zip(*ranks, strict=True)]
 
 
 def check_whole(steps: Steps, num_samples: int, step: int, tail: str) -> None:
-    """Raise unless an uninterrupted epoch is what it should be."""
+    """Raise an error unless an uninterrupted epoch has the right samples."""
     counts = np.bincount(np.concatenate([*steps, []]).astype(int), minlength=num_samples)
     left = num_samples % step
     twice = {"exact": 0, "drop_last": 0, "pad": -left % step if left else 0}[tail]
     missing = left if tail == "drop_last" else 0
     if counts.max() > 2 or (counts == 2).sum() != twice or (counts == 0).sum() != missing:
-        raise SystemExit(f"an epoch of {num_samples} samples in steps of {step} ({tail}) is not what it should be")
+        raise SystemExit(f"an epoch of {num_samples} samples in steps of {step} ({tail}) misses or repeats samples")
 
 
 def cuts_of(num_steps: int) -> list[int]:
-    """Where an epoch is cut: beginning, end, and places between."""
+    """Return the steps at which an epoch is cut: the beginning, the end, and some between."""
     return sorted({0, 1, num_steps // 3, num_steps // 2 + 1, num_steps - 1, num_steps} & set(range(num_steps + 1)))
 
 
@@ -119,7 +119,7 @@ def cuts_of(num_steps: int) -> list[int]:
 
 
 def dealt(order: Order, start: int, num_workers: int) -> Iterator[np.ndarray]:
-    """Batches as a DataLoader gets them: worker by worker in turn, each of which draws its own."""
+    """Return batches as a DataLoader does: from each worker in turn, each of which draws its own."""
     workers = [islice(order.batches(start), worker, None, num_workers) for worker in range(num_workers)]
     while workers:
         for worker in workers:
@@ -135,7 +135,7 @@ def ranks_of(order: Order, world_size: int) -> list[Order]:
 
 
 def pure_cases(order: Order, tail: str, count: Count) -> None:
-    """All numbers of processes and workers, before and after, at some cuts of one epoch."""
+    """Run all numbers of processes and workers, before and after, at some cuts of one epoch."""
     whole = steps_of([list(order.batches())])
     check_whole(whole, order.num_samples, order.batch_size, tail)
     cuts = cuts_of(order.num_batches)
@@ -177,11 +177,11 @@ def pure() -> Count:
 
 # --- real loaders ----------------------------------------------------------------------------------------------------
 
-Make = Callable[..., Any]  # a feed, which has batches, state_dict and load_state_dict
+Make = Callable[..., Any]  # makes a feed, which has batches, state_dict and load_state_dict
 
 
 class SampledBatches:
-    """A DataLoader and its sampler: the batches of one are counted for the state of the other."""
+    """A DataLoader and its sampler. Counts the loader's batches for the sampler's state."""
 
     def __init__(self, path: Path, batch_size: int, num_workers: int, **options: Any) -> None:
         dataset = h5chunk.ChunkDataset(path)
@@ -215,12 +215,12 @@ def chunk_batches(path: Path, batch_size: int, how: str, **options: Any) -> h5ch
 
 
 def labels_of(batches: Iterable[Any]) -> Batches:
-    """The numbers of the samples: their labels."""
+    """Return the sample numbers, which are the labels."""
     return [labels.numpy().copy() for _, labels in batches]
 
 
 def part_of(feed: Any, state: Any, cut: int | None) -> tuple[Batches, Any]:
-    """Batches of a feed from a state on, at most ``cut`` of them, and the state then."""
+    """Return at most ``cut`` batches of a feed from a state on, and the state after them."""
     if state is not None:
         feed.load_state_dict(state)
     batches = iter(feed)
@@ -233,7 +233,7 @@ def part_of(feed: Any, state: Any, cut: int | None) -> tuple[Batches, Any]:
 
 
 def part_of_all(make: Make, way: Any, world: int, state: Any, cut: int | None, options: Any) -> tuple[Steps, Any]:
-    """The same of all ranks, one after the other in this process."""
+    """Do the same as `part_of` for all ranks, one after the other in this process."""
     parts = [
         part_of(make(STEP // world, way, rank=rank, world_size=world, **options), state, cut) for rank in range(world)
     ]
@@ -241,7 +241,7 @@ def part_of_all(make: Make, way: Any, world: int, state: Any, cut: int | None, o
 
 
 def real(make: Make, ways: tuple[Any, ...], worlds: tuple[int, ...], cuts: tuple[int, ...]) -> Count:
-    """All pairs of ways, such as numbers of workers, and of numbers of processes, at some cuts."""
+    """Run all pairs of ways (such as numbers of workers) and of numbers of processes, at some cuts."""
     count, started = Count(), time.perf_counter()
     for tail, options in TAILS.items():
         options = {**options, "seed": SEED, "window_chunks": 4, "lanes": LANES}
@@ -265,7 +265,7 @@ GROUPS, GROUP_CUTS = (1, 2, 3), (0, 5, 16, 17)
 
 
 def group_feed(path: Path, kind: str) -> Any:
-    """Rank and number of ranks come from torch.distributed."""
+    """Make a feed that takes rank and world size from torch.distributed."""
     batch_size = STEP // distributed.get_world_size()
     options = {"seed": SEED, "window_chunks": 4, "lanes": LANES}
     return (
@@ -276,7 +276,7 @@ def group_feed(path: Path, kind: str) -> Any:
 
 
 def run_rank(rank: int, world: int, path: Path, folder: Path, kind: str, states: list[Any]) -> None:
-    """All parts that this rank has: from each state on, or up to each cut if there is none yet."""
+    """Return all parts of this rank: from each state on, or up to each cut if there is no state yet."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of workers, as it is where nothing was spawned
@@ -293,7 +293,7 @@ def run_rank(rank: int, world: int, path: Path, folder: Path, kind: str, states:
 
 
 def run_group(world: int, path: Path, kind: str, states: list[Any]) -> list[tuple[Steps, Any]]:
-    """The parts of all ranks of a group."""
+    """Return the parts of all ranks of a group."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         args = (world, path, Path(folder), kind, states)
@@ -331,7 +331,7 @@ def groups(path: Path) -> Count:
 
 
 def make_data(path: Path) -> None:
-    """Images whose label is their number."""
+    """Make a file of images whose label is their number."""
     images = np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 3, 8, 8), np.uint8)
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=images, chunks=(5, 3, 8, 8))
@@ -357,7 +357,7 @@ def real_counts(path: Path) -> Iterator[tuple[str, Count]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pure", action="store_true", help="only the order itself")
+    parser.add_argument("--pure", action="store_true", help="check only the order, without loaders")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # torch's about few cores, and its own deprecations

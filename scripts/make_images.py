@@ -2,9 +2,9 @@
 
     python scripts/make_images.py photos --count 12000 --size 224 224 --classes 10
 
-Each image is a grating whose direction and spacing belong to its class, over coloured noise with the spectrum of
-natural photographs, with grain: as JPEGs they take about as long to decode as photographs. Prints the folder, the
-number of images and their mean size in bytes. Equal arguments give equal images; images that exist are kept.
+Each image is a grating whose direction and spacing depend on its class, over grainy coloured noise with the spectrum of
+photographs. As JPEGs the images take about as long to decode as photographs. Prints the folder, the number of images
+and their mean size in bytes. Equal arguments give equal images; images that exist are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BANK = 24  # noise fields that all images are cut from: making one for each woul
 
 
 def noise_bank(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Photograph-like noise (1/f spectrum) and grain, (BANK, 2 * height, 2 * width) float32 each."""
+    """Return noise with the spectrum of photographs (1/f), and grain, each (BANK, 2 * height, 2 * width) float32."""
     rng = np.random.default_rng([seed, 1])
     shape = (2 * height, 2 * width)
     fy, fx = np.meshgrid(np.fft.fftfreq(shape[0]), np.fft.rfftfreq(shape[1]), indexing="ij")
@@ -32,7 +32,7 @@ def noise_bank(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarr
 
 
 def make_image(number: int, label: int, args: argparse.Namespace, bank: tuple[np.ndarray, np.ndarray]) -> Image.Image:
-    """Image ``number`` of class ``label``."""
+    """Make image ``number`` of class ``label``."""
     rng = np.random.default_rng([args.seed, number])
     height, width = args.size
     fields, grain = bank
@@ -51,7 +51,7 @@ def make_image(number: int, label: int, args: argparse.Namespace, bank: tuple[np
 
 
 def make_share(args: argparse.Namespace, share: int, shares: int) -> int:
-    """Make every ``shares``-th image; give the bytes of all of them."""
+    """Make every ``shares``-th image, and return their total bytes."""
     bank = noise_bank(*args.size, args.seed)
     total = 0
     for number in range(share, args.count, shares):
@@ -73,8 +73,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--size", type=int, nargs=2, default=(64, 64), metavar=("H", "W"))
     parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--quality", type=int, default=92, help="of the JPEGs")
-    parser.add_argument("--grain", type=float, default=10, help="noise of single pixels, in grey levels")
+    parser.add_argument("--quality", type=int, default=92, help="JPEG quality")
+    parser.add_argument("--grain", type=float, default=10, help="noise of single pixels, in levels of grey")
     parser.add_argument("--format", choices=["jpg", "png"], default="jpg")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

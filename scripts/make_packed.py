@@ -1,8 +1,8 @@
-"""Make a packed file of random images without decoding any: for benchmarks that need many gigabytes.
+"""Make a packed file of random images without decoding any, for benchmarks that need many gigabytes.
 
     python scripts/make_packed.py data.h5 --count 200000 --size 224 224      # 30 GB
 
-The layout is what `h5chunk convert` would choose; pixels are random, labels count up. Prints the file and its size.
+The layout is that of `h5chunk convert`; pixels are random, labels count up. Prints the file and its size.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Make a ratings matrix like MovieLens-20M, with tastes in it that a model can learn.
+"""Make a ratings matrix like MovieLens-20M, from planted tastes that a model can learn.
 
     python scripts/make_ratings.py ratings.csv                                    # 138,493 x 26,744, 20 million ratings
     python scripts/make_ratings.py small.npz --rows 5000 --columns 2000 --ratings 400000
 
-A .csv is as MovieLens' ratings.csv (userId,movieId,rating,timestamp; users and movies have arbitrary ids), a .npz is
-scipy's CSR matrix. Prints the size of the matrix, how many ratings rows and columns have, and how popular columns are.
+A .csv has the format of MovieLens' ratings.csv (userId,movieId,rating,timestamp; arbitrary ids), a .npz is SciPy's CSR
+matrix. Prints the size of the matrix, the ratings per row and column, and the popularity of columns.
 
-How much a user rates is lognormal, 20 at least; columns draw by a power law that levels off for the most popular. What
-a user rates, and how, comes from planted factors: every column belongs to few of 32 genres, every user likes few of
-them. Of a matrix in which users rate much of what there is, little can be learned: everybody rates what is popular.
-Equal arguments give equal bytes on one machine (elsewhere the last bit of a matrix product may differ).
+The number of ratings of a user is lognormal, at least 20; the popularity of columns follows a power law that levels off
+for the most popular ones. The choice of columns and the ratings come from planted factors: every column belongs to a
+few of 32 genres, and every user likes a few genres. If users rate a large part of all columns, little can be learned,
+because everybody rates the popular ones. Equal arguments give equal bytes on one machine (on others the last bit of a
+matrix product may differ).
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from tqdm import tqdm
 
 LEAST = 20  # ratings of a user, as in ML-20M
 GENRES = 32
-FEW = 0.03  # of Dirichlet: one or two genres of a user or column have most of the weight
-LEAST_SHARE = 1e-6  # products of less are denormal numbers, which processors are slow with
-OTHERWISE = 0.15  # times an even taste: what is rated for its popularity alone
-BLOCK_ENTRIES = 12 << 20  # of users x columns, that are drawn together
-LIKED = 4.0  # what is counted as liked, in what is printed
-FIRST_S, LAST_S = 1_000_000_000, 1_425_000_000  # of the timestamps: ten digits
-USER_S = 30 * 86_400  # a user rates for so long
+FEW = 0.03  # Dirichlet parameter: one or two genres of a user or column have most of the weight
+LEAST_SHARE = 1e-6  # smaller values have denormal products, which processors are slow with
+OTHERWISE = 0.15  # weight of an even taste: ratings that depend on popularity alone
+BLOCK_ENTRIES = 12 << 20  # users x columns that are drawn together
+LIKED = 4.0  # the lowest rating that the summary counts as liked
+FIRST_S, LAST_S = 1_000_000_000, 1_425_000_000  # range of the timestamps: ten digits
+USER_S = 30 * 86_400  # time span of a user's ratings
 HEADER = b"userId,movieId,rating,timestamp\n"
 
 
 class RatingsError(ValueError):
-    """A matrix of this size cannot be."""
+    """A ratings matrix of this size is impossible."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What users like, and what columns are.
+    """The planted factors: users' tastes and columns' genres.
 
     Attributes
     ----------
     counts : (rows,) int64
         Ratings of each user.
     tastes : (rows, GENRES) float32
-        How much of each genre a user likes: sums to 1.
+        How much a user likes each genre: sums to 1.
     genres : (columns, GENRES) float32
         How much a column belongs to each genre: sums to 1.
     popularity : (columns,) float32
@@ -64,7 +65,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Block:
-    """The ratings of some users: ``counts`` (users,), and the ``columns`` and ``codes`` (2 x rating) of each entry."""
+    """The ratings of some users: ``counts`` (users,), and ``columns`` and ``codes`` (2 x rating) for each entry."""
 
     first_row: int
     counts: np.ndarray
@@ -73,11 +74,11 @@ class Block:
 
 
 def check(num_rows: int, num_columns: int, num_ratings: int) -> None:
-    """Raise RatingsError unless every user can have 20 ratings, and none more than half of the columns."""
+    """Raise RatingsError unless each user can have from 20 ratings to half of the columns."""
     if num_rows < 1:
         raise RatingsError(f"--rows is {num_rows}: give at least 1")
     if num_columns < 2 * LEAST:
-        raise RatingsError(f"--columns is {num_columns}: give at least {2 * LEAST}, users rate at most half of them")
+        raise RatingsError(f"--columns is {num_columns}: give at least {2 * LEAST}, as users rate at most half")
     least, most = num_rows * LEAST, num_rows * (num_columns // 2)
     if not least <= num_ratings <= most:
         raise RatingsError(
@@ -87,8 +88,8 @@ def check(num_rows: int, num_columns: int, num_ratings: int) -> None:
 
 
 def draw_counts(rng: np.random.Generator, num_rows: int, num_columns: int, num_ratings: int) -> np.ndarray:
-    """Ratings of each user: lognormal above 20, at most half of the columns, ``num_ratings`` in all; (rows,) int64."""
-    weights = rng.lognormal(0, 1.37, num_rows)  # of ML-20M: mean 144, median 68, most 9254
+    """Draw each user's number of ratings, lognormal, ``num_ratings`` in all; (rows,) int64."""
+    weights = rng.lognormal(0, 1.37, num_rows)  # ML-20M: mean 144, median 68, maximum 9254
 
     def counts(factor: float) -> np.ndarray:
         return np.minimum(LEAST + (factor * weights).astype(np.int64), num_columns // 2)
@@ -105,7 +106,7 @@ def draw_counts(rng: np.random.Generator, num_rows: int, num_columns: int, num_r
 
 
 def plant(num_rows: int, num_columns: int, num_ratings: int, seed: int) -> Planted:
-    """Draw what the ratings come from. Raises RatingsError."""
+    """Draw the planted factors. Raises RatingsError."""
     check(num_rows, num_columns, num_ratings)
     rng = np.random.default_rng([seed, 0])
     counts = draw_counts(rng, num_rows, num_columns, num_ratings)
@@ -123,7 +124,7 @@ def plant(num_rows: int, num_columns: int, num_ratings: int, seed: int) -> Plant
 
 
 def draw_blocks(planted: Planted, seed: int) -> Iterator[Block]:
-    """The ratings, some users at a time; columns ascend within a user, none comes twice."""
+    """Draw the ratings, some users at a time; columns ascend within a user, without duplicates."""
     num_rows, num_columns = len(planted.counts), len(planted.popularity)
     size = max(1, BLOCK_ENTRIES // num_columns)
     quality = np.random.default_rng([seed, 1]).normal(0, 0.4, num_columns).astype(np.float32)
@@ -140,9 +141,9 @@ def draw_blocks(planted: Planted, seed: int) -> Iterator[Block]:
 
 
 def draw_columns(rng: np.random.Generator, weights: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Columns of each row, drawn by weight one after another without putting back; (counts.sum(),) int64.
+    """Draw columns for each row, by weight and without replacement; (counts.sum(),) int64.
 
-    Exponential times over weights, the first ``counts[i]`` of row i: the same distribution.
+    Taking the smallest ``counts[i]`` of exponential times over weights gives the same distribution.
 
     Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
     """
@@ -151,7 +152,7 @@ def draw_columns(rng: np.random.Generator, weights: np.ndarray, counts: np.ndarr
     found = []
     for row, count in zip(times, counts.tolist(), strict=True):
         last = np.partition(row, count - 1)[count - 1]
-        found.append(np.flatnonzero(row <= last)[:count])  # of equal times, the first columns
+        found.append(np.flatnonzero(row <= last)[:count])  # among equal times, take the first columns
     return np.concatenate(found)
 
 
@@ -159,12 +160,12 @@ def draw_columns(rng: np.random.Generator, weights: np.ndarray, counts: np.ndarr
 
 
 def arbitrary_ids(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Ids that are not contiguous, in no order: (count,) int64."""
+    """Draw ids that are neither contiguous nor ordered: (count,) int64."""
     return rng.permutation(np.sort(rng.choice(5 * count, count, replace=False)) + 1)
 
 
 def texts(values: np.ndarray, after: str = ",") -> np.ndarray:
-    """The numbers as bytes of fixed length, padded with zeros."""
+    """Return the numbers as bytes of fixed length, padded with NUL bytes, each followed by ``after``."""
     return np.array([f"{value}{after}".encode() for value in values.tolist()])
 
 
@@ -182,7 +183,7 @@ class CsvWriter:
         self._file.write(HEADER)
 
     def write(self, block: Block) -> None:
-        """Texts side by side in lines of equal length, out of which the padding is then taken."""
+        """Write lines of equal length, after removing the padding."""
         rows = np.repeat(np.arange(len(block.counts)), block.counts)
         starts = self._rng.integers(FIRST_S, LAST_S, len(block.counts))
         times = starts[rows] + self._rng.integers(0, USER_S, len(rows))
@@ -199,7 +200,7 @@ class CsvWriter:
         self._file.write(lines.tobytes().translate(None, b"\0"))
 
     def finish(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: all lines are written."""
 
     def close(self) -> None:
         self._file.close()
@@ -234,7 +235,7 @@ WRITERS = {".csv": CsvWriter, ".npz": NpzWriter}
 
 
 def make_ratings(path: Path, num_rows: int, num_columns: int, num_ratings: int, seed: int) -> str:
-    """Make the file, under its name only when it is complete; says what is in it. Raises RatingsError."""
+    """Make the file, and rename it to its name once it is complete. Return its description. Raises RatingsError."""
     if path.suffix not in WRITERS:
         raise RatingsError(f"{path} ends in {path.suffix or 'nothing'}: name it {' or '.join(WRITERS)}")
     if not path.resolve().parent.is_dir():
@@ -261,7 +262,7 @@ def make_ratings(path: Path, num_rows: int, num_columns: int, num_ratings: int, 
 
 
 def describe(row_counts: np.ndarray, column_counts: np.ndarray, code_counts: np.ndarray) -> str:
-    """What is printed of a matrix."""
+    """Describe a matrix: its size, ratings per row and column, and popularity."""
     num_rows, num_columns, total = len(row_counts), len(column_counts), int(row_counts.sum())
     shares = np.cumsum(np.sort(column_counts)[::-1]) / total
     share = {percent: shares[max(1, num_columns * percent // 100) - 1] for percent in (1, 10)}
@@ -281,10 +282,10 @@ def describe(row_counts: np.ndarray, column_counts: np.ndarray, code_counts: np.
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="the .csv or .npz to make; one that is there is replaced")
+    parser.add_argument("path", type=Path, help="the .csv or .npz to make; an existing file is replaced")
     parser.add_argument("--rows", type=int, default=138_493, help="users (%(default)s)")
     parser.add_argument("--columns", type=int, default=26_744, help="movies (%(default)s)")
-    parser.add_argument("--ratings", type=int, default=20_000_000, help="in all (%(default)s)")
+    parser.add_argument("--ratings", type=int, default=20_000_000, help="ratings in all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:

@@ -1,7 +1,7 @@
-"""Networks for the examples: two of plain torch, and torchvision's where it is installed.
+"""Networks for the examples: two in plain torch, and torchvision's if it is installed.
 
 cnn       four convolutions: for trying things out on a CPU
-resnet9   the small residual network that is common for 32 x 32 images
+resnet9   the usual small residual network for 32 x 32 images
 resnet18, resnet50, vit_b_16   torchvision's, without pretrained weights
 """
 
@@ -17,11 +17,11 @@ VIT_PATCH = 16
 
 
 class ModelError(ValueError):
-    """A network cannot be had, or does not take these images."""
+    """A network is not available, or does not take images of this size."""
 
 
 def make_model(name: str, num_classes: int, image_size: tuple[int, int]) -> nn.Module:
-    """A network with fresh weights for images (3, height, width)."""
+    """Return a network with fresh weights for images (3, height, width)."""
     if name == "cnn":
         return small_cnn(num_classes)
     if name == "resnet9":
@@ -46,25 +46,25 @@ def _vit_image_size(image_size: tuple[int, int]) -> int:
 
 
 def conv_block(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
-    """3 x 3 convolution, batch normalisation, ReLU."""
+    """Return a 3 x 3 convolution with batch normalisation and ReLU."""
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 def head(inputs: int, num_classes: int) -> nn.Sequential:
-    """One number a class, for images of any size."""
+    """Return a head with one output per class, for feature maps of any size."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
 
 
 def small_cnn(num_classes: int) -> nn.Sequential:
-    """Four convolutions, each of which makes the image smaller; quick on a CPU."""
+    """Return a network of four convolutions, each of which halves the image; quick on a CPU."""
     first = (conv_block(3, 16, stride=3), conv_block(16, 32, stride=2))
     second = (conv_block(32, 64, stride=2), conv_block(64, 64, stride=2))
     return nn.Sequential(*first, *second, head(64, num_classes))
 
 
 class Residual(nn.Module):
-    """Two blocks, added to what came in."""
+    """Two convolution blocks with a skip connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Residual(nn.Module):
 
 
 def resnet9(num_classes: int) -> nn.Sequential:
-    """Eight convolutions, two residual connections and a linear layer; images of at least 8 x 8."""
+    """Return a ResNet of eight convolutions, two skip connections and a linear layer, for images of at least 8 x 8."""
     stem = conv_block(3, 64)
     first = (conv_block(64, 128), nn.MaxPool2d(2), Residual(128))
     second = (conv_block(128, 256), nn.MaxPool2d(2))

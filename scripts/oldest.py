@@ -18,7 +18,7 @@ NOT_TRIED = {"torch"}
 
 
 def oldest_versions(path: Path = SETUP) -> Mapping[str, str]:
-    """Lower bounds of all requirements, those of extras too.
+    """Return the lower bounds of all requirements, including those of extras.
 
     Raises
     ------

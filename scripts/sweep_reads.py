@@ -1,11 +1,11 @@
-"""When to read rows one by one, when whole runs of a chunk, and when HDF5's chunk cache helps.
+"""Measure when to read single rows, when to read whole runs of a chunk, and when HDF5's chunk cache helps.
 
     python scripts/sweep_reads.py [--json FILE]
 
-For samples from 784 bytes to 600 KB, in chunks as `convert` chooses them, with and without gzip, reads one epoch of
-shuffled batches of 128 into reused memory, page cache warm, four ways: with the cache that holds all open windows or
-with none, and row by row or through whole runs. Prints samples/s of each (median of the rounds) and what the reader
-chooses. The constants CALL_BYTES and DIRECT_BYTES of plan/cache.py come from here.
+Reads one epoch of shuffled batches of 128 into reused memory, page cache warm, for samples from 784 bytes to 600 KB in
+the chunks of `convert`, with and without gzip. Each is read in four ways: with a cache for all open windows or without,
+and by single rows or by whole runs. Prints samples/s of each (median of the rounds) and the reader's choice. The
+constants CALL_BYTES and DIRECT_BYTES of plan/cache.py come from here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make(path: Path, sample_bytes: int, compression: str | None) -> None:
 
 
 def rate(path: Path, cached: bool, call_bytes: int) -> float:
-    """Samples/s of one epoch."""
+    """Return samples/s of one epoch."""
     reader_module.CALL_BYTES = call_bytes
     reader = reader_module.H5Reader(path)
     window = plan_layout(reader.num_samples, reader.main.grid.sample_bytes, reader.chunk_samples).window_chunks

@@ -1,18 +1,18 @@
-"""Train on several GPUs with DistributedDataParallel: how it scales, and how busy the data keeps each of them.
+"""Train on several GPUs with DistributedDataParallel, and measure scaling and how busy the data keeps each GPU.
 
     python scripts/make_packed.py data.h5 --count 60000                                         # 9 GB
-    python scripts/train_ddp.py data.h5 --gpus 1 2 4 --compile [--json FILE]                    # about 1.5 minutes each
+    python scripts/train_ddp.py data.h5 --gpus 1 2 4 --compile [--json FILE]                    # 1.5 minutes each
     python scripts/make_packed.py small.h5 --count 3000 --size 32 32
-    python scripts/train_ddp.py small.h5 --gpus 1 2 --model cnn --batch-size 32 --block 5       # on a CPU: a try-out
+    python scripts/train_ddp.py small.h5 --gpus 1 2 --model cnn --batch-size 32 --block 5       # a trial on a CPU
 
-Starts torchrun for each number of GPUs (NCCL; gloo where there are none). Each process reads its part of the file with
-a ChunkLoader, nothing resident, and trains in bf16 autocast and channels_last. Blocks of steps on real data and on one
-cached real batch take turns, as do their places in a pair; all processes begin a block together.
+Starts torchrun for each number of GPUs (NCCL; gloo without GPUs). Each process reads its part of the file with a
+ChunkLoader, nothing resident, and trains in bf16 autocast and channels_last. Blocks of steps on real data and on one
+cached real batch take turns, and so does which of the two comes first; all processes begin a block together.
 
 Prints for each number of GPUs: images/s of a GPU on real data and on the cached batch (medians over blocks, means over
 GPUs); real over cached for each GPU (medians over pairs of blocks); and both rates over those of one GPU, which trains
-without DDP. ``--alone`` leaves DDP out of all of them: what is lost then is lost by the data. Pixels are random: only
-rates are of interest here. NVLink multicast is left off. Needs torchvision for its models.
+without DDP. ``--alone`` leaves DDP out everywhere, so that any remaining loss is due to the data. Pixels are random,
+since only rates matter here. NVLink multicast is off. The models need torchvision.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Worker:
         network = make_model(args.model, args.classes, (images.shape[2], images.shape[3]))
         network.to(self.device, memory_format=torch.channels_last)
         if distributed.get_world_size() > 1 and not args.alone:
-            # batch normalisation counts in each process for itself, as is enough for training
+            # batch normalisation keeps separate statistics in each process, which is enough for training
             options = {"bucket_cap_mb": args.bucket_mb, "gradient_as_bucket_view": True, "broadcast_buffers": False}
             network = DistributedDataParallel(network, [self.device.index] if on_gpu else None, **options)
-        return torch.compile(network) if args.compile else network  # around DDP: its reductions overlap the backward
+        return torch.compile(network) if args.compile else network  # DDP's reductions overlap the backward
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -90,7 +90,7 @@ class Worker:
         self.optimizer.step()
 
     def block(self, batch: Callable[[], Batch]) -> float:
-        """Images/s of some steps."""
+        """Return images/s of a block of steps."""
         distributed.barrier()
         self.synchronize()
         started = time.perf_counter()
@@ -104,7 +104,7 @@ class Worker:
             torch.cuda.synchronize(self.device)
 
     def measure(self) -> dict[str, list[float]]:
-        """Images/s of each block."""
+        """Return images/s of each block."""
         for _ in range(WARM_STEPS if self.device.type == "cuda" else 2):
             self.step(*self.cached)
             self.step(*next(self.batches))
@@ -121,7 +121,7 @@ class Worker:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What torchrun starts: rank 0 writes the rates of all."""
+    """Run one process of torchrun. Rank 0 writes the rates of all."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -149,7 +149,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, num_gpus: int) -> dict[str, Any]:
-    """What a group of so many processes measured."""
+    """Run a group of ``num_gpus`` processes, and return its measurements."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rates.json"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, num_gpus: int) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Run and print each number of GPUs."""
+    """Run all numbers of GPUs and print their rates."""
     found: dict[str, Any] = {}
     for num_gpus in args.gpus:
         found[str(num_gpus)] = each = run(args, num_gpus)
@@ -188,15 +188,15 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of processes, 1 first")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of GPUs to compare, 1 first")
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=256, help="of each GPU")
-    parser.add_argument("--threads", type=int, help="of each loader; default: its own")
-    parser.add_argument("--block", type=int, default=40, help="training steps of a block")
-    parser.add_argument("--blocks", type=int, default=12, help="of each kind")
-    parser.add_argument("--bucket-mb", type=int, default=25, help="of gradients that DDP reduces together")
-    parser.add_argument("--alone", action="store_true", help="each trains a network of its own: no gradients travel")
+    parser.add_argument("--batch-size", type=int, default=256, help="images per batch of each GPU")
+    parser.add_argument("--threads", type=int, help="threads per loader; default: the loader's")
+    parser.add_argument("--block", type=int, default=40, help="training steps per block")
+    parser.add_argument("--blocks", type=int, default=12, help="blocks of each kind")
+    parser.add_argument("--bucket-mb", type=int, default=25, help="MB of gradients that DDP reduces together")
+    parser.add_argument("--alone", action="store_true", help="train a separate network per GPU, without DDP")
     parser.add_argument("--compile", action="store_true", help="torch.compile the network")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

@@ -1,15 +1,15 @@
-"""Train a small CNN on the same images in three ways, and say how long each waits for data.
+"""Train a small CNN on the same images with three loaders, and print how long each waits for data.
 
     python scripts/train_demo.py demo-data         # needs train/, test/, train.h5 and test.h5 there: scripts/demo.sh
 
 folder   one file an image, decoded in ``__getitem__``, as torchvision's ImageFolder does it
-h5py     ``h5py.File(...)["images"][i]``: each draw reads a whole chunk
+h5py     ``h5py.File(...)["images"][i]``, which reads a whole chunk per image
 h5chunk  ChunkDataset
 
-Each trains the same network from the same start for ``--epochs`` epochs with torch's own DataLoader, on the same
-batches in the same order, that of ChunkSampler. So losses and accuracies must be equal to the last digit, and the
-script says whether they are; what differs is the time, and the share of it spent waiting for the next batch. Uses a
-GPU if there is one.
+Each trains the same network from the same initial weights for ``--epochs`` epochs with torch's own DataLoader, on the
+same batches in ChunkSampler's order. So losses and accuracies must be equal to the last digit, and the script says
+whether they are. The times differ, and so does the share of time spent waiting for the next batch. Uses a GPU if there
+is one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FolderDataset(Dataset):
 
 
 class PlainDataset(Dataset):
-    """A row of an HDF5 dataset at a time."""
+    """Reads one row of an HDF5 dataset at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +86,7 @@ def prepare(images: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Waiting:
-    """Iterates, and adds up the time until each next batch is there."""
+    """Iterates over batches, and adds up the time spent waiting for them."""
 
     def __init__(self, loader: Iterable) -> None:
         self.loader, self.seconds = loader, 0.0
@@ -102,7 +102,7 @@ class Waiting:
 def train(
     name: str, args: argparse.Namespace, device: torch.device, num_classes: int
 ) -> tuple[nn.Module, list[float], float, float]:
-    """A trained network, the loss of each batch, the seconds it took and those of them spent waiting."""
+    """Train a network; return it, the loss of each batch, the seconds taken, and the seconds spent waiting."""
     torch.manual_seed(0)
     network = make_network(num_classes).to(device)
     optimizer = torch.optim.Adam(network.parameters(), 3e-3)
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=0, help="of the DataLoader")
+    parser.add_argument("--workers", type=int, default=0, help="workers of the DataLoader")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_classes = len(h5chunk.ChunkDataset(args.data / "train.h5").classes)

@@ -6,14 +6,14 @@
     python scripts/train_images.py photos/ --loader folder --image-size 224 224 --num-workers 8 --transport float32
 
 Loaders: ``chunk`` is ChunkLoader, which reads, pins, copies and normalises by itself; ``dataset`` is ChunkDataset with
-ChunkSampler in torch's DataLoader; ``folder`` decodes a folder of images, one folder a class, in torch's DataLoader.
-A switch that would do nothing with the chosen loader or device is refused, with the reason.
+ChunkSampler in torch's DataLoader; ``folder`` decodes a folder of images, one folder per class, in torch's DataLoader.
+A switch without effect for the chosen loader or device is an error that gives the reason.
 
-Prints for each epoch: loss and accuracy while training, images/s, seconds, the share of them that the loop stood
-waiting in the loader's ``next`` (on a GPU, earlier steps may still be computing meanwhile), the peak of GPU memory that
-torch allocated, and, with --measure-utilisation, images/s over those on one batch that stays on the device, measured
-before and after the epoch (training there is undone). The first epoch includes what happens only once, such as the
-start of workers, and without --measure-utilisation the choice of kernels and compiling.
+Prints for each epoch: training loss and accuracy, images/s, seconds, the share of them that the loop waited in the
+loader's ``next`` (on a GPU, earlier steps may still be computing meanwhile), the peak of GPU memory that torch
+allocated, and, with --measure-utilisation, images/s over those on one batch that stays on the device, measured before
+and after the epoch (training on it is undone). The first epoch includes one-time costs such as starting workers, and
+without --measure-utilisation also the choice of kernels and compiling.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ import h5chunk
 from h5chunk.plan.order import INTERLEAVE
 from h5chunk.transforms import Normalize, ToDtype
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision states them
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as in torchvision
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESIDENT = {"auto": "auto", "yes": True, "no": False}
-WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # on the cached batch: not timed, and between two looks at the clock
+WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # on the cached batch: untimed steps, and steps per reading of the clock
 UTILISATION_S = 3.0
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class SettingsError(ValueError):
-    """Settings that cannot be, or do not fit the data."""
+    """Settings are invalid, or do not fit the data."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Settings:
     num_workers: int = 0
     prefetch_factor: int | None = None
     persistent_workers: bool = False
-    # how they get to the device
+    # how batches get to the device
     transport: str = "uint8"
     pin_memory: bool = False
     non_blocking: bool = False
@@ -97,30 +97,30 @@ class Settings:
 
 
 def refusals(s: Settings) -> list[str]:
-    """Why these settings cannot be, or what in them would do nothing."""
+    """Return the reasons why settings are invalid or have no effect."""
     chunk, cpu = s.loader == "chunk", not s.on_gpu
-    of_dataloader = "is for torch's DataLoader, but ChunkLoader {}: leave it out, or take --loader dataset"
+    of_dataloader = "is for torch's DataLoader, but ChunkLoader {}: leave it out, or use --loader dataset"
     rules = [
         (chunk and s.num_workers, f"--num-workers {of_dataloader.format('reads with threads')}"),
         (chunk and s.pin_memory, f"--pin-memory {of_dataloader.format('reads into pinned memory by itself')}"),
         (chunk and s.non_blocking, f"--non-blocking {of_dataloader.format('copies beside the computation by itself')}"),
         (chunk and s.prefetch_stream, f"--prefetch-stream {of_dataloader.format('has a stream of its own')}"),
         (chunk and s.transport != "uint8", f"--transport float32 {of_dataloader.format('sends what the file holds')}"),
-        (not chunk and s.echo != 1, "--echo is ChunkLoader's: take --loader chunk"),
-        (not chunk and s.resident is not None, "--resident is ChunkLoader's: take --loader chunk"),
+        (not chunk and s.echo != 1, "--echo is for ChunkLoader: use --loader chunk"),
+        (not chunk and s.resident is not None, "--resident is for ChunkLoader: use --loader chunk"),
         (s.loader != "folder" and s.image_size, "--image-size is for --loader folder: a packed file has its size"),
         (s.prefetch_factor and not s.num_workers, "--prefetch-factor is per worker: give --num-workers"),
-        (s.persistent_workers and not s.num_workers, "--persistent-workers needs some: give --num-workers"),
-        (cpu and s.pin_memory, "--pin-memory is for copies to a GPU, --device is cpu"),
-        (cpu and s.non_blocking, "--non-blocking is for copies to a GPU, --device is cpu"),
-        (cpu and s.prefetch_stream, "--prefetch-stream is for copies to a GPU, --device is cpu"),
-        (not cpu and s.cpu_threads, "--cpu-threads is for training on a CPU, --device is cuda"),
-        (cpu and s.amp == "fp16", "--amp fp16 with its GradScaler needs a GPU: take bf16"),
+        (s.persistent_workers and not s.num_workers, "--persistent-workers needs workers: give --num-workers"),
+        (cpu and s.pin_memory, "--pin-memory is for copies to a GPU, but --device is cpu"),
+        (cpu and s.non_blocking, "--non-blocking is for copies to a GPU, but --device is cpu"),
+        (cpu and s.prefetch_stream, "--prefetch-stream is for copies to a GPU, but --device is cpu"),
+        (not cpu and s.cpu_threads, "--cpu-threads is for training on a CPU, but --device is cuda"),
+        (cpu and s.amp == "fp16", "--amp fp16 with its GradScaler needs a GPU: use bf16"),
         (
             s.non_blocking and not s.pin_memory and not chunk,
             "--non-blocking does nothing for pageable memory, whose copy blocks in any case: add --pin-memory",
         ),
-        (s.channels_last and s.model.startswith("vit"), "--channels-last is for convolutions, a ViT has one: leave it"),
+        (s.channels_last and s.model.startswith("vit"), "--channels-last is for convolutions: leave it out for a ViT"),
         (s.batch_size < 1, f"--batch-size is {s.batch_size}: give at least 1"),
         (s.epochs < 1, f"--epochs is {s.epochs}: give at least 1"),
         (s.cpu_threads is not None and s.cpu_threads < 1, f"--cpu-threads is {s.cpu_threads}: give at least 1"),
@@ -130,24 +130,24 @@ def refusals(s: Settings) -> list[str]:
 
 
 def check(settings: Settings) -> None:
-    """Raise SettingsError unless the settings can be."""
+    """Raise SettingsError unless the settings are valid."""
     if found := refusals(settings):
         raise SettingsError("; ".join(found))
     if settings.on_gpu and not torch.cuda.is_available():
-        raise SettingsError(f"--device is {settings.device} but torch finds no GPU: take cpu")
+        raise SettingsError(f"--device is {settings.device}, but torch finds no GPU: use cpu")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
 def to_floats(image: torch.Tensor) -> torch.Tensor:
-    """A uint8 image (3, H, W) as normalised float32, as torchvision's ToTensor and Normalize give it."""
+    """Convert a uint8 image (3, H, W) to normalised float32, like torchvision's ToTensor and Normalize."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     return (image.float() / 255 - mean) / std
 
 
 class FolderImages(Dataset[Any]):
-    """Images of one folder a class, decoded when they are asked for: (uint8 (3, H, W), label)."""
+    """Images of one folder per class, decoded on access: (uint8 (3, H, W), label)."""
 
     def __init__(
         self, root: Path, transform: Callable[[torch.Tensor], torch.Tensor] | None, size: tuple[int, int] | None
@@ -172,11 +172,11 @@ class FolderImages(Dataset[Any]):
 
 
 def open_dataset(settings: Settings, path: Path) -> Any:
-    """A Dataset of (image, label); images are uint8, or normalised float32 if they shall travel so."""
+    """Open a Dataset of (image, label); images are uint8, or normalised float32 with --transport float32."""
     transform = to_floats if settings.transport == "float32" else None
     if settings.loader == "folder":
         if not path.is_dir():
-            raise SettingsError(f"--loader folder needs a folder of images, {path} is none")
+            raise SettingsError(f"--loader folder needs a folder of images, but {path} is not a folder")
         return FolderImages(path, transform, settings.image_size)
     dataset = h5chunk.ChunkDataset(path, transform=transform)
     if len(dataset.fields) != 2:
@@ -185,12 +185,12 @@ def open_dataset(settings: Settings, path: Path) -> Any:
 
 
 def inspect(settings: Settings, dataset: Any) -> tuple[tuple[int, int], int]:
-    """Size of the images and number of classes."""
+    """Return the size of the images and the number of classes."""
     if len(dataset) < settings.batch_size:
-        raise SettingsError(f"--batch-size is {settings.batch_size} but there are {len(dataset)} images")
+        raise SettingsError(f"--batch-size is {settings.batch_size}, but there are {len(dataset)} images")
     shape = tuple(dataset[0][0].shape)
     if len(shape) != 3 or shape[0] != 3:
-        raise SettingsError(f"images are {shape}, the networks take (3, height, width): convert with --color rgb")
+        raise SettingsError(f"images are {shape}, but the networks take (3, height, width): use --color rgb")
     num_classes = len(dataset.classes)
     if not num_classes:
         labels = h5chunk.ChunkDataset(dataset.path, fields=["labels"])[:][0]
@@ -199,7 +199,7 @@ def inspect(settings: Settings, dataset: Any) -> tuple[tuple[int, int], int]:
 
 
 def make_loader(settings: Settings, dataset: Any, path: Path, *, training: bool = True) -> Any:
-    """Batches of a pass over the data each time it is iterated: shuffled to train, each sample once to validate."""
+    """Make a loader: shuffled for training; for validation in order, with each sample once."""
     s = settings
     order = {"shuffle": training, "drop_last": training}
     if s.loader == "chunk":
@@ -220,7 +220,7 @@ def make_loader(settings: Settings, dataset: Any, path: Path, *, training: bool 
         "persistent_workers": s.persistent_workers,
     }
     if s.loader == "dataset":
-        interleave = s.num_workers if s.num_workers and INTERLEAVE % s.num_workers else None  # whole windows for each
+        interleave = s.num_workers if s.num_workers and INTERLEAVE % s.num_workers else None  # whole windows per worker
         sampler = h5chunk.ChunkSampler(dataset, s.batch_size, **order, seed=s.seed, interleave=interleave)
         return DataLoader(dataset, batch_sampler=sampler, **workers)
     generator = torch.Generator().manual_seed(s.seed)
@@ -231,7 +231,7 @@ def make_loader(settings: Settings, dataset: Any, path: Path, *, training: bool 
 
 
 class Waiting:
-    """Adds up the time that is spent in ``iter`` and ``next`` of what is iterated through it."""
+    """Wraps an iterable, and adds up the time spent in its ``iter`` and ``next``."""
 
     seconds = 0.0
 
@@ -245,7 +245,7 @@ class Waiting:
 
 
 class Place:
-    """Moves a batch of torch's DataLoader to the device, and makes of it there what the network takes."""
+    """Moves a batch of torch's DataLoader to the device, and converts it there for the network."""
 
     def __init__(self, settings: Settings) -> None:
         self.device, self.non_blocking = torch.device(settings.device), settings.non_blocking
@@ -257,7 +257,7 @@ class Place:
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=self.non_blocking)
         labels = labels.to(self.device, non_blocking=self.non_blocking)
-        if images.dtype == torch.uint8:  # a quarter of the bytes of float32: normalised here, after the copy
+        if images.dtype == torch.uint8:  # normalised after the copy: uint8 has a quarter of float32's bytes
             images = (images - self.mean) / self.std
         return images.to(self.dtype, memory_format=self.format), labels
 
@@ -271,10 +271,10 @@ class PrefetchStream:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.stream = torch.cuda.Stream(place.device)
-        self.stream.wait_stream(torch.cuda.current_stream(place.device))  # mean and std are there first
+        self.stream.wait_stream(torch.cuda.current_stream(place.device))  # wait until mean and std are on the device
 
     def send(self, batches: Iterator[Batch]) -> Batch | None:
-        """Start the next batch on its way; None at the end."""
+        """Start copying the next batch; return None at the end."""
         batch = next(batches, None)
         if batch is None:
             return None
@@ -286,15 +286,15 @@ class PrefetchStream:
         ahead = self.send(source)
         while ahead is not None:
             training = torch.cuda.current_stream(self.place.device)
-            training.wait_stream(self.stream)  # the step's kernels start when the batch is there
+            training.wait_stream(self.stream)  # the step's kernels wait for the batch
             for tensor in ahead:
-                tensor.record_stream(training)  # and its memory is not used again before they are done
+                tensor.record_stream(training)  # and its memory is not reused before they end
             batch, ahead = ahead, self.send(source)
             yield batch
 
 
 def forever(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """One pass after the other."""
+    """Iterate over the loader again and again."""
     while True:
         yield from loader
 
@@ -314,19 +314,19 @@ class Feed:
         return batches if self.settings.loader == "chunk" else self.mover.over(batches)
 
     def epochs(self) -> Iterator[Iterable[Batch]]:
-        """Passes over the data; or, with --steps, as many batches each, going on where the last epoch stopped."""
+        """Yield passes over the data; with --steps that many batches each, continuing where the last epoch stopped."""
         endless = self.on_device(forever(self.loader))
         for _ in range(self.settings.epochs):
             yield self.on_device(self.loader) if self.settings.steps is None else islice(endless, self.settings.steps)
 
     def fresh_share(self) -> float:
-        """Of the images of this pass, those that were not echoed."""
+        """The share of this pass's images that are not echoes."""
         if self.settings.echo == 1:
             return 1.0
         return self.loader.report.fresh_samples / self.loader.report.samples
 
     def validation(self, loader: Any) -> Iterable[Batch]:
-        """A pass over the validation data, on the device."""
+        """Yield the validation batches on the device."""
         return loader if self.settings.loader == "chunk" else self.place.over(loader)
 
     def close(self) -> None:
@@ -342,7 +342,7 @@ def close(loader: Any) -> None:
 
 
 def one_batch(settings: Settings, dataset: Any) -> Batch:
-    """A real batch: samples from all over the data."""
+    """Make a batch of samples from all over the data."""
     rows = range(0, len(dataset), len(dataset) // settings.batch_size)[: settings.batch_size]
     return default_collate([tuple(dataset[row]) for row in rows])
 
@@ -362,10 +362,10 @@ class Trainer:
         self.forward = torch.compile(self.network) if settings.compile else self.network
         self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.lr)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.amp == "fp16")
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and right answers, summed
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of loss and correct answers
 
     def autocast(self) -> torch.autocast:
-        """Matrix products and convolutions in 16 bits, if --amp says so."""
+        """Return a context for products and convolutions in 16 bits, if --amp asks for it."""
         dtype = AMP[self.settings.amp]
         return torch.autocast(self.device.type, dtype if dtype != torch.float32 else None, dtype != torch.float32)
 
@@ -384,14 +384,14 @@ class Trainer:
         self.totals += torch.stack((loss * len(labels), (logits.argmax(1) == labels).sum()))
 
     def take_totals(self) -> tuple[float, float]:
-        """Loss and right answers, summed since the last call; waits for the device."""
+        """Return the sums of loss and correct answers since the last call; waits for the device."""
         loss, right = self.totals.tolist()
         self.totals.zero_()
         return loss, right
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Mean loss and accuracy. Not by the compiled network: the last batch is smaller, it would compile again."""
+        """Return mean loss and accuracy, of the uncompiled network: the smaller last batch would compile again."""
         num_images = 0
         self.network.eval()
         for images, labels in batches:
@@ -406,7 +406,7 @@ class Trainer:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Training inside leaves no trace."""
+        """Return a context that undoes the training inside it."""
         parts = (self.network, self.optimizer, self.scaler)
         states = [copy.deepcopy(part.state_dict()) for part in parts]
         with torch.random.fork_rng([self.device] if self.settings.on_gpu else []):
@@ -416,7 +416,7 @@ class Trainer:
         self.totals.zero_()
 
     def cached_rate(self, batch: Batch, seconds: float) -> float:
-        """Images/s on a batch that is on the device already: what a loader that takes no time would give."""
+        """Return images/s on a batch on the device: the rate with an infinitely fast loader."""
         num_steps = 0
         with self.undone():
             for _ in range(WARM_UP_STEPS):
@@ -438,7 +438,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch was like. ``waiting`` and ``utilisation`` are shares; None: not measured; fresh: not echoed."""
+    """The figures of an epoch. ``waiting`` and ``utilisation`` are shares; None: not measured; fresh: not echoed."""
 
     loss: float
     accuracy: float
@@ -472,7 +472,7 @@ HEADER = "epoch     loss accuracy   images/s  seconds  waiting    memory utilisa
 
 
 def run_epoch(trainer: Trainer, batches: Iterable[Batch], feed: Feed) -> Epoch:
-    """Train on the batches that a feed gave for an epoch."""
+    """Train on the batches of an epoch, and return its figures."""
     on_gpu, device = trainer.settings.on_gpu, trainer.device
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -498,11 +498,11 @@ def run_epoch(trainer: Trainer, batches: Iterable[Batch], feed: Feed) -> Epoch:
 
 @contextmanager
 def kernels(settings: Settings) -> Iterator[None]:
-    """The fastest kernels for these shapes; or, with --deterministic, those that give the same numbers each time."""
+    """Choose the fastest kernels for these shapes, or with --deterministic kernels with reproducible results."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads()
     torch.set_num_threads(settings.cpu_threads or before[2])
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it, from its first product on
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it before its first product
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
     try:
@@ -515,7 +515,7 @@ def kernels(settings: Settings) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run gave."""
+    """The result of a training run."""
 
     settings: Settings
     num_samples: int
@@ -524,7 +524,7 @@ class Run:
 
 
 def train(settings: Settings, say: Callable[[str], None] = print) -> Run:
-    """Train; raises SettingsError or ModelError if that cannot be."""
+    """Train a network. Raises SettingsError or ModelError for invalid settings."""
     check(settings)
     dataset = open_dataset(settings, settings.data)
     image_size, num_classes = inspect(settings, dataset)
@@ -545,7 +545,7 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Run:
 
 
 def open_validation(settings: Settings, classes: tuple[str, ...]) -> Any:
-    """A loader of the validation data, or None."""
+    """Open a loader of the validation data, or return None if there is none."""
     if settings.val is None:
         return None
     dataset = open_dataset(settings, settings.val)
@@ -576,7 +576,7 @@ def train_epochs(
 
 
 def free_memory(settings: Settings) -> None:
-    """Leave nothing behind for the next run in this process."""
+    """Free memory for the next run in this process."""
     gc.collect()
     if settings.compile:
         torch.compiler.reset()
@@ -588,14 +588,14 @@ def free_memory(settings: Settings) -> None:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """A run as JSON takes it."""
+    """Return a run as values for JSON."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(run.settings).items()}
     epochs = [asdict(epoch) | {"utilisation": epoch.utilisation} for epoch in run.epochs]
     return asdict(run) | {"settings": settings, "epochs": epochs, **where()}
 
 
 def where() -> dict[str, Any]:
-    """Versions and machine."""
+    """Return versions and machine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     versions = {"h5chunk": h5chunk.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"versions": versions, "machine": f"{gpu}, {os.cpu_count()} cores"}
@@ -606,33 +606,33 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(**{field.name: field.default for field in fields(Settings) if field.name != "data"})
     add = parser.add_argument
     add("data", type=Path, help="packed file, or folder for --loader folder")
-    add("--val", type=Path, help="validate after each epoch on this, of the same kind as the data")
+    add("--val", type=Path, help="validation data of the same kind, used after each epoch")
     add("--model", choices=MODELS)
     add("--device", help="cpu or cuda; default: a GPU if there is one")
     add("--epochs", type=int)
-    add("--steps", type=int, help="of an epoch; default: a pass over the data")
+    add("--steps", type=int, help="steps per epoch; default: a pass over the data")
     add("--batch-size", type=int)
     add("--lr", type=float)
     add("--seed", type=int)
-    add("--deterministic", action="store_true", help="only kernels that give the same numbers each time")
+    add("--deterministic", action="store_true", help="use only kernels with reproducible results")
     add = parser.add_argument_group("where batches come from").add_argument
     add("--loader", choices=["chunk", "dataset", "folder"], help="default: chunk")
     add("--image-size", type=int, nargs=2, metavar=("H", "W"), help="crop and scale the images of a folder")
-    add("--num-workers", type=int, help="processes of the DataLoader")
-    add("--prefetch-factor", type=int, help="batches that each worker makes ahead")
+    add("--num-workers", type=int, help="worker processes of the DataLoader")
+    add("--prefetch-factor", type=int, help="batches that each worker prepares ahead")
     add("--persistent-workers", action="store_true", help="keep the workers from one epoch to the next")
     add = parser.add_argument_group("how they get to the device").add_argument
-    add("--transport", choices=["uint8", "float32"], help="normalised after the copy, or before it by the CPU")
+    add("--transport", choices=["uint8", "float32"], help="normalise after the copy, or (float32) before it on the CPU")
     add("--pin-memory", action="store_true", help="copy from page-locked memory")
-    add("--non-blocking", action="store_true", help="the host does not wait for the copy")
-    add("--prefetch-stream", action="store_true", help="copy and normalise the next batch beside the computation")
-    add("--echo", type=float, help="train each window so many times; ChunkLoader only")
+    add("--non-blocking", action="store_true", help="do not wait for the copy on the host")
+    add("--prefetch-stream", action="store_true", help="copy and normalise the next batch during computation")
+    add("--echo", type=float, help="times that each window is trained on; ChunkLoader only")
     add("--resident", choices=RESIDENT, help="keep all data on the device; ChunkLoader only")
     add = parser.add_argument_group("how the network computes").add_argument
-    add("--cpu-threads", type=int, help="cores for the network; those that load need some too")
+    add("--cpu-threads", type=int, help="cores for the network; loading needs the others")
     add("--amp", choices=AMP, help="autocast; fp16 with GradScaler")
-    add("--set-to-none", action="store_true", help="drop gradients instead of filling them with zeros")
-    add("--channels-last", action="store_true", help="NHWC in memory, as tensor cores like it")
+    add("--set-to-none", action="store_true", help="set gradients to None instead of zero")
+    add("--channels-last", action="store_true", help="NHWC memory format, which suits tensor cores")
     add("--compile", action="store_true", help="torch.compile")
     help_text = f"against one cached batch, for so many seconds ({UTILISATION_S:g})"
     add("--measure-utilisation", type=float, nargs="?", const=UTILISATION_S, metavar="SECONDS", help=help_text)

@@ -5,25 +5,25 @@
     python scripts/train_vae.py ml.h5 --epochs 20 --json vae.json
     python scripts/train_vae.py ml.h5 --compare --rounds 5 --amp bf16 --compile --json feeds.json
 
-A ratings.csv in place of ml.h5 is converted beside it first. Training follows the paper (arXiv:1802.05814): ratings of
-4 and more as ones, users with 5 of them; an encoder of 600 and a code of 200, dropout 0.5 on rows of length 1, Adam
-1e-3, batches of 500, the KL term annealed to 0.2 at the rate that reaches 1 in 200,000 updates; 10,000 users held out
-to validate and 10,000 to test (of a small file a tenth each), who are shown to the model with four fifths of their
-likes. How the users are split is in scripts/vae_data.py.
+If a ratings.csv is given in place of ml.h5, it is converted first, to a file beside it. Training follows the paper
+(arXiv:1802.05814): ratings of at least 4 count as ones, and users have at least 5 of them; an encoder of 600 and a code
+of 200, dropout 0.5 on rows of length 1, Adam 1e-3, batches of 500, the KL term annealed to 0.2 at the rate that reaches
+1 in 200,000 updates; 10,000 users held out for validation and 10,000 for test (a tenth each of a small file), of whom
+the model sees four fifths of their likes. scripts/vae_data.py describes the split.
 
-Without --compare: prints what always recommending the most popular columns gives; for each epoch loss, users/s,
-seconds, the share of them that the loop stood waiting for the feed, and NDCG@100, Recall@20 and Recall@50 of the
-validation users; at the end those of the test users, with the weights that were best in validation.
+Without --compare, the script prints the metrics of always recommending the most popular columns; for each epoch loss,
+users/s, seconds, the share of them that the loop waited for the feed, and NDCG@100, Recall@20 and Recall@50 of the
+validation users; and at the end those of the test users, with the weights that were best in validation.
 
-With --compare: trains with all feeds in turns (scripts/vae_compare.py says how) and prints for each the median seconds
-of an epoch, users/s, waiting, seconds to its first batch, and its epoch over those of the model alone on one cached
-batch and over ours. ``h5chunk`` reads from disk (the page cache), ``h5chunk-resident`` keeps the rows on the device;
+With --compare, it trains with all feeds in turns (see scripts/vae_compare.py) and prints for each the median seconds of
+an epoch, users/s, waiting, seconds to its first batch, and its epoch over those of the model alone on one cached batch
+and over h5chunk's. ``h5chunk`` reads from disk (the page cache), ``h5chunk-resident`` keeps the rows on the device;
 ``getitem`` makes rows dense in the workers of a DataLoader, ``workers`` whole batches there; ``toarray`` makes batches
-dense with scipy in the loop, ``thread`` ten of them ahead in threads; ``sparse`` copies sparse tensors and makes them
+dense with SciPy in the loop, ``thread`` ten batches ahead in threads; ``sparse`` copies sparse tensors and makes them
 dense on the device; ``dense`` and ``dense-device`` keep the whole matrix dense, in host memory or on the GPU.
 
-Every epoch leaves out the last, smaller batch. float32 and no compiling are the defaults, as that is what the paper's
-figures are of; --amp bf16 and --compile make the network several times as fast on a GPU, and feeding it harder.
+Every epoch leaves out the last, smaller batch. The defaults are float32 without compiling, as in the paper; --amp bf16
+and --compile make the network several times as fast on a GPU, so that it needs faster feeding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ METRICS = (f"ndcg@{NDCG_AT}", "recall@20", "recall@50")
 
 
 class SettingsError(ValueError):
-    """Settings that cannot be, or do not fit the data."""
+    """Settings are invalid, or do not fit the data."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class Settings:
 
 
 def check(settings: Settings) -> None:
-    """Raise SettingsError unless the settings can be."""
+    """Raise SettingsError unless the settings are valid."""
     least = {"epochs": 1, "batch_size": 1, "anneal_updates": 1, "held_out": 1, "num_workers": 0, "num_threads": 1}
     for name, value in (least | {"rounds": 1}).items():
         if getattr(settings, name) < value:
             raise SettingsError(f"--{name.replace('_', '-')} is {getattr(settings, name)}: give at least {value}")
     if torch.device(settings.device).type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"--device is {settings.device} but torch finds no GPU: take cpu")
+        raise SettingsError(f"--device is {settings.device}, but torch finds no GPU: use cpu")
 
 
 def make_trainer(settings: Settings, split: Split) -> Trainer:
-    """A network for this data, with fresh weights."""
+    """Make a trainer with a fresh network for this data."""
     s = settings
     return Trainer(
         split.train.num_columns,
@@ -105,10 +105,10 @@ def make_trainer(settings: Settings, split: Split) -> Trainer:
 
 
 def make_job(settings: Settings, split: Split) -> Job:
-    """What feeds are given. Raises SettingsError."""
+    """Make the arguments of feeds. Raises SettingsError."""
     s = settings
     if len(split.train) < s.batch_size:
-        raise SettingsError(f"--batch-size is {s.batch_size} but there are {len(split.train)} users to train on")
+        raise SettingsError(f"--batch-size is {s.batch_size}, but there are only {len(split.train)} training users")
     device, dtype = torch.device(s.device), AMP[s.amp]
     threads = {"num_workers": s.num_workers, "num_threads": s.num_threads}
     return Job(split.path, split.train, s.batch_size, device, dtype, s.seed, **threads)
@@ -122,14 +122,14 @@ def in_words(metrics: dict[str, float]) -> str:
 
 
 def most_popular(split: Split, device: str) -> dict[str, dict[str, float]]:
-    """Metrics of recommending to everybody what most training users have."""
+    """Return the metrics of recommending the most popular columns to everybody."""
     popularity = torch.from_numpy(split.popularity).float().to(device)
     sets = {"validation": split.validation, "test": split.test}
     return {name: evaluate(lambda x: popularity.expand_as(x), users, device) for name, users in sets.items()}
 
 
 def train(settings: Settings, split: Split, say: Say = print) -> dict[str, Any]:
-    """Train and measure; the figures of each epoch, and of the test. Raises SettingsError, FeedError."""
+    """Train and test; return the figures of each epoch and of the test. Raises SettingsError, FeedError."""
     trainer, feed = make_trainer(settings, split), FEEDS[settings.feed](make_job(settings, split))
     try:
         popular = most_popular(split, settings.device)
@@ -144,7 +144,7 @@ def train(settings: Settings, split: Split, say: Say = print) -> dict[str, Any]:
 
 
 def train_epochs(settings: Settings, split: Split, trainer: Trainer, feed: Feed, say: Say) -> list[dict[str, Any]]:
-    """Train and validate, epoch after epoch; leaves the network with the weights that were best."""
+    """Train and validate epoch after epoch, and restore the best weights at the end."""
     say(f"epoch      loss    users/s  seconds  waiting{''.join(f'{name:>11s}' for name in METRICS)}")
     epochs: list[dict[str, Any]] = []
     best, weights = -1.0, None
@@ -165,7 +165,7 @@ def line(epoch: Epoch) -> str:
 
 
 def run(settings: Settings, comparing: bool, say: Say = print) -> dict[str, Any]:
-    """What `main` prints and saves. Raises SettingsError, DataError, FeedError or H5ChunkError."""
+    """Train or compare as the settings say. Raises SettingsError, DataError, FeedError or H5ChunkError."""
     check(settings)
     path = packed_file(settings.data, say)
     with split_users(path, settings.held_out) as split:
@@ -183,7 +183,7 @@ def run(settings: Settings, comparing: bool, say: Say = print) -> dict[str, Any]
 
 
 def describe(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
-    """A run as JSON takes it."""
+    """Return a run as values for JSON."""
     place = where()
     for name in ("numpy", "h5py", "scipy"):
         with suppress(PackageNotFoundError):
@@ -196,24 +196,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(**{field.name: field.default for field in fields(Settings) if field.name != "data"})
     add = parser.add_argument
     add("data", type=Path, help="packed file, or a ratings.csv")
-    add("--feed", choices=FEEDS, help="that is trained with (%(default)s)")
-    add("--epochs", type=int, help="(%(default)s)")
+    add("--feed", choices=FEEDS, help="feed to train with (%(default)s)")
+    add("--epochs", type=int, help="epochs (%(default)s)")
     add("--device", help="cpu or cuda (%(default)s)")
-    add("--batch-size", type=int, help="(%(default)s)")
-    add("--lr", type=float, help="of Adam (%(default)s)")
+    add("--batch-size", type=int, help="users per batch (%(default)s)")
+    add("--lr", type=float, help="learning rate of Adam (%(default)s)")
     add("--beta", type=float, help="weight of the KL term at the end of annealing (%(default)s)")
-    add("--anneal-updates", type=int, help="in which it would grow to 1 (%(default)s)")
-    add("--held-out", type=int, help="users to validate, and as many to test (%(default)s)")
-    add("--seed", type=int, help="of weights and order; who is held out does not depend on it")
+    add("--anneal-updates", type=int, help="updates in which that weight would grow to 1 (%(default)s)")
+    add("--held-out", type=int, help="users for validation, and as many for test (%(default)s)")
+    add("--seed", type=int, help="seed of weights and order, not of the held-out users")
     add("--amp", choices=AMP, help="autocast (%(default)s)")
     add("--compile", action="store_true", help="torch.compile the network and its loss")
-    add("--num-workers", type=int, help="processes of getitem and workers; default: one a core")
-    add("--num-threads", type=int, help="threads of thread (%(default)s)")
+    add("--num-workers", type=int, help="worker processes of getitem and workers; default: one per core")
+    add("--num-threads", type=int, help="threads of the feed thread (%(default)s)")
     add("--json", type=Path, help="write the figures here")
     add = parser.add_argument_group("to compare feeds").add_argument
-    add("--compare", action="store_true", help="train with all of them in turns")
-    add("--rounds", type=int, help="(%(default)s)")
-    add("--feeds", nargs="+", choices=FEEDS, metavar="FEED", help="default: all of them; cached is always there")
+    add("--compare", action="store_true", help="train with all feeds in turns")
+    add("--rounds", type=int, help="rounds (%(default)s)")
+    add("--feeds", nargs="+", choices=FEEDS, metavar="FEED", help="feeds to compare, besides cached; default: all")
     return parser
 
 

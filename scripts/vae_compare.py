@@ -1,9 +1,8 @@
-"""All feeds in turns, in one process: how long an epoch of the same training takes with each of them.
+"""Measure an epoch of the same training with each feed, in turns and in one process.
 
-A turn is two epochs, of which the second is timed: by then read-ahead, caches and clocks are as they are in the middle
-of a training. Rounds go through the feeds in turns there and back. Before the first round each feed trains one epoch;
-from its construction to its first batch there is what ``ready`` says. Every feed trains the same network, on equally
-many batches of equal size.
+A turn is two epochs, of which the second is timed, when read-ahead, caches and clocks have settled. Rounds go through
+the feeds forwards and backwards. Before the first round each feed trains one epoch; ``ready`` is the time from its
+construction to its first batch. Every feed trains the same network, on equally many batches of equal size.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MODEL_ALONE = "cached"
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch was like: mean loss of its batches, seconds, those in the feed's ``next``, and to its first batch.
+    """The figures of an epoch: mean loss, seconds, seconds in the feed's ``next``, and seconds to the first batch.
 
     On a GPU, earlier steps may still be computing while the loop waits for the feed.
     """
@@ -38,7 +37,7 @@ class Epoch:
 
 
 def run_epoch(trainer: Trainer, feed: Feed, number: int) -> Epoch:
-    """Train on what a feed gives for an epoch, until the device is done."""
+    """Train on an epoch of a feed, and wait for the device."""
     waiting, num_users, num_batches, first_s = Waiting(), 0, 0, 0.0
     trainer.synchronize()
     started = time.perf_counter()
@@ -66,7 +65,7 @@ class Contender:
         return statistics.median(epoch.seconds for epoch in self.epochs)
 
     def result(self, contenders: Sequence[Contender]) -> dict[str, Any]:
-        """Its row of the table; ``times`` is how many times as fast as it the others are, ours and the model alone."""
+        """Return its row of the table; ``times`` has its seconds over those of h5chunk and of the model alone."""
         seconds = [epoch.seconds for epoch in self.epochs]
         return {
             "feed": self.name,
@@ -85,7 +84,7 @@ TIMES = (MODEL_ALONE, *OURS)
 def compare(
     names: Sequence[str], job: Job, trainer: Trainer, num_rounds: int, say: Say
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows of the table; and why some feeds have none. Raises FeedError if none of ours and none of others is left."""
+    """Return the rows of the table, and why feeds are missing. Raises FeedError if too few feeds remain."""
     contenders: list[Contender] = []
     refused: dict[str, str] = {}
     try:
@@ -116,14 +115,14 @@ def warm_up(name: str, job: Job, trainer: Trainer) -> Contender:
 
 
 def turns(contenders: Sequence[Contender], num_rounds: int) -> Iterator[tuple[int, Contender]]:
-    """First epoch and contender of each turn: there and back, so that none always comes after the same one."""
+    """Yield the first epoch and the contender of each turn: forwards, then backwards, so that predecessors vary."""
     for number in range(num_rounds):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
             yield 1 + 2 * number, contender
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The rows, as lines."""
+    """Format the rows as lines."""
     times = [name for name in TIMES if name in rows[0]["times"]]
     heads = "".join(f"  / {name}" for name in times)
     yield f"{'feed':17s} {'s/epoch':>8s} {'(least to most)':>17s} {'users/s':>10s} {'waiting':>8s} {'ready':>8s}{heads}"

@@ -1,10 +1,10 @@
-"""Users to train on and users held out, from a packed file of ratings: strong generalisation, as Mult-VAE is measured.
+"""Split a packed file of ratings into training and held-out users, as in the Mult-VAE paper (strong generalisation).
 
-The file is read as what it is, AnnData's CSR layout in plain HDF5. Ratings of 4 and more count as likes, users with
-fewer than 5 likes are left out (nothing changes if the file was converted with ``--binarize 4 --min-row-count 5``).
-A permutation of the rows with a seed of its own decides who is held out, so that it does not matter in which order
-the file has them. The training users are packed again, by `h5chunk.convert` into a temporary folder: some seconds
-for ML-20M, and nothing that could be out of date. Columns that no training user has are left out, as in the paper.
+The file is read as plain HDF5 with AnnData's CSR layout. Ratings of 4 and more count as likes, and users with fewer
+than 5 likes are left out (nothing changes if the file was converted with ``--binarize 4 --min-row-count 5``). A
+permutation of the rows with its own seed decides who is held out, whatever the order of the file. The training users
+are packed again by `h5chunk.convert` into a temporary folder, which takes some seconds for ML-20M. Columns that no
+training user has are left out, as in the paper.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 import h5chunk
 
 LIKED, LEAST_LIKES = 4.0, 5  # as in the paper
-HELD_OUT = 10_000  # users for validation, and as many for the test, of ML-20M
-LARGEST_SHARE = 10  # but of a small file at most one part in so many, each
-SPLIT_SEED = 98765  # of the authors' code; not that of the training, so that all runs are compared on the same users
-TEST_SHARE = 0.2  # of the likes of a user who is held out
+HELD_OUT = 10_000  # users for validation, and as many for the test, as for ML-20M
+LARGEST_SHARE = 10  # of a small file at most 1 / this of the users each
+SPLIT_SEED = 98765  # that of the authors' code; whatever the training's seed, all runs hold out the same users
+TEST_SHARE = 0.2  # the hidden share of a held-out user's likes
 CONVERT = "h5chunk convert {} {} --binarize 4 --min-row-count 5"
 
 
 class DataError(ValueError):
-    """A file that cannot be trained from."""
+    """A file does not suit this training."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Rows:
 
     @property
     def row_numbers(self) -> np.ndarray:
-        """Row of each entry: (entries,) int64."""
+        """Return the row of each entry: (entries,) int64."""
         return np.repeat(np.arange(len(self)), np.diff(self.indptr))
 
     def keep(self, entries: np.ndarray) -> Rows:
-        """The matrix with only the entries where ``entries`` (bool) is true."""
+        """Return the matrix of the entries where ``entries`` (bool) is true."""
         counts = np.bincount(self.row_numbers[entries], minlength=len(self))
         return Rows(np.concatenate(([0], np.cumsum(counts))), self.indices[entries], self.num_columns)
 
     def take(self, rows: np.ndarray) -> Rows:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         counts = np.diff(self.indptr)[rows]
         indptr = np.concatenate(([0], np.cumsum(counts)))
         entries = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
@@ -65,7 +65,7 @@ class Rows:
     def dense(
         self, first: int, last: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Rows from ``first`` to ``last``, excluded: (last - first, columns) of zeros and ones."""
+        """Return the rows from ``first`` to before ``last``: (last - first, columns) of zeros and ones."""
         indptr = self.indptr[first : last + 1]
         rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
         columns = self.indices[indptr[0] : indptr[-1]]
@@ -76,7 +76,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Users who are not trained on: the likes that are shown to the model, and those that it shall find."""
+    """Held-out users: the likes that the model sees, and those that it shall predict."""
 
     shown: Rows
     hidden: Rows
@@ -84,14 +84,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Split:
-    """What there is to train on and to measure with.
+    """The data to train, validate and test on.
 
     Attributes
     ----------
     path : Path
         The packed file of the training users.
     train : Rows
-        What is in it, in its order.
+        The rows of that file, in its order.
     validation, test : HeldOut
     """
 
@@ -102,7 +102,7 @@ class Split:
 
     @property
     def popularity(self) -> np.ndarray:
-        """Training users who like it, of each column: (columns,) int64."""
+        """Number of training users who like each column: (columns,) int64."""
         return np.bincount(self.train.indices, minlength=self.train.num_columns)
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Split:
 
 
 def packed_file(path: Path, say: Any = print) -> Path:
-    """The file itself if it is HDF5; or what it becomes when it is converted, beside it. Raises DataError."""
+    """Return the file if it is HDF5, otherwise convert it to a file beside it. Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no file {path}: python scripts/make_ratings.py ratings.csv makes one")
     if h5py.is_hdf5(path):
@@ -130,12 +130,12 @@ def packed_file(path: Path, say: Any = print) -> Path:
 
 
 def read_likes(path: Path) -> Rows:
-    """The users of a packed file who like enough, and what they like. Raises DataError."""
+    """Read the likes of users who have enough of them from a packed file. Raises DataError."""
     with h5py.File(path, "r") as file:
         group = file.get("X")
         encoding = group.attrs.get("encoding-type", b"") if isinstance(group, h5py.Group) else b""
         if encoding not in (b"csr_matrix", "csr_matrix"):
-            raise DataError(f"{path} holds no rows of ratings: {CONVERT.format('ratings.csv', 'ml.h5')} makes such")
+            raise DataError(f"{path} holds no rows of ratings: {CONVERT.format('ratings.csv', 'ml.h5')} makes one")
         indptr, indices = group["indptr"][:].astype(np.int64), group["indices"][:].astype(np.int32)
         rows = Rows(indptr, indices, int(group.attrs["shape"][1]))
         if not group.attrs.get("pattern", 0):
@@ -145,7 +145,7 @@ def read_likes(path: Path) -> Rows:
 
 @contextmanager
 def split_users(path: Path, held_out: int = HELD_OUT) -> Iterator[Split]:
-    """The split of a packed file; that of the training users goes when the context ends.
+    """Split a packed file; the file of the training users is removed when the context ends.
 
     Parameters
     ----------
@@ -156,12 +156,12 @@ def split_users(path: Path, held_out: int = HELD_OUT) -> Iterator[Split]:
     Raises
     ------
     DataError
-        There is too little in it.
+        The file has too few users.
     """
     likes = read_likes(path)
     held_out = min(held_out, len(likes) // LARGEST_SHARE)
     if not held_out:
-        raise DataError(f"{path} has {len(likes)} users with {LEAST_LIKES} likes: it takes at least {LARGEST_SHARE}")
+        raise DataError(f"{path} has {len(likes)} users with {LEAST_LIKES} likes: it needs at least {LARGEST_SHARE}")
     order = np.random.default_rng(SPLIT_SEED).permutation(len(likes))
     with TemporaryDirectory(dir=path.parent, prefix=".train_vae-") as folder:
         train = Path(folder) / "train.h5"
@@ -171,7 +171,7 @@ def split_users(path: Path, held_out: int = HELD_OUT) -> Iterator[Split]:
 
 
 def pack(likes: Rows, path: Path) -> np.ndarray:
-    """Make a packed file of the rows, by way of scipy's format; gives the columns that it has: int64."""
+    """Make a packed file of the rows, through SciPy's format, and return its columns: int64."""
     source = path.with_suffix(".npz")
     arrays = {"indptr": likes.indptr, "indices": likes.indices, "data": np.ones(len(likes.indices), np.uint8)}
     np.savez(source, format=np.array(b"csr"), shape=np.array((len(likes), likes.num_columns)), **arrays)
@@ -183,16 +183,16 @@ def pack(likes: Rows, path: Path) -> np.ndarray:
 
 
 def hide(likes: Rows, columns: np.ndarray, number: int) -> HeldOut:
-    """Hide one fifth of each user's likes; who has fewer than 5 in these columns is left out.
+    """Hide one fifth of each user's likes, and leave out users with fewer than 5 in these columns.
 
     Parameters
     ----------
     likes : Rows
-        In all columns of the source.
+        Likes in all columns of the source.
     columns : (num_columns,) int64
-        Those that are trained on.
+        The columns that are trained on.
     number : int
-        Of this set of users: their likes are drawn from a seed of its own.
+        Number of this set of users, which seeds the choice of hidden likes.
     """
     place = np.full(likes.num_columns, -1, np.int32)
     place[columns] = np.arange(len(columns))

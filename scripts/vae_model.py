@@ -18,7 +18,7 @@ NDCG_AT, RECALL_AT = 100, (20, 50)
 
 
 class MultVAE(nn.Module):
-    """Users as (batch, columns) of zeros and ones to logits of a multinomial over the columns."""
+    """A network from users, (batch, columns) of zeros and ones, to logits of a multinomial over the columns."""
 
     def __init__(self, num_columns: int, hidden: int = 600, latent: int = 200, dropout: float = 0.5) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class MultVAE(nn.Module):
             nn.init.trunc_normal_(layer.bias, std=0.001)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits (batch, columns), mean and log variance (batch, latent); the code is the mean but in training."""
+        """Return logits (batch, columns), mean and log variance (batch, latent); in evaluation the code is the mean."""
         x = functional.dropout(functional.normalize(x), self.dropout, self.training)
         mean, log_variance = self.moments(torch.tanh(self.encoder(x))).chunk(2, 1)
         code = mean + torch.randn_like(mean) * torch.exp(log_variance / 2) if self.training else mean
         return self.logits(torch.tanh(self.decoder(code))), mean, log_variance
 
     def loss(self, x: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-        """Negative log likelihood plus ``beta`` times KL divergence, mean over the batch."""
+        """Return the negative log likelihood plus ``beta`` times the KL divergence, averaged over the batch."""
         logits, mean, log_variance = self(x)
         likelihood = (functional.log_softmax(logits.float(), 1) * x).sum(1)
         mean, log_variance = mean.float(), log_variance.float()
@@ -56,9 +56,9 @@ class Trainer:
     device : torch.device
     lr : float
     beta : float
-        Weight of the KL divergence, where annealing ends.
+        Weight of the KL divergence at the end of annealing.
     anneal_updates : int
-        It grows by one part in so many a step.
+        Number of steps in which the weight would grow from 0 to 1.
     amp : {"none", "bf16"}
         Autocast.
     compile : bool
@@ -83,12 +83,12 @@ class Trainer:
         self._loss = torch.compile(self.network.loss) if compile else self.network.loss
         self._optimizer = torch.optim.Adam(self.network.parameters(), lr, fused=device.type == "cuda")
         self._largest_beta, self._anneal_updates = beta, anneal_updates
-        self._beta = torch.zeros((), device=device)  # a number would be compiled in
+        self._beta = torch.zeros((), device=device)  # a tensor, because a number would be compiled in
         self._total = torch.zeros((), device=device)
         self.num_updates = 0
 
     def autocast(self) -> torch.autocast:
-        """Matrix products in 16 bits, if so wanted."""
+        """Return a context for matrix products in 16 bits, if ``amp`` asks for it."""
         on = self._dtype != torch.float32
         return torch.autocast(self.device.type, self._dtype if on else None, on)
 
@@ -104,7 +104,7 @@ class Trainer:
         self.num_updates += 1
 
     def take_total(self) -> float:
-        """Sum of the losses of the steps since the last call; waits for the device."""
+        """Return the sum of losses since the last call; waits for the device."""
         total = float(self._total)
         self._total.zero_()
         return total
@@ -115,7 +115,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, held_out: HeldOut) -> dict[str, float]:
-        """Metrics of the network; not of the compiled one, which would compile again for the smaller last batch."""
+        """Return the metrics of the uncompiled network: the smaller last batch would compile again."""
         self.network.eval()
         try:
             return evaluate(lambda shown: self.network(shown)[0], held_out, self.device)
@@ -126,12 +126,12 @@ class Trainer:
 def evaluate(
     score: Callable[[torch.Tensor], torch.Tensor], held_out: HeldOut, device: torch.device | str
 ) -> dict[str, float]:
-    """Means over users of each metric, and their standard errors as ``NAME_error``.
+    """Return the mean of each metric over users, and its standard error as ``NAME_error``.
 
     Parameters
     ----------
     score : callable
-        Of (batch, columns) zeros and ones, how much each column is recommended. Those that are shown never are.
+        Maps (batch, columns) of zeros and ones to scores of all columns. Shown columns are never recommended.
     held_out : HeldOut
     device
     """
@@ -151,15 +151,16 @@ def evaluate(
 
 
 def ranking_metrics(scores: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """NDCG@100, Recall@20 and Recall@50 of each user, as the paper defines them: (batch,) each.
+    """Return NDCG@100, Recall@20 and Recall@50 of each user, as the paper defines them: (batch,) each.
 
-    Recall@k is over the smaller of k and what is hidden; NDCG@k counts what is hidden as equally relevant.
+    Recall@k is divided by the smaller of k and the number of hidden columns; NDCG@k counts all hidden columns as
+    equally relevant.
 
     Parameters
     ----------
     scores : (batch, columns) float
     hidden : (batch, columns) float
-        1 for what shall be found; at least one a user.
+        1 for hidden columns; at least one per user.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Loaders of others, each in a module of its own, behind one contract, so that `bench_loader.py` can time them alike.
+"""Other loaders, each in its own module with the same interface, so that `bench_loader.py` can time them alike.
 
 A contender is a class::
 
@@ -7,12 +7,12 @@ A contender is a class::
         TRIED = ({"workers": 0}, {"workers": 2})         # what `bench_loader.py --tune` times
 
         @staticmethod
-        def make(source, path, **settings): ...          # its file, or folder, of the source's images
+        def make(source, path, **settings): ...          # writes its file or folder of the source's images
         def __init__(self, source, path, batch_size, **settings): ...
         def epoch(self, number): ...                     # yields (images, labels), each sample once
 
-images uint8 (n, C, H, W), labels int64 (n,): the number of the sample in the source, which proves that an epoch is
-complete. What it yields need stay valid only until the next is asked for if its settings say so (``REUSED``).
+Images are uint8 (n, C, H, W). Labels are int64 (n,): the number of each sample in the source, which proves that an
+epoch is complete. With ``REUSED`` settings a batch needs to be valid only until the next one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ REUSED = "reused"
 
 @dataclass(frozen=True)
 class Source:
-    """The images that all contenders pack: raw bytes somewhere in a file.
+    """The images that all contenders pack, as contiguous bytes in a file.
 
     Attributes
     ----------
     path : Path
         A plain HDF5 file whose dataset ``images`` is contiguous; ``labels`` beside it.
     offset : int
-        Where its bytes begin in the file.
+        Where the images' bytes begin in the file.
     shape : tuple of int
         (count, C, H, W).
     seed : int
@@ -60,30 +60,30 @@ class Source:
 
     @property
     def images(self) -> np.memmap:
-        """uint8 (count, C, H, W), mapped."""
+        """Map the images: uint8 (count, C, H, W)."""
         return np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
 
     def order(self, epoch: int) -> np.ndarray:
-        """A full shuffle: int64 (count,)."""
+        """Return a full shuffle: int64 (count,)."""
         return np.random.default_rng([self.seed, epoch]).permutation(self.count)
 
     def batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
-        """The order, cut into batches; the last may be smaller."""
+        """Split the order into batches; the last may be smaller."""
         order = self.order(epoch)
         return [order[start : start + batch_size] for start in range(0, self.count, batch_size)]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table.
+    """One row of the table.
 
     Attributes
     ----------
     module, label : str
     best : dict
-        The best settings found with ``--tune``, by size of image; that of the nearest size holds for others.
+        The best settings found with ``--tune``, by image size; other sizes take those of the nearest.
     distribution : str
-        What pip calls it; its version is printed.
+        Its name for pip; its version is printed.
     """
 
     module: str
@@ -95,7 +95,7 @@ class Entry:
         return self.best[min(self.best, key=lambda known: abs(known - size))]
 
     def load(self) -> type:
-        """The contender's class. Raises ImportError where its library is not installed."""
+        """Import the contender's class. Raises ImportError if its library is not installed."""
         return importlib.import_module(f"peers.{self.module}").Contender
 
 
@@ -151,7 +151,7 @@ CONTENDERS = {
     "mds": Entry("mds", "MosaicML Streaming", "mosaicml-streaming", {224: {"indexed": True, "threads": 2}}),
     "webdataset": Entry("webdataset", "WebDataset", "webdataset", {224: {"workers": 2}}),
 }
-WAYS = {  # of the same loader: name, label, settings, and what it is compared with
+WAYS = {  # for one loader: name, label, settings, and the row that it is compared with
     "plain": ("ChunkLoader", {}, ""),
     "plain-again": ("the same again: chance", {}, "plain"),
     "alone": ("rank 0 of 1", {"way": "alone"}, "plain"),

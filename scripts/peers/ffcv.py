@@ -1,4 +1,4 @@
-"""FFCV: raw pixels, mapped through the page cache, gathered by compiled threads into batches that are used again."""
+"""FFCV: compiled threads gather raw pixels from the mapped file into reused batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peers.reading import Batch
 
 
 class Samples:
-    """What FFCV's writer reads: images as (H, W, C), which it keeps as they are."""
+    """Images as (H, W, C) for FFCV's writer, which stores them unchanged."""
 
     def __init__(self, source: Source, field: str) -> None:
         self.images, self.field = source.images, field

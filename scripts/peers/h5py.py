@@ -1,4 +1,4 @@
-"""What most people write: a Dataset that gives ``h5py.File(...)["images"][i]``, default collate, shuffle=True."""
+"""The usual h5py loop: a Dataset of ``h5py.File(...)["images"][i]``, default collate, shuffle=True."""
 
 from __future__ import annotations
 

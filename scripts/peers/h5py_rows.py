@@ -1,4 +1,4 @@
-"""h5py at its best: the rows of a batch read into one array, labels held in memory. A contiguous dataset."""
+"""h5py at its best: a batch's rows of a contiguous dataset are read into one array, labels stay in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rows:
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]:
         out = allocate(len(indices))
-        if self.fancy:  # h5py wants them ascending
+        if self.fancy:  # h5py takes only ascending indices
             indices = np.sort(indices)
             self.images.read_direct(out, indices)
         else:

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: an Arrow file, mapped; a batch is one ``dataset[indices]``, as ``__getitems__`` has it."""
+"""Hugging Face datasets: a mapped Arrow file; a batch is one ``dataset[indices]``, as in ``__getitems__``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rows:
             return images.reshape(-1, *self.source.sample_shape), labels
         out = allocate(len(indices))
         flat, start = out.reshape(len(indices), -1), 0
-        if self.layout == "list":  # one run of bytes each chunk of the table, which is a row or more
+        if self.layout == "list":  # contiguous bytes for each chunk of the table, which has one row or more
             for chunk in images.chunks:
                 flat[start : start + len(chunk)] = chunk.flatten().to_numpy().reshape(len(chunk), -1)
                 start += len(chunk)

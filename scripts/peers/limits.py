@@ -1,12 +1,12 @@
-"""What the machine allows: the same bytes moved by one call a batch or a piece, and nothing else.
+"""The machine's limits: move the same bytes with one call per batch or piece, and do nothing else.
 
-take           np.take(out=, mode="clip"): shuffled rows gathered from the mapped file, a batch a thread
+take           np.take(out=, mode="clip"): gathers shuffled rows from the mapped file, one batch per thread
 index_select   torch.index_select(out=): the same in torch's own threads
-preadv         batches filled front to back in pieces, a batch a thread
+preadv         fills batches front to back in pieces, one batch per thread
 
-``memory``: "reused" is filled before and used again. "numpy" and "torch" are a new batch each time, by np.empty and
-torch.empty, given back before the next, as a loop that keeps nothing has it. Reused batches smaller than a piece are
-read several at a time: fewer calls than any loader can do with.
+``memory``: "reused" batches were filled before. "numpy" and "torch" allocate each batch by np.empty or torch.empty, and
+free it before the next one, like a loop that keeps no batches. Reused batches smaller than a piece are read several at
+a time, which takes fewer calls than any loader needs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Contender:
         return np.empty(num_bytes, np.uint8)
 
     def run(self, number: int) -> int:
-        """One epoch; gives the number of images moved."""
+        """Run one epoch, and return the number of images moved."""
         if self.kind == "preadv":
             total = self.source.count * self.source.sample_bytes
             work: Iterator = iter(range(0, total, self.buffer_bytes))

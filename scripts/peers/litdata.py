@@ -14,7 +14,7 @@ from peers.reading import Batch, Collate
 
 
 class Sample:
-    """Gives a sample to litdata.optimize; a class, as its workers pickle it."""
+    """Returns a sample to litdata.optimize. A class, because its workers pickle it."""
 
     def __init__(self, source: Source, kind: str) -> None:
         self.source, self.kind = source, kind

@@ -1,4 +1,4 @@
-"""LMDB: a raw record a sample (label, then pixels), each got without a copy and put into its place in the batch."""
+"""LMDB: one raw record per sample (label, then pixels), copied from the map straight into the batch."""
 
 from __future__ import annotations
 

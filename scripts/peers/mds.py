@@ -15,7 +15,7 @@ from peers.reading import Allocate, Batch, Indexed, loader
 
 
 class Samples(StreamingDataset):
-    """Samples as Collate takes them."""
+    """A StreamingDataset whose samples suit Collate."""
 
     def get_item(self, *args: Any, **options: Any) -> tuple[bytes, int]:
         sample = super().get_item(*args, **options)
@@ -23,7 +23,7 @@ class Samples(StreamingDataset):
 
 
 class Random:
-    """By index, in a full shuffle of ours instead of the library's own."""
+    """Reads by index, in the source's full shuffle instead of the library's own."""
 
     def __init__(self, source: Source, dataset: Samples) -> None:
         self.dataset = dataset

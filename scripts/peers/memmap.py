@@ -1,4 +1,4 @@
-"""np.memmap, rows of a shuffled batch taken at once: ``images[indices]``."""
+"""np.memmap: the rows of a shuffled batch are taken at once, by ``images[indices]``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sorted(Rows):
 
 
 class Into(Rows):
-    """Not fancy indexing any more: np.take into memory that is used again, which is one of the limits."""
+    """np.take into reused memory instead of fancy indexing; this is also one of the limits."""
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]:
         out = allocate(len(indices))

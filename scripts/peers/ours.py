@@ -1,4 +1,4 @@
-"""This library's ChunkLoader, with its defaults: one thread a core. The file is laid out as `h5chunk convert` would."""
+"""ChunkLoader with its defaults: one thread per core. The file has the layout of `h5chunk convert`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from peers import REUSED, Source
 from peers.reading import Batch
 
 BLOCK = 512
-WAYS: dict[str, dict[str, Any]] = {  # how an epoch is come by, which should cost nothing
+WAYS: dict[str, dict[str, Any]] = {  # ways to get an epoch that should cost nothing extra
     "plain": {},
     "alone": {"rank": 0, "world_size": 1},
     "lanes": {"rank": 0, "world_size": 1, "lanes": 4},
     "rank": {"rank": 1, "world_size": 2, "lanes": 2},
-    "saved": {},  # a state with each batch
-    "begun": {},  # the first half of an epoch, threads and all started anew
-    "resumed": {},  # the second half, likewise
+    "saved": {},  # saves a state with each batch
+    "begun": {},  # the first half of an epoch, with new threads
+    "resumed": {},  # the second half, with new threads
 }
-PARTS = ("rank", "begun", "resumed")  # ways that give a part of the samples
+PARTS = ("rank", "begun", "resumed")  # ways that give only a part of the samples
 
 
 class Contender:
@@ -42,7 +42,7 @@ class Contender:
 
     @staticmethod
     def make(source: Source, path: Path) -> None:
-        """Samples shuffled once, as convert does."""
+        """Write the samples in shuffled order, as convert does."""
         images = source.images
         order = np.random.default_rng(source.seed).permutation(source.count)
         spec = spec_of(source.count, source.sample_shape, source.count)
@@ -64,7 +64,7 @@ class Contender:
         self._way, self.is_part = way, way in PARTS
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Each iteration is the next epoch; one that is begun or resumed is that of this number."""
+        """Iterate over the next epoch; with new threads, over epoch ``number``."""
         if self._way == "saved":
             return self._saved()
         if self._way in ("begun", "resumed"):

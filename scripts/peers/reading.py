@@ -1,6 +1,6 @@
-"""How peers that are read by index get to batches: in this process, in threads ahead, or in DataLoader workers.
+"""Batches for peers that are read by index: in this process, in threads that read ahead, or in DataLoader workers.
 
-Nothing here belongs to a peer: each gets the same help, and takes the way that is fastest for it.
+Every peer can use all three ways, and takes the one that is fastest for it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Reader(Protocol):
-    """Reads a batch: images into what ``allocate(n)`` gives, or into an array of its own; and labels."""
+    """Reads a batch: images into the memory from ``allocate(n)`` or into a new array, and labels."""
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]: ...
 
 
 def new_batch(shape: Sequence[int]) -> np.ndarray:
-    """Memory for a batch of uint8: shared in a DataLoader's worker, as torch's default_collate does it; else fresh.
+    """Allocate a uint8 batch: shared memory in a DataLoader's worker, as in torch's default_collate; otherwise fresh.
 
-    NumPy's, because it asks for huge pages, where torch.empty does not: 2 to 4 times faster here.
+    NumPy's memory has huge pages, which torch.empty's has not: it is 2 to 4 times as fast here.
     """
     if get_worker_info() is not None:
         num_bytes = int(np.prod(shape))
@@ -43,7 +43,7 @@ def tensors(images: Any, labels: Any) -> Batch:
 
 
 class Batches(Dataset):
-    """A whole batch an item, so that the DataLoader has nothing to collate."""
+    """A Dataset whose items are whole batches, so that the DataLoader has nothing to collate."""
 
     def __init__(self, open_reader: Callable[[], Reader], sample_shape: tuple[int, ...]) -> None:
         self.open_reader, self.sample_shape = open_reader, sample_shape
@@ -55,7 +55,7 @@ class Batches(Dataset):
 
 
 class Order(Sampler):
-    """The batches of the epoch that was set."""
+    """A sampler of the batches of the current epoch."""
 
     def __init__(self, source: Source, batch_size: int) -> None:
         self.source, self.batch_size, self.number = source, batch_size, 0
@@ -70,8 +70,8 @@ class Order(Sampler):
 class Indexed:
     """Shuffled batches through a reader.
 
-    ``workers`` processes of a DataLoader, or ``threads`` that read ahead, or neither. ``memory="reused"``: batches are
-    valid until the next one (not with workers: their batches travel in shared memory, new each time).
+    They are read by ``workers`` processes of a DataLoader, by ``threads`` that read ahead, or by neither. With
+    ``memory="reused"`` a batch is valid until the next one; workers send each batch in new shared memory.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Indexed:
             self.free.append(buffer)
 
     def take(self) -> np.ndarray | None:
-        """A buffer that is free, where memory is used again."""
+        """Return a free buffer, if memory is reused."""
         if not self.reused:
             return None
         return self.free.popleft() if self.free else np.empty((self.batch_size, *self.source.sample_shape), np.uint8)
@@ -157,7 +157,7 @@ WAYS = (
 
 
 class Collate:
-    """Samples of (bytes or array, label) into a batch, with one copy."""
+    """Collates samples of (bytes or array, label) with one copy."""
 
     def __init__(self, sample_shape: tuple[int, ...]) -> None:
         self.sample_shape = sample_shape
@@ -171,6 +171,6 @@ class Collate:
 
 
 def loader(dataset: Any, sample_shape: tuple[int, ...], batch_size: int, workers: int, ahead: int = 2) -> DataLoader:
-    """A DataLoader over an iterable of samples."""
+    """Return a DataLoader over an iterable of samples."""
     options = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
     return DataLoader(dataset, batch_size, num_workers=workers, collate_fn=Collate(sample_shape), **options)

@@ -1,10 +1,10 @@
-"""One contender in a process of its own, told over standard input what to run: see `bench_loader.py`.
+"""Run one contender in its own process, with commands on standard input: see `bench_loader.py`.
 
     python -m peers.serve JSON      # {"module", "settings", "source", "folder", "batch_size"}
 
-Commands, a line each, are answered by a line of JSON: ``first`` builds the contender (and its file, where it is
-missing) and runs an epoch of which every image is compared by its CRC-32; ``epoch N`` is timed; ``check N`` compares
-again. What libraries print goes to standard error.
+Each line is a command, answered by a line of JSON: ``first`` builds the contender (and its file, if it is missing) and
+runs an epoch that compares every image by its CRC-32; ``epoch N`` runs a timed epoch; ``check N`` compares again.
+Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import torch
 
 from peers import Source
 
-PROBE = -8  # bytes of a batch's last image that are kept of each batch, and compared when the clock stands
+PROBE = -8  # bytes of each batch's last image that are compared after the clock has stopped
 
 
 class Wrong(Exception):
-    """An epoch was not complete, or an image not the one that was packed."""
+    """An epoch was incomplete, or an image differs from the packed one."""
 
 
 def file_path(folder: Path, module: str, kind: type, source: Source, settings: dict) -> Path:
-    """Where the contender's file of these settings lies."""
+    """Return the path of the contender's file for these settings."""
     marks = [f"{name}={settings[name]}" for name in kind.FILE_SETTINGS if name in settings]
     return folder / "-".join([module, str(source.count), str(source.sample_shape[-1]), *marks])
 
 
 def make(kind: type, source: Source, path: Path, settings: dict) -> None:
-    """The file, under its name only when it is complete."""
+    """Make the file, and rename it to its name once it is complete."""
     if not hasattr(kind, "make") or path.exists():
         return
     part = path.with_name(f"{path.name}.part")
@@ -50,7 +50,7 @@ def make(kind: type, source: Source, path: Path, settings: dict) -> None:
 
 
 def checked(batches: Iterator, source: Source, crcs: np.ndarray, batch_size: int, is_part: bool) -> Iterator[None]:
-    """Runs an epoch; every image of it is compared with the one that was packed."""
+    """Run an epoch and compare every image with the packed one."""
     seen = []
     for images, labels in batches:
         if images.dtype != torch.uint8 or images.shape[1:] != source.sample_shape or len(images) > batch_size:
@@ -67,7 +67,7 @@ def checked(batches: Iterator, source: Source, crcs: np.ndarray, batch_size: int
 
 
 def complete(numbers: np.ndarray, source: Source, is_part: bool) -> None:
-    """An epoch gave each sample once, in random order; or, if it is a part, each at most once."""
+    """Raise Wrong unless an epoch gave each sample once (a part: at most once), in random order."""
     if is_part and len(np.unique(numbers)) == len(numbers) > source.count // 3 and np.any(np.diff(numbers) < 0):
         return
     if not np.array_equal(np.sort(numbers), np.arange(source.count)):
@@ -77,7 +77,7 @@ def complete(numbers: np.ndarray, source: Source, is_part: bool) -> None:
 
 
 def timed(batches: Iterator, source: Source, is_part: bool) -> dict[str, Any]:
-    """Seconds of an epoch; afterwards: whether it was complete, and the last image of each batch the right one."""
+    """Return the seconds of an epoch. Raises Wrong if it was incomplete or the last image of a batch is wrong."""
     started, cpu = time.perf_counter(), cpu_seconds()
     seen, probes = [], []
     for images, labels in batches:
@@ -95,7 +95,7 @@ def timed(batches: Iterator, source: Source, is_part: bool) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """Of this process; its workers are not counted while they live."""
+    """Return the processor time of this process, and of workers that have ended."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -126,7 +126,7 @@ class Server:
         return result
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """The second of two epochs in a row: what was read ahead while others ran is used up in the first."""
+        """Time the second of two epochs in a row, because the first starts with data that was read ahead."""
         if not hasattr(self.contender, "run"):
             for _ in self.contender.epoch(2 * number - 1):
                 pass
@@ -147,7 +147,7 @@ class Server:
 
 
 def warm(path: Path) -> None:
-    """Read a file, or a folder's files, into the page cache."""
+    """Read a file, or all files of a folder, into the page cache."""
     buffer = bytearray(8 << 20)
     for file in sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]:
         with file.open("rb", buffering=0) as stream:

@@ -1,4 +1,4 @@
-"""TensorStore: an uncompressed zarr array; a batch is one read of shuffled rows, some of them under way at a time."""
+"""TensorStore: an uncompressed zarr array; a batch is one read of shuffled rows, and several reads run at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 512
 
 
 def array_spec(source: Source, path: Path, chunk: int, shard: int) -> dict[str, Any]:
-    """Of zarr 2, or of zarr 3 where ``shard`` samples lie in one file."""
+    """Return the spec of a zarr 2 array, or of a zarr 3 array with ``shard`` samples per file."""
     sample = list(source.sample_shape)
     spec: dict[str, Any] = {"driver": "zarr3" if shard else "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}}
     if not shard:
@@ -47,7 +47,7 @@ class Contender:
         {"chunk": 8, "ahead": 2, "cache_bytes": 1 << 28},
         {"chunk": 1, "ahead": 1, "memory": REUSED, "io": 2, "copies": 2},
         {"chunk": 1, "shard": 256, "ahead": 2, "memory": REUSED, "io": 2, "copies": 2},
-        {"chunk": 64, "ahead": 2, "memory": REUSED, "cache_bytes": 1 << 28},  # holds all of the small images
+        {"chunk": 64, "ahead": 2, "memory": REUSED, "cache_bytes": 1 << 28},  # large enough for all of the small images
         {"chunk": 1000, "ahead": 2, "memory": REUSED, "cache_bytes": 1 << 28},
     )
 
@@ -79,12 +79,12 @@ class Contender:
         spec = array_spec(source, path, chunk, shard) | {"context": context}
         self.array = tensorstore.open(spec, open=True, read=True, recheck_cached_data=False).result()
         self.source, self.batch_size, self.ahead = source, batch_size, ahead
-        self.labels = np.arange(source.count)  # of some kilobytes: held in memory
+        self.labels = np.arange(source.count)  # a few kilobytes, kept in memory
         slots = ahead + 1 if memory == REUSED else 0
         self.slots = deque(np.ones((batch_size, *source.sample_shape), np.uint8) for _ in range(slots))
 
     def start(self, indices: np.ndarray) -> tuple[Any, np.ndarray | None]:
-        """A read under way, and the memory it fills if that is ours."""
+        """Start a read; return it and the memory that it fills, if the contender owns that."""
         if not self.slots:
             return self.array[indices].read(), None
         slot = self.slots.popleft()

@@ -1,4 +1,4 @@
-"""Dense batches that are made ahead: by the worker processes of a DataLoader, or by threads."""
+"""Dense batches that are prepared ahead by the worker processes of a DataLoader or by threads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vae_data import Rows
 
 from peers.vae_job import Job
 
-THREAD_BATCHES = 10  # that a thread makes at once, as in the example that it comes from
+THREAD_BATCHES = 10  # batches that a thread makes at once, as in the example it follows
 
 
 class DenseRows(Dataset):
-    """A dense row an item."""
+    """A Dataset whose items are dense rows."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -31,7 +31,7 @@ class DenseRows(Dataset):
 
 
 class DenseBatches(Dataset):
-    """A dense batch an item, in shared memory in a worker: nothing to collate."""
+    """A Dataset whose items are dense batches, in shared memory in a worker, so that nothing is collated."""
 
     def __init__(self, matrix: Any) -> None:
         self.matrix = matrix
@@ -47,7 +47,7 @@ class DenseBatches(Dataset):
 
 
 class Order(Sampler):
-    """The batches of the epoch that was set."""
+    """A sampler of the batches of the current epoch."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.number = job, 0
@@ -79,12 +79,12 @@ class Workers:
             yield batch.to(self._job.device, non_blocking=True).to(self._job.dtype)
 
     def close(self) -> None:
-        """End the workers, which live as long as the loader."""
+        """End the worker processes."""
         del self._loader
 
 
 class Threads:
-    """Ten batches at once, made dense and sent ahead by threads, and split on the device."""
+    """Threads make ten batches dense at once and send them ahead; they are split on the device."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -119,7 +119,7 @@ class Threads:
         return there
 
     def _split(self, batches: torch.Tensor) -> Iterator[torch.Tensor]:
-        if self._job.on_gpu:  # its memory came from the other stream
+        if self._job.on_gpu:  # its memory was allocated on the other stream
             batches.record_stream(torch.cuda.current_stream(self._job.device))
         for batch in batches.split(self._job.batch_size):
             yield batch.to(self._job.dtype)

@@ -1,8 +1,8 @@
-"""Ways to feed dense rows of a sparse matrix to a network: ours, and those that people use, each at its best.
+"""Ways to feed dense rows of a sparse matrix to a network: h5chunk's and the usual ones, each at its best.
 
-All give shuffled batches (batch, columns) of zeros and ones on the device, in the dtype of the job, every row once an
-epoch. What is made dense in host memory for a GPU is uint8, a quarter of the bytes of float32 to write and to copy, and
-becomes floating there; it is copied from pinned memory that is used again, without the host waiting for it.
+All give shuffled batches (batch, columns) of zeros and ones on the device, in the job's dtype, with every row once per
+epoch. Rows that the host makes dense for a GPU are uint8, a quarter of the bytes of float32, and become floats on the
+GPU; they are copied asynchronously from reused pinned memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from h5chunk.transforms import Dense as DenseRows
 from peers.vae_ahead import Threads, Workers
 from peers.vae_job import Feed, FeedError, Job, Sender
 
-DENSE_SHARE = 2  # a dense matrix takes at most one part in so many of the free memory
-FILL_ROWS = 1024  # of a dense matrix at a time
+DENSE_SHARE = 2  # a dense matrix takes at most 1 / this of the free memory
+FILL_ROWS = 1024  # rows that are made dense at a time
 
 
 class Ours:
@@ -35,7 +35,7 @@ class Ours:
         self.loader = h5chunk.ChunkLoader(job.path, job.batch_size, device=job.device, **order, **options)
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
-        del number  # each iteration is the next one
+        del number  # each iteration is the next epoch
         for (x,) in self.loader:
             yield x
 
@@ -44,7 +44,7 @@ class Ours:
 
 
 class ToArray:
-    """scipy's ``mat[rows].toarray()`` in the loop."""
+    """SciPy's ``mat[rows].toarray()`` in the loop."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._sender = job, Sender(job, job.host_dtype)
@@ -60,11 +60,11 @@ class ToArray:
 
 
 class SparseTensor:
-    """A sparse tensor of ``mat[rows]`` to the device, and ``to_dense()`` there."""
+    """Copies a sparse tensor of ``mat[rows]`` to the device, and makes it dense there by ``to_dense()``."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._matrix = job.matrix.astype(np.float32)  # to_dense is not for uint8
+        self._matrix = job.matrix.astype(np.float32)  # to_dense does not support uint8
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
         for rows in self._job.batches(number):
@@ -83,7 +83,7 @@ class SparseTensor:
 
 
 class Dense:
-    """The whole matrix dense in memory, and batches gathered from it: by the host, or on the GPU."""
+    """Keeps the whole matrix dense in memory; the host or the GPU gathers batches from it."""
 
     def __init__(self, job: Job, on_device: bool) -> None:
         if on_device and not job.on_gpu:
@@ -100,7 +100,7 @@ class Dense:
         return len(self._job.rows), self._job.rows.num_columns
 
     def _fitting(self) -> torch.dtype:
-        """The dtype of the matrix: what batches need, or uint8, as fits; of the host's for a GPU, uint8."""
+        """Return the matrix dtype: that of batches, or uint8 if only that fits or the host feeds a GPU."""
         job, (num_rows, num_columns) = self._job, self._shape()
         free = torch.cuda.mem_get_info(job.device)[0] if self._on_device else available_bytes()
         wanted = job.dtype if self._on_device else job.host_dtype
@@ -109,13 +109,13 @@ class Dense:
                 return dtype
         raise FeedError(
             f"a dense matrix of {num_rows:,} x {num_columns:,} takes {human_bytes(num_rows * num_columns)} as uint8, "
-            f"more than half of the {human_bytes(free)} that are free on the {'GPU' if self._on_device else 'host'}"
+            f"more than half of the {human_bytes(free)} of free memory of the {'GPU' if self._on_device else 'host'}"
         )
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
         order = torch.from_numpy(np.concatenate(self._job.batches(number)))
         if self._on_device:
-            order = order.to(self._job.device)  # at once: a copy a batch would wait for the batch before
+            order = order.to(self._job.device)  # a copy per batch would wait for the previous one
         for rows in order.split(self._job.batch_size):
             if self._on_device:
                 yield self._matrix[rows].to(self._job.dtype)
@@ -129,7 +129,7 @@ class Dense:
 
 
 class Cached:
-    """The same real batch each time, which is on the device already: the model alone."""
+    """Returns the same real batch on the device each time, which measures the model alone."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

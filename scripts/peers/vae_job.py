@@ -1,4 +1,4 @@
-"""What every feed of `peers.vae_feeds` is given, and the way of batches from host memory to the device."""
+"""The arguments of all feeds of `peers.vae_feeds`, and the transfer of batches from the host to the device."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from vae_data import Rows
 
 
 class FeedError(ValueError):
-    """A feed that cannot be had here."""
+    """A feed is not available on this machine or for this data."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every feed is given.
+    """The arguments of all feeds.
 
     Attributes
     ----------
     path : Path
-        Packed file of the rows; and ``rows``, the same in memory.
+        Packed file of the rows; ``rows`` has the same rows in memory.
     dtype : torch.dtype
-        Of the batches.
+        Dtype of the batches.
     num_workers : int
-        Processes of a DataLoader; and ``num_threads``, that make batches ahead.
+        Worker processes of a DataLoader; ``num_threads`` is the number of threads that make batches ahead.
     """
 
     path: Path
@@ -50,19 +50,19 @@ class Job:
         return len(self.rows) // self.batch_size if self.drop_last else -(-len(self.rows) // self.batch_size)
 
     def batches(self, epoch: int, size: int = 1) -> list[np.ndarray]:
-        """Rows of each batch, or of ``size`` batches together: int64."""
+        """Yield the rows of each batch, or of ``size`` batches together: int64."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         order, step = order[: self.num_batches * self.batch_size], size * self.batch_size
         return [order[first : first + step] for first in range(0, len(order), step)]
 
     @property
     def host_dtype(self) -> torch.dtype:
-        """Of what is made dense by the host: for a GPU a quarter of the bytes, for a CPU what the network takes."""
+        """Dtype of rows that the host makes dense: uint8 for a GPU, the network's for a CPU."""
         return torch.uint8 if self.on_gpu else torch.float32
 
     @cached_property
     def matrix(self) -> Any:
-        """The rows as scipy's CSR matrix, of ``host_dtype``."""
+        """The rows as a SciPy CSR matrix of ``host_dtype``."""
         from scipy.sparse import csr_matrix
 
         ones = np.ones(len(self.rows.indices), np.uint8 if self.on_gpu else np.float32)
@@ -70,7 +70,7 @@ class Job:
 
 
 class Feed(Protocol):
-    """Batches of an epoch, on the device."""
+    """Yields the batches of an epoch on the device."""
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]: ...
 
@@ -78,9 +78,9 @@ class Feed(Protocol):
 
 
 class Sender:
-    """Room for batches in host memory, and the way from there to the device.
+    """Reused host buffers for batches, and the copy from there to the device.
 
-    On a CPU a batch is that memory itself, if it has its dtype: valid until the next but one.
+    On a CPU, a batch of the right dtype is the buffer itself, which is valid until the next but one.
     """
 
     def __init__(self, job: Job, dtype: torch.dtype) -> None:
@@ -90,14 +90,14 @@ class Sender:
         self._sent: list[Any] = [None] * len(self._rooms)
 
     def room(self, num_rows: int) -> torch.Tensor:
-        """Memory to fill, once the last copy out of it has ended."""
+        """Return a buffer to fill, after the last copy from it has ended."""
         self._turn = (self._turn + 1) % len(self._rooms)
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
         return self._rooms[self._turn][:num_rows]
 
     def send(self, room: torch.Tensor) -> torch.Tensor:
-        """What was filled, as a batch."""
+        """Return the filled buffer as a batch on the device."""
         batch = room.to(self._job.device, non_blocking=True)
         if self._job.on_gpu:
             self._sent[self._turn] = torch.cuda.Event()

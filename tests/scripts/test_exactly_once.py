@@ -63,7 +63,7 @@ def test_an_epoch_that_is_not_exact_is_noticed():
     steps = [np.sort(batch) for batch in ORDER.batches()]
     exactly_once.check_whole(steps, 101, 24, "exact")
     for wrong, tail in ((steps[1:], "exact"), ([*steps, steps[0]], "exact"), (steps, "pad"), (steps, "drop_last")):
-        with pytest.raises(SystemExit, match="is not what it should be"):
+        with pytest.raises(SystemExit, match="misses or repeats samples"):
             exactly_once.check_whole(wrong, 101, 24, tail)
 
 

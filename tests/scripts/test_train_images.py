@@ -234,8 +234,8 @@ CHUNK = [
     ({"cpu_threads": 1, "device": "cuda"}, "--cpu-threads is for training on a CPU"),
 ]
 DATASET = [
-    ({"echo": 2.0}, "--echo is ChunkLoader's"),
-    ({"resident": "no"}, "--resident is ChunkLoader's"),
+    ({"echo": 2.0}, "--echo is for ChunkLoader"),
+    ({"resident": "no"}, "--resident is for ChunkLoader"),
     ({"pin_memory": True}, "copies to a GPU"),
     ({"non_blocking": True, "device": "cuda"}, "add --pin-memory"),
     ({"prefetch_stream": True}, "copies to a GPU"),
@@ -290,7 +290,7 @@ def test_command_line(packed, tmp_path, capsys):
     assert json.loads(figures.read_text())["epochs"][0]["num_images"] == 128
     with pytest.raises(SystemExit):
         train_images.main([str(packed), "--loader", "dataset", "--echo", "2"])
-    assert "--echo is ChunkLoader's" in capsys.readouterr().err
+    assert "--echo is for ChunkLoader" in capsys.readouterr().err
 
 
 def rows_of(device: str, model: str = "cnn") -> list[tuple[str, Settings]]:

@@ -323,7 +323,7 @@ def test_files_that_cannot_be_trained_from(tmp_path, packed):
     make_ratings.make_ratings(tmp_path / "few.npz", 8, 60, 200, 0)
     h5chunk.convert(tmp_path / "few.npz", tmp_path / "few.h5")
     with (
-        pytest.raises(vae_data.DataError, match="users with 5 likes: it takes at least 10"),
+        pytest.raises(vae_data.DataError, match="users with 5 likes: it needs at least 10"),
         vae_data.split_users(tmp_path / "few.h5"),
     ):
         pass
@@ -621,7 +621,7 @@ def test_trains_on_a_gpu(groups, amp):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch-size", "100000"], "--batch-size is 100000 but there are"),
+        (["--batch-size", "100000"], "--batch-size is 100000, but there are"),
         (["--epochs", "0"], "--epochs is 0: give at least 1"),
         (["--num-workers", "-1"], "--num-workers is -1: give at least 0"),
         (["--feed", "dense-device"], "is for a GPU"),

@@ -1,4 +1,4 @@
-"""Loaders of sparse matrices, each in a module of its own, behind one contract: `bench_sparse.py` times them alike.
+"""Loaders of sparse matrices, each in its own module with the same interface, so that `bench_sparse.py` can time them.
 
 A contender is a module with a class::
 
@@ -8,16 +8,16 @@ A contender is a module with a class::
         FILE_SETTINGS = ("chunk",)                       # settings that change its file
 
         @staticmethod
-        def make(source, path, **settings): ...          # its file, or folder, of the source's matrix
+        def make(source, path, **settings): ...          # writes its file or folder of the matrix
         def __init__(self, source, path, batch_size, form, **settings): ...
         def epoch(self, number): ...                     # yields batches, each row once
 
-``form`` is "csr": batches are torch.sparse_csr tensors or SciPy matrices, whatever is less work, with float32 values
-and columns of any type; or "dense": float32 tensors or arrays. No labels: a row is known by its checksum (`checks.py`).
-What is yielded need stay valid only until the next is asked for if the settings say so (``REUSED``). What only moves
-rows, without giving batches, has ``run(number)`` in place of ``epoch``, and returns how many.
+With the ``form`` "csr", batches are torch.sparse_csr tensors or SciPy matrices, whichever is less work, with float32
+values and columns of any type; with "dense", float32 tensors or arrays. There are no labels: a row is identified by its
+checksum (`checks.py`). With ``REUSED`` settings a batch needs to be valid only until the next one. A contender that
+only moves rows, without making batches, has ``run(number)`` in place of ``epoch``, which returns the number of rows.
 
-Only modules that need torch import it: the environment of a peer may do without.
+Only modules that need torch import it, because a peer's environment may lack it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ CSR, DENSE = "csr", "dense"
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table.
+    """One row of the table.
 
     Attributes
     ----------
     module, form, label : str
     distribution : str
-        What pip calls it; its version is printed.
+        Its name for pip; its version is printed.
     settings : dict
-        The best that ``--tune`` found.
+        The best settings that ``--tune`` found.
     """
 
     module: str
@@ -50,7 +50,7 @@ class Entry:
     settings: dict = field(default_factory=dict)
 
     def load(self) -> type:
-        """The contender's class. Raises ImportError where its library is not installed."""
+        """Import the contender's class. Raises ImportError if its library is not installed."""
         return importlib.import_module(f"peers.sparse.{self.module}").Contender
 
 

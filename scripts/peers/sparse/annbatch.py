@@ -46,7 +46,7 @@ class Contender:
 
     @staticmethod
     def make(source: Source, path: Path, stored: int = 64, codec: str = "lz4") -> None:
-        """Written by its own shuffling writer; ``stored`` rows in a chunk of the file."""
+        """Write the file with annbatch's own shuffling writer, with ``stored`` rows per chunk."""
         plain = path.with_name(f"{path.name}.h5ad")
         anndata.AnnData(source.matrix()).write_h5ad(plain)
         options: dict[str, Any] = {} if codec == "lz4" else {"zarr_compressor": ()}
@@ -96,11 +96,11 @@ class Contender:
 
 
 def preload(chunk: int, window: int, batch_size: int) -> int:
-    """Chunks of a window of at least so many rows, that it wants to be whole batches."""
+    """Return how many chunks make a window of at least ``window`` rows and of whole batches, as annbatch requires."""
     step = batch_size // math.gcd(chunk, batch_size)
     return -(-window // (chunk * step)) * step
 
 
 def only_x(group: zarr.Group) -> anndata.AnnData:
-    """The matrix without annotations, as its documentation recommends."""
+    """Load the matrix without annotations, as annbatch's documentation recommends."""
     return anndata.AnnData(X=anndata.io.sparse_dataset(group["X"]))

@@ -1,4 +1,4 @@
-"""What an epoch gave, row by row: a checksum each, so that all contenders are seen to give the same rows."""
+"""Compare the rows of an epoch with the packed ones by a checksum per row."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from peers.sparse.matrix import Source, row_checksums
 
 
 class Wrong(Exception):
-    """A batch, or a row, is not what was packed."""
+    """A batch has a wrong shape or dtype, or a row differs from the packed one."""
 
 
 def csr_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """indptr, columns and values of a SciPy matrix or a torch.sparse_csr tensor."""
+    """Return indptr, columns and values of a SciPy matrix or a torch.sparse_csr tensor."""
     if hasattr(batch, "crow_indices"):
         return batch.crow_indices().numpy(), batch.col_indices().numpy(), batch.values().numpy()
     return batch.indptr, batch.indices, batch.data
 
 
 def as_array(batch: Any) -> np.ndarray:
-    """A dense tensor or array as an array."""
+    """Return a dense tensor or array as an array."""
     return batch if isinstance(batch, np.ndarray) else batch.numpy()
 
 
 def dense_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of a dense tensor or array."""
+    """Return indptr, columns and values of a dense tensor or array."""
     dense = as_array(batch)
-    flat = np.flatnonzero(dense != 0)  # of booleans: several times as fast
+    flat = np.flatnonzero(dense != 0)  # several times as fast on booleans
     indptr = np.searchsorted(flat, np.arange(len(dense) + 1) * dense.shape[1])
     return indptr, flat % dense.shape[1], dense.reshape(-1)[flat]
 
 
 class Checker:
-    """Compares epochs with the source."""
+    """Compares the rows of epochs with those of the source."""
 
     def __init__(self, source: Source, batch_size: int, form: str) -> None:
         self.shape, self.batch_size, self.form = (source.num_rows, source.num_columns), batch_size, form
@@ -45,7 +45,7 @@ class Checker:
         self.last_order = np.empty(0, np.int64)
 
     def checksums(self, batch: Any) -> np.ndarray:
-        """Of the rows of a batch. Raises Wrong if it has another shape or type than it should."""
+        """Return the checksums of a batch's rows. Raises Wrong if the batch has a wrong shape or dtype."""
         rows, columns = batch.shape
         if columns != self.shape[1] or not 0 < rows <= self.batch_size:
             raise Wrong(f"a batch is {rows} x {columns}")
@@ -55,7 +55,7 @@ class Checker:
         return row_checksums(indptr, found, values, self.weights)
 
     def epoch(self, batches: Iterator[Any]) -> dict[str, int]:
-        """How many rows an epoch lacks, and has more than once."""
+        """Count the rows that an epoch lacks and those that it repeats."""
         order = np.concatenate([self.checksums(batch) for batch in batches])
         if np.array_equal(order, self.last_order):
             raise Wrong("two epochs had the same order")
@@ -67,20 +67,20 @@ class Checker:
         return {"dropped": int(-excess[excess < 0].sum()), "repeated": int(excess[excess > 0].sum())}
 
     def find(self, rows: np.ndarray) -> np.ndarray:
-        """Where these checksums are among the known ones. Raises Wrong if one is not."""
+        """Return the positions of these checksums among the known ones. Raises Wrong if one is unknown."""
         places = np.minimum(np.searchsorted(self.known, rows), len(self.known) - 1)
         if not np.array_equal(self.known[places], rows):
             raise Wrong(f"{int((self.known[places] != rows).sum())} rows are none of those that were packed")
         return places
 
     def last_row(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """A copy of the last row of a batch: to be compared when the clock stands."""
+        """Copy the last row of a batch, to compare it after the clock has stopped."""
         if self.form == DENSE:
             return (as_array(batch)[-1].copy(),)
         indptr, columns, values = csr_parts(batch)
         return columns[indptr[-2] : indptr[-1]].copy(), values[indptr[-2] : indptr[-1]].copy()
 
     def check_row(self, row: tuple[np.ndarray, ...]) -> None:
-        """Raises Wrong if it is none of those that were packed."""
+        """Raise Wrong unless the row is one of the packed rows."""
         columns, values = dense_parts(row[0][None])[1:] if self.form == DENSE else row
         self.find(row_checksums(np.array([0, len(columns)]), columns, values, self.weights))

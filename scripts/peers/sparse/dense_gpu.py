@@ -1,6 +1,6 @@
 """Ways to make a batch of rows dense on a GPU, for `bench_dense_gpu.py`: this library's kernel, torch, and the host.
 
-Each way is compared with what the host makes of the same rows before it is given.
+The result of each way is first compared with the host's result for the same rows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from h5chunk.transforms.csr import (
 from h5chunk.transforms.rows import L2
 from peers.sparse.matrix import Source
 
-Make = Callable[[int], torch.Tensor]  # batch i, or some batches at once
+Make = Callable[[int], torch.Tensor]  # makes batch i, or several batches at once
 
 
 class Way(NamedTuple):
-    """What makes batches, the dtype that it writes, how many it makes with a call, and whether the host works."""
+    """A way to make batches: its function, its output dtype, batches per call, and whether it runs on the host."""
 
     make: Make
     dtype: torch.dtype = torch.float32
@@ -38,14 +38,14 @@ class Way(NamedTuple):
 
 
 def our_dense(kernel: DenseKernel | None, rows: CsrRows, rule: ValueRule, out: torch.Tensor) -> torch.Tensor:
-    """What the loader does: its kernel, or torch where there is none."""
+    """Make rows dense as the loader does: with its kernel, or with torch if there is no kernel."""
     if kernel is None or not kernel(rows, out):
         scatter(out, entries_of(rows, rule, out.shape[1]))
     return out
 
 
 def rule_of(dtype: torch.dtype, l2: bool = False) -> ValueRule:
-    """As the loader has it for codes that are values."""
+    """Return the loader's rule for codes that are the values themselves."""
     return ValueRule(np.arange(NUM_CODES, dtype=np.float32), None, 1.0, (L2(),) if l2 else (), dtype)
 
 
@@ -58,7 +58,7 @@ class Case:
     device : torch.device
     batch_size : int
     buffers_bytes : int
-        Of that memory.
+        Size of that memory.
     """
 
     def __init__(self, source: Source, device: torch.device, batch_size: int, buffers_bytes: int) -> None:
@@ -76,17 +76,17 @@ class Case:
         }
 
     def out(self, number: int, dtype: torch.dtype = torch.float32, together: int = 1) -> torch.Tensor:
-        """Memory of the next batches."""
+        """Return the output memory of the next batches."""
         place = number * together % (self.num_buffers - together + 1)
         return self.memory[dtype][place * self.batch_size : (place + together) * self.batch_size]
 
     def span(self, number: int, together: int = 1) -> slice:
-        """Rows of the next batches."""
+        """Return the rows of the next batches."""
         start = number * together % (self.num_batches - together + 1) * self.batch_size
         return slice(start, start + together * self.batch_size)
 
     def kernel(self, rows: CsrRows, rule: ValueRule) -> DenseKernel | None:
-        """Compiled for such rows; None where there is none."""
+        """Return the kernel for such rows, or None if the device has none."""
         if not DenseKernel.suits(self.device, rule.dtype):
             return None
         starts, values = np.array([0, 1]), None if rows.values is None else rows.values[:1]
@@ -97,7 +97,7 @@ class Case:
         return kernel
 
     def check(self, name: str, made: torch.Tensor, rows: CsrRows, rule: ValueRule) -> None:
-        """Raise unless a batch is what the host makes of the same rows, which lie on the device."""
+        """Raise RuntimeError unless a batch equals the host's result for the same rows."""
         values = None if rows.values is None else self.host.values
         numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
         arrays = self.host.starts, self.host.host_starts, self.host.indices, values
@@ -109,7 +109,7 @@ class Case:
 
 
 def our_ways(case: Case, together: int) -> dict[str, Way]:
-    """Those of this library, by name."""
+    """Return the ways of this library, by name."""
     ways: dict[str, Way] = {}
     pattern = CsrRows(case.rows.starts, case.rows.host_starts, case.rows.indices, None)
 
@@ -134,7 +134,7 @@ def our_ways(case: Case, together: int) -> dict[str, Way]:
 
 
 def other_ways(case: Case) -> dict[str, Way]:
-    """Those of torch, and of SciPy where it is there."""
+    """Return the ways of torch, and of SciPy if it is installed."""
     rule = rule_of(torch.float32)
     num = min(case.num_batches, case.num_buffers)
     there = [entries_of(case.rows[case.span(number)], rule, case.num_columns) for number in range(num)]
@@ -154,7 +154,7 @@ def other_ways(case: Case) -> dict[str, Way]:
 
 
 def indexing(case: Case, rule: ValueRule) -> Make:
-    """zero_, and values put at positions that are made of what is stored."""
+    """Zero the batch and put the values at positions that are computed from the stored rows."""
 
     def make(number: int) -> torch.Tensor:
         out = case.out(number)
@@ -165,7 +165,7 @@ def indexing(case: Case, rule: ValueRule) -> Make:
 
 
 def indexing_there(case: Case, there: list[Entries]) -> Make:
-    """The same with positions and values that are there."""
+    """Zero the batch and put the values at positions that were computed before."""
     first = torch.arange(0, case.batch_size * case.num_columns, case.num_columns, device=case.device)
     places = [torch.repeat_interleave(first, each.counts) + each.columns for each in there]
 
@@ -178,7 +178,7 @@ def indexing_there(case: Case, there: list[Entries]) -> Make:
 
 
 def on_host(case: Case) -> Make:
-    """SciPy's toarray(), and the copy of it."""
+    """Make rows dense by SciPy's toarray() and copy them to the device."""
     import scipy.sparse
 
     assert case.host.values is not None

@@ -1,20 +1,20 @@
-"""What the machine allows: the rows of a batch moved by a call or two from a matrix in memory, and nothing else.
+"""The machine's limits: move the rows of a batch from a matrix in memory with one or two calls, and do nothing else.
 
 CSR batches:
 
-rows       SciPy's ``matrix[rows]`` of a matrix whose values are float32 beforehand; int32 columns
+rows       SciPy's ``matrix[rows]`` of a matrix with float32 values and int32 columns
 tensor     the same as a torch.sparse_csr tensor
-widen      entries that lie in the order of the batches are made int32 and float32 in memory used again, and a
-           torch.sparse_csr tensor: what a batch costs at least, not a limit of shuffling
+widen      entries in the order of the batches are converted to int32 and float32 in reused memory, and made a
+torch.sparse_csr tensor: the least cost of a batch, without shuffling
 
 Dense float32 batches:
 
-toarray    ``matrix[rows].toarray()``, values float32 beforehand
-zeros      np.zeros or torch.zeros each time, and values put at positions known beforehand
-scatter    the same in memory used again, zeroed by NumPy, or by torch.zero_ in its own threads
-unscatter  in memory used again zeros are put where the batch before had entries: not for who writes into batches
+toarray    ``matrix[rows].toarray()`` of a matrix with float32 values
+zeros      np.zeros or torch.zeros for each batch, with the values put at positions that were computed before
+scatter    the same in reused memory, zeroed by NumPy, or by torch.zero_ in its own threads
+unscatter  in reused memory, zeros are put only where the previous batch had entries: fails if users write into batches
 
-``threads``: a batch a thread; for torch.zero_, torch's own.
+``threads``: each thread makes a batch; torch.zero_ uses torch's own threads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
         *({"kind": "unscatter", "threads": threads, "memory": REUSED} for threads in TWICE),
     ),
 }
-MOST_BATCHES = 100  # whose positions are kept; these are moved again and again
+MOST_BATCHES = 100  # batches with known positions; these are moved again and again
 NO_LIMIT = ("widen", "unscatter")  # less than a loader has to do
 
 
@@ -81,7 +81,7 @@ class Contender:
             self.prepare_widen(source)
 
     def prepare_dense(self, source: Source, kind: str) -> None:
-        """Where entries go, and memory to put them in."""
+        """Compute the positions of entries, and allocate memory for batches."""
         self.batches = self.batches[:MOST_BATCHES] * -(-len(self.batches) // MOST_BATCHES)
         found = [dense_entries(source, rows) for rows in self.batches[:MOST_BATCHES]]
         self.places, self.codes = [list(each) for each in zip(*found, strict=True)]
@@ -91,7 +91,7 @@ class Contender:
         self.last = [np.empty(0, np.int64)] * self.threads
 
     def prepare_widen(self, source: Source) -> None:
-        """Entries, where they begin, and memory to put them in."""
+        """Compute the entries and row starts of batches, and allocate memory for them."""
         self.indices, self.values = np.array(source.indices), np.array(source.values)
         firsts = range(0, source.num_rows, self.shape[0])
         pointers = [source.indptr[first : first + self.shape[0] + 1] for first in firsts]
@@ -102,7 +102,7 @@ class Contender:
         self.numbers = [np.ones(most, np.float32) for _ in range(self.threads)]
 
     def run(self, number: int) -> int:
-        """One epoch; gives the number of rows. The order is the same in each: positions are known beforehand."""
+        """Run one epoch, and return the number of rows. All epochs have the order that positions were computed for."""
         del number
         work, lock = iter(range(len(self.batches))), threading.Lock()
 
@@ -147,7 +147,7 @@ class Contender:
         self.put(flat, item)
 
     def put(self, flat: np.ndarray, item: int) -> np.ndarray:
-        """Put values in their places, which are returned."""
+        """Put the values of a batch at their positions, and return these."""
         places = self.places[item % len(self.places)]
         flat[places] = self.codes[item % len(self.places)]
         return places
@@ -172,7 +172,7 @@ def csr_tensor(starts: torch.Tensor, columns: np.ndarray, values: np.ndarray, sh
 
 
 def dense_entries(source: Source, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the entries of a batch lie in it, int64, and their values, float32."""
+    """Return the positions of a batch's entries in it, int64, and their values, float32."""
     counts = source.indptr[rows + 1] - source.indptr[rows]
     ends = np.cumsum(counts)
     places = np.repeat(source.indptr[rows] - ends + counts, counts) + np.arange(ends[-1])

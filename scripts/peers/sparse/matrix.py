@@ -1,4 +1,4 @@
-"""The matrix that all contenders pack: columns by a power law, rows of equal or lognormal length, small counts."""
+"""The matrix that all contenders pack: small counts, columns from a power law, rows of equal or lognormal length."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 
 BLOCK = 5000  # rows that are drawn at a time
 EXPONENT, OFFSET = 0.8, 20  # a column's share is (rank + OFFSET) ** -EXPONENT
-SIGMA = 0.6  # of the logarithm of lognormal lengths
-COUNT_SHARE = 0.4  # values are geometric: 1 in so many cases
+SIGMA = 0.6  # standard deviation of the logarithm of lognormal lengths
+COUNT_SHARE = 0.4  # parameter of the geometric distribution of values
 MAX_WEIGHT = 1 << 31
 
 
 @dataclass(frozen=True)
 class Source:
-    """A matrix, made once, in a folder of NumPy files.
+    """A matrix in a folder of NumPy files, which is made once.
 
     Attributes
     ----------
     folder : str
     num_rows, num_columns : int
     entries_per_row : int
-        Of each row, or on average if ``lengths`` is "lognormal".
+        Entries of each row, or on average if ``lengths`` is "lognormal".
     lengths : {"equal", "lognormal"}
     seed : int
     """
@@ -51,41 +51,41 @@ class Source:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """int64 (num_rows + 1,)."""
+        """Row starts: int64 (num_rows + 1,)."""
         return np.array(self.array("indptr"))
 
     @property
     def indices(self) -> np.ndarray:
-        """Of the narrowest unsigned type (entries,), ascending within a row; mapped."""
+        """Columns, in the narrowest unsigned type (entries,), ascending within a row; mapped."""
         return self.array("indices")
 
     @property
     def values(self) -> np.ndarray:
-        """uint8 (entries,); mapped."""
+        """Values: uint8 (entries,); mapped."""
         return self.array("values")
 
     def matrix(self, dtype: Any = np.uint8) -> Any:
-        """scipy.sparse.csr_matrix in memory, with values of this type."""
+        """Return the matrix as a scipy.sparse.csr_matrix in memory, with values of this type."""
         import scipy.sparse
 
         parts = (self.values.astype(dtype), self.indices.astype(np.int32), self.indptr)
         return scipy.sparse.csr_matrix(parts, shape=(self.num_rows, self.num_columns))
 
     def order(self, epoch: int) -> np.ndarray:
-        """A full shuffle: int64 (num_rows,)."""
+        """Return a full shuffle: int64 (num_rows,)."""
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
     def batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
-        """The order, cut into batches; the last may be smaller."""
+        """Split the order into batches; the last may be smaller."""
         order = self.order(epoch)
         return [order[start : start + batch_size] for start in range(0, self.num_rows, batch_size)]
 
     def weights(self) -> np.ndarray:
-        """What an entry of each column counts in a checksum: int64 (num_columns,)."""
+        """Weight of each column in a checksum: int64 (num_columns,)."""
         return np.random.default_rng([self.seed, 1 << 20]).integers(1, MAX_WEIGHT, self.num_columns)
 
     def shuffled(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """indptr, indices and values with the rows permuted, as a file that was shuffled once has them."""
+        """Return indptr, indices and values with permuted rows, as in a file that was shuffled once."""
         order = np.random.default_rng([self.seed, 1 << 21]).permutation(self.num_rows)
         counts = np.diff(self.indptr)[order]
         indptr = np.concatenate(([0], np.cumsum(counts)))
@@ -93,12 +93,12 @@ class Source:
         return indptr, self.indices[places], self.values[places]
 
     def fields(self) -> dict[str, Any]:
-        """What makes the same source in another process."""
+        """Return the fields that make the same source in another process."""
         return asdict(self)
 
 
 def make_source(source: Source) -> None:
-    """Draw the matrix, if it is not there yet."""
+    """Draw the matrix unless its files exist."""
     if source.path.exists():
         return
     part = source.path.with_suffix(".part")
@@ -118,7 +118,7 @@ def make_source(source: Source) -> None:
 
 
 def source_checksums(source: Source, counts: np.ndarray, columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Of all rows, in blocks: int64 (num_rows,)."""
+    """Return the checksums of all rows, computed in blocks: int64 (num_rows,)."""
     weights, indptr, found = source.weights(), np.concatenate(([0], np.cumsum(counts))), []
     for first in range(0, source.num_rows, BLOCK):
         pointers = indptr[first : first + BLOCK + 1]
@@ -128,7 +128,7 @@ def source_checksums(source: Source, counts: np.ndarray, columns: np.ndarray, va
 
 
 def row_checksums(indptr: np.ndarray, columns: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The sum of value times the weight of its column, of each row: int64 (rows,).
+    """Return for each row the sum of values times column weights: int64 (rows,).
 
     >>> row_checksums(np.array([0, 2, 2, 3]), np.array([0, 1, 1]), np.array([3.0, 1, 2]), np.array([10, 100]))
     array([130,   0, 200])
@@ -136,7 +136,7 @@ def row_checksums(indptr: np.ndarray, columns: np.ndarray, values: np.ndarray, w
     Raises
     ------
     ValueError
-        A value is no whole number.
+        A value is not a whole number.
     """
     codes = values.astype(np.int64)
     if not np.array_equal(codes, values):
@@ -145,7 +145,7 @@ def row_checksums(indptr: np.ndarray, columns: np.ndarray, values: np.ndarray, w
 
 
 def draw_lengths(rng: np.random.Generator, source: Source) -> np.ndarray:
-    """Entries of each row: int64 (num_rows,), at most a quarter of the columns."""
+    """Draw the number of entries of each row: int64 (num_rows,), at most a quarter of the columns."""
     most = max(1, source.num_columns // 4)
     if source.lengths == "equal":
         return np.full(source.num_rows, min(source.entries_per_row, most))
@@ -154,7 +154,7 @@ def draw_lengths(rng: np.random.Generator, source: Source) -> np.ndarray:
 
 
 def draw_columns(rng: np.random.Generator, counts: np.ndarray, cumulative: np.ndarray) -> np.ndarray:
-    """Columns of ``counts[i]`` entries of row i, none twice, ascending: int64 (sum of counts,)."""
+    """Draw ``counts[i]`` distinct columns for row i, in ascending order: int64 (sum of counts,)."""
     num_columns = len(cumulative)
     done = np.empty(0, np.int64)  # of rows that are complete; a key is row * num_columns + column
     keys, missing = np.empty(0, np.int64), counts.copy()

@@ -1,4 +1,4 @@
-"""What most people write: a Dataset that gives ``matrix[i]`` of a SciPy matrix in memory, a row an item."""
+"""The usual SciPy loop: a Dataset whose items are ``matrix[i]`` of a SciPy matrix in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rows(Dataset):
 
 
 def stack(rows: Sequence[Any]) -> Any:
-    """A CSR batch: torch's own collate knows no SciPy matrices."""
+    """Stack rows to a CSR batch, because torch's own collate does not take SciPy matrices."""
     return scipy.sparse.vstack(rows, format="csr")
 
 

@@ -39,9 +39,9 @@ TRIED = {
 
 
 class Matrix:
-    """The matrix of an AnnData, opened once: AnnData itself opens it for every window.
+    """The matrix of an AnnData file, opened once; AnnData itself opens it for every window.
 
-    ``mask``: rows are asked for as booleans, of which AnnData reads runs at once; else row by row.
+    With ``mask``, rows are selected by booleans, whose runs AnnData reads at once; without it, row by row.
     """
 
     def __init__(self, annotated: anndata.AnnData, mask: bool) -> None:
@@ -63,7 +63,7 @@ class Contender:
 
     @staticmethod
     def make(source: Source, path: Path, chunk: int = 0) -> None:
-        """An .h5ad file, its rows shuffled once; ``chunk`` entries in an HDF5 chunk, or as AnnData has it."""
+        """Write an .h5ad file with shuffled rows and ``chunk`` entries per HDF5 chunk (default: AnnData's)."""
         import scipy.sparse
 
         indptr, indices, values = source.shuffled()

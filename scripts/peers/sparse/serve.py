@@ -1,10 +1,10 @@
-"""One contender in a process of its own, told over standard input what to run: see `bench_sparse.py`.
+"""Run one contender in its own process, with commands on standard input: see `bench_sparse.py`.
 
     python -m peers.sparse.serve JSON      # {"module", "form", "settings", "source", "batch_size"}
 
-Commands, a line each, are answered by a line of JSON: ``first`` builds the contender (and its file, where it is
-missing) and runs an epoch of which every row is compared by its checksum; ``epoch N`` is timed; ``check N`` compares
-again. What libraries print goes to standard error.
+Each line is a command, answered by a line of JSON: ``first`` builds the contender (and its file, if it is missing) and
+runs an epoch that compares every row by its checksum; ``epoch N`` runs a timed epoch; ``check N`` compares again.
+Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from peers.sparse.matrix import Source
 
 
 def file_path(module: str, kind: type, source: Source, settings: dict) -> Path:
-    """Where the contender's file of these settings lies."""
+    """Return the path of the contender's file for these settings."""
     marks = [f"{name}={settings[name]}" for name in kind.FILE_SETTINGS if name in settings]
     return Path(source.folder) / "-".join([module, source.name, *marks])
 
 
 def make(kind: type, source: Source, path: Path, settings: dict) -> None:
-    """The file, under its name only when it is complete."""
+    """Make the file, and rename it to its name once it is complete."""
     if not hasattr(kind, "make") or path.exists():
         return
     part = path.with_name(f"{path.name}.part")
@@ -40,7 +40,7 @@ def make(kind: type, source: Source, path: Path, settings: dict) -> None:
 
 
 def timed(batches: Iterator, checker: Checker) -> dict[str, Any]:
-    """Rows, seconds and processor time (not of workers) of an epoch; then the last row of each batch is compared."""
+    """Return rows, seconds and processor time (without workers) of an epoch whose last rows of batches are checked."""
     started, cpu = time.perf_counter(), time.process_time()
     rows, probes = 0, []
     for batch in batches:
@@ -70,7 +70,7 @@ class Server:
         return self.checker.epoch(self.contender.epoch(0))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """The second of two epochs in a row: what was read ahead while others ran is used up in the first."""
+        """Time the second of two epochs in a row, because the first starts with data that was read ahead."""
         if not hasattr(self.contender, "run"):
             for _ in self.contender.epoch(2 * number - 1):
                 pass
@@ -82,7 +82,7 @@ class Server:
         return {"rows": rows, "seconds": seconds, "cpu_seconds": time.process_time() - cpu}
 
     def check(self, number: int) -> dict[str, Any]:
-        """What ``first`` did, once more."""
+        """Compare another epoch, as ``first`` did."""
         return self.checker.epoch(self.contender.epoch(number)) if hasattr(self, "checker") else {}
 
 
