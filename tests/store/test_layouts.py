@@ -169,7 +169,7 @@ with h5py.File(sys.argv[1], "r+", libver="latest") as file:
     print("open", flush=True)
     sys.stdin.read()
 """
-OPEN = "open for writing, or beside a writer (SWMR), in another process or in this one"
+OPEN = "open for writing, or for SWMR, in another process or in this one"
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (4, 8)])

@@ -199,7 +199,7 @@ def _plain_cases() -> Iterator[Case]:
                     yield Case(row, f"{name}, {chunks['chunks']}, {'gzip' if filters else 'plain'}", DIRECT, made)
     for chunks in (WHOLE, PARTS):
         made = _indexed(4, file=LATEST, maxshape=(N, None, 7), **chunks)
-        one_row = "an extensible array along another axis than the first, whose chunks HDF5 lists at wrong places"
+        one_row = "an extensible array along another axis than the first, for which HDF5 reports wrong chunk addresses"
         yield Case(one_row, str(chunks["chunks"]), HDF5, made)
     for alloc in (h5d.ALLOC_TIME_EARLY, h5d.ALLOC_TIME_LATE, h5d.ALLOC_TIME_INCR):
         for fill_time in (h5d.FILL_TIME_ALLOC, h5d.FILL_TIME_NEVER, h5d.FILL_TIME_IFSET):
@@ -256,7 +256,7 @@ def _filter_cases() -> Iterator[Case]:
         made = _made(filters=filters, partial_plain=True, **LARGER)
         yield Case("partial chunks at the edges left unfiltered", f"{name}, larger", DIRECT, made)
     for mask in range(8):
-        row = "filters left out of single chunks (filter masks)"
+        row = "single chunks that skip filters (filter masks)"
         yield Case(row, f"{mask:03b}", DIRECT, lambda path, mask=mask: _masked(path, mask))
     others = {"n-bit": NBIT, "scale-offset": SCALEOFFSET, "szip": SZIP, "Blosc2": BLOSC2}
     for name, one in others.items():
@@ -313,7 +313,7 @@ def _unwritten_cases() -> Iterator[Case]:
             if shape == "contiguous" and name != "undefined":
                 yield Case(row, f"{name}, user block", HDF5, _part_written(file={"userblock_size": 512}, **options))
             if shape == "contiguous" and name == "undefined":
-                yield Case("nothing written, contiguous, and no fill value", name, REFUSED, made)
+                yield Case("contiguous, never written, and without a fill value", name, REFUSED, made)
             else:
                 yield Case(row, f"{name}, {shape}", HDF5, made)
 
@@ -337,7 +337,7 @@ def _type_cases() -> Iterator[Case]:
     for dtype in native:
         for chunks in ({}, {**PARTS, "filters": [SHUFFLE, GZIP]}):
             made = _typed(h5t.py_create(np.dtype(dtype), logical=True), values(SHAPE, dtype), **chunks)
-            row = "whole numbers, floats of 2, 4 and 8 bytes, truth values and enumerations, as this machine has them"
+            row = "integers, floats of 2, 4 and 8 bytes, booleans and enumerations, in the machine's byte order"
             yield Case(row, f"{dtype} {len(chunks)}", DIRECT, made)
     yield Case(row, "enumeration", DIRECT, _typed(_enum(h5t.STD_U8LE), DATA.astype("u1") % 3))
     yield Case(row, "committed", DIRECT, _committed)
@@ -469,9 +469,9 @@ def _file_cases() -> Iterator[Case]:
             "chunks": {"chunks": (4, 5, 7), "maxshape": (None, None, None)},
         }.items():
             made = _made(data=np.zeros(shape, np.uint16), **chunks)
-            yield Case("no samples, or samples of no size", f"{name}, {layout}", HDF5, made)
-    yield Case("a single value, or nothing at all", "scalar", REFUSED, lambda path: _single(path, 5))
-    yield Case("a single value, or nothing at all", "null", REFUSED, lambda path: _single(path, h5py.Empty("u2")))
+            yield Case("no samples, or samples of zero bytes", f"{name}, {layout}", HDF5, made)
+    yield Case("a scalar, or an empty dataspace", "scalar", REFUSED, lambda path: _single(path, 5))
+    yield Case("a scalar, or an empty dataspace", "null", REFUSED, lambda path: _single(path, h5py.Empty("u2")))
 
 
 def _with_gaps(path: Path, file: dict[str, Any], options: dict[str, Any]) -> None:
