@@ -19,16 +19,14 @@ from h5chunk import errors as _errors
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AppendPlan": "h5chunk.tools.convert.report",
-    "AppendReport": "h5chunk.tools.convert.report",
     "BenchReport": "h5chunk.tools.bench.report",
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
     "ChunkLoader": "h5chunk.feed.loader",
     "ChunkSampler": "h5chunk.feed.sampler",
-    "ConvertPlan": "h5chunk.tools.convert.report",
     "ConvertReport": "h5chunk.tools.convert.report",
     "FolderReport": "h5chunk.tools.verify.report",
+    "MatrixReport": "h5chunk.tools.convert.report",
     "Recommendation": "h5chunk.tools.tune.report",
     "RepackReport": "h5chunk.tools.repack.report",
     "VerifyReport": "h5chunk.tools.verify.report",
@@ -37,8 +35,6 @@ _HOMES = {
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert.convert",
     "info": "h5chunk.tools.info.info",
-    "plan_append": "h5chunk.tools.convert.append",
-    "plan_convert": "h5chunk.tools.convert.convert",
     "plan_repack": "h5chunk.tools.repack.repack",
     "repack": "h5chunk.tools.repack.repack",
     "tune": "h5chunk.tools.tune.tune",

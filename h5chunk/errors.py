@@ -137,3 +137,13 @@ def human_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Format a count with its noun.
+
+    >>> count_text(1, "chunk"), count_text(2000, "entry")
+    ('1 chunk', '2,000 entries')
+    """
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"

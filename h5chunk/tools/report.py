@@ -12,8 +12,6 @@ from typing import Any
 
 from h5chunk.errors import as_text, printable
 
-COMPLETE = "the output is already complete: this command would do nothing"  # for plans
-
 MOST_SHOWN = 6  # names in a line
 
 
@@ -27,13 +25,15 @@ def list_some(names: Sequence[str]) -> str:
     return f"{len(names):,}: {', '.join([*names[:MOST_SHOWN], *more])}"
 
 
-def count_text(count: int, noun: str) -> str:
-    """Format a count with its noun.
+def rows(label: str, values: str | Iterable[object], most: int | None = None) -> list[str]:
+    """Return an indented line for each value (none for an empty text), and one that counts those above ``most``.
 
-    >>> count_text(1, "chunk"), count_text(2000, "chunk")
-    ('1 chunk', '2,000 chunks')
+    >>> rows("note:", ["a", "b", "c"], 1)
+    ['  note: a', '  note: 2 more (--json has all)']
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    values = list(filter(None, [values])) if isinstance(values, str) else list(values)
+    more = [f"{len(values) - most:,} more (--json has all)"] if most is not None and len(values) > most else []
+    return [f"  {label} {value}" for value in [*values[:most], *more]]
 
 
 def codes_text(scale: float) -> str:

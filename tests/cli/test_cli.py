@@ -87,7 +87,7 @@ def test_options_reach_the_conversion(class_folder: Make, tmp_path: Path) -> Non
         "--on-error", "skip", "--animated", "first", "--max-pixels", 120, "--json",
     )  # fmt: skip
     report = json.loads(result.stdout)
-    assert (report["num_samples"], report["sample_shape"], report["chunk_samples"]) == (2, [4, 6, 1], 1)
+    assert (report["num_samples"], report["sample_shape"], report["layout"]["chunk_samples"]) == (2, [4, 6, 1], 1)
     import h5py
 
     with h5py.File(tmp_path / "x.h5") as file:
@@ -110,7 +110,7 @@ def test_dry_run_writes_nothing(class_folder: Make, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     result = run("convert", root, tmp_path / "x.h5", "--dry-run")
     assert result.exit_code == 0 and result.stderr == ""
-    for word in ("samples    20 (images)", "chunks     ", "samples a chunk: ", "disk  ", "time       about"):
+    for word in ("20 images of 3 x 10 x 12, ", " needed, ", " free, about ", "  chunks ", "samples a chunk: "):
         assert word in result.stdout
     plan = json.loads(run("convert", root, tmp_path / "x.h5", "--dry-run", "--json").stdout)
     assert plan["num_samples"] == 20 and plan["layout"]["reasons"]

@@ -67,7 +67,7 @@ def test_every_sample_is_in_the_file(tmp_path: Path, number: int, workers: int) 
     get, expected = CASES[number]
     dataset = Dataset(get)
     assert find_kind(dataset).kind == "mapping"
-    plan = h5chunk.plan_convert(dataset, tmp_path / "x.h5")
+    plan = h5chunk.convert(dataset, tmp_path / "x.h5", dry_run=True)
     report = h5chunk.convert(dataset, tmp_path / "x.h5", workers=workers, chunk_samples=4)
     check_same(tmp_path / "x.h5", expected)
     assert h5chunk.verify(tmp_path / "x.h5").ok
@@ -97,7 +97,7 @@ def test_class_names(tmp_path: Path, attributes: dict[str, Any]) -> None:
 def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
     dataset = Dataset(lambda i: (picture(i, 8 + i % 2), i))
     report = h5chunk.convert(dataset, tmp_path / "x.h5", size=(4, 5), fit="stretch", color="gray", layout="nhwc")
-    assert report.sample_shape == (4, 5, 1) and report.applied == {"resized": COUNT}
+    assert report.sample_shape == (4, 5, 1) and report.counts["resized"] == COUNT
     with pytest.raises(OptionError, match=r"--manifest applies only to images; the Dataset contains"):
         h5chunk.convert(dataset, tmp_path / "y.h5", manifest="x.csv")
 

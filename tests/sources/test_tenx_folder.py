@@ -180,10 +180,10 @@ def test_every_kind_of_matrix_can_be_transposed(tmp_path: Path) -> None:
         report = h5chunk.convert(tmp_path / name, tmp_path / "x.h5", format=kind, transpose=True, overwrite=True)
         values, index = read_back(tmp_path / "x.h5")
         np.testing.assert_array_equal(values, COUNTS.toarray().T[index])
-        assert report.fields == []
+        assert report.fields == {}
     (tmp_path / "r.csv").write_text("user,item,rating\n1,10,5\n2,10,3\n3,10,1\n")
     report = h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", transpose=True, overwrite=True)
-    assert "samples: 1 rows (item); columns: 3 (user)" in str(report)
+    assert "samples: 1 row (item); columns: 3 (user)" in str(report)
 
 
 def test_the_folder_above_that_of_the_only_genome(tmp_path: Path) -> None:

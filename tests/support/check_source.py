@@ -46,7 +46,7 @@ def check_source(kind: Any, source: Any, folder: Path) -> None:
     identity = opened.identity()
     json.dumps(identity[0] if isinstance(identity, tuple) else identity)
     options = {"format": kind.kind}
-    plan = h5chunk.plan_convert(source, folder / "x.h5", **options)
+    plan = h5chunk.convert(source, folder / "x.h5", **options, dry_run=True)
     report = h5chunk.convert(source, folder / "x.h5", **options)
     assert plan.source_kind == report.source_kind == kind.kind
     assert json.loads(report.to_json()) and str(report)

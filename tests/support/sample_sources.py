@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import h5py
@@ -14,10 +15,11 @@ import numpy as np
 
 from h5chunk.errors import SampleError
 from h5chunk.source import Names, SampleField
-from h5chunk.store.write.fill import Filled
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.options import SampleOptions
-from h5chunk.tools.convert.samples import prepare, say_nothing, write_file
+from h5chunk.tools.convert.report import ConvertReport
+from h5chunk.tools.convert.run import Notify, SampleRun
+from h5chunk.tools.convert.samples import prepare, split_job
 
 FIELDS = {
     "depth": SampleField((7, 5), np.dtype(np.float32), "NHW"),
@@ -97,9 +99,12 @@ def job_of(source: MemorySource, path: Path, **options: Any) -> SampleJob:
     return prepare(source, path, SampleOptions(**{"workers": 0, **options}))
 
 
-def write(source: MemorySource, path: Path, overwrite: bool = False, **options: Any) -> tuple[SampleJob, Filled]:
+def write(
+    source: MemorySource, path: Path, overwrite: bool = False, notify: Notify | None = None, **options: Any
+) -> ConvertReport:
     """Write a file of a source, in this process if nothing else is said."""
-    return write_file(job_of(source, path, **options), overwrite, None, say_nothing)
+    job, how = job_of(source, path, **options), SampleOptions(**{"workers": 0, **options})
+    return SampleRun(job, split_job(job, how), overwrite, False, None, notify, perf_counter()).report(())
 
 
 def check_samples(path: Path, numbers: Sequence[int], fields: Mapping[str, SampleField] = FIELDS) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import h5chunk.store.write.old_file
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.convert.append import append, plan_append
+from h5chunk.tools.convert.append import append
 from h5chunk.tools.convert.append_fit import SET_BY_FILE
 from h5chunk.tools.convert.options import append_options
 
@@ -162,7 +163,9 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         stop_after(patch, "h5chunk.store.write.output.sync_folder")
         append(path, source, **options)
     data, number = path.read_bytes(), path.stat().st_ino
-    assert plan_append(path, source, **options).notes[0].startswith("this very command appended the same samples")
+    assert (
+        append(path, source, **options, dry_run=True).notes[0].startswith("this very command appended the same samples")
+    )
     for _ in range(2):
         report = append(path, source, **options)
         assert report.already_complete and report.notes[0].startswith("this very command appended the same samples")
@@ -197,7 +200,7 @@ def test_what_was_appended_before_is_said(tmp_path: Path) -> None:
     path, more = make_file(tmp_path, 6), make_source(tmp_path / "new", range(5, 9))
     for seed, number, name in ((0, 1, "class2/0005.png"), (1, 4, "class0/0006.png")):
         note = f"{number} of 4 new names, such as {name}, were in the file before: if they are the same samples, these"
-        assert plan_append(path, more, seed=seed).notes[0].startswith(note)
+        assert append(path, more, seed=seed, dry_run=True).notes[0].startswith(note)
         assert append(path, more, workers=0, seed=seed).notes[0].startswith(note)
     later = append(path, make_source(tmp_path / "later", range(9, 12)), workers=0)
     assert not any("new names" in line for line in later.notes)
@@ -423,7 +426,7 @@ def test_files_that_cannot_be_appended_to(tmp_path: Path) -> None:
         "matrix.h5": "holds a sparse matrix, which cannot be appended to: .* one more file",
         "none.h5": "no such file: h5chunk convert makes it",
     }.items():
-        for run in (append, plan_append):
+        for run in (append, partial(append, dry_run=True)):
             with pytest.raises(FileError, match=message):
                 run(tmp_path / name, source)
     assert [each.name for each in tmp_path.iterdir() if "h5chunk-" in each.name] == []
@@ -479,7 +482,7 @@ def test_tables_that_disagree(tmp_path: Path, name: str, row: int, value: int, m
     with h5py.File(path, "r+") as file:
         file[name][row] = value
     old = path.read_bytes()
-    for run in (append, plan_append):
+    for run in (append, partial(append, dry_run=True)):
         with pytest.raises(FileError, match=f"{message}.*: nothing was appended"):
             run(path, source)
     check_left(path, old)
@@ -701,18 +704,18 @@ def test_what_was_done_for_another_old_file_is_not_used(tmp_path: Path) -> None:
 def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 40), classes=4)
     old = path.read_bytes()
-    plan = plan_append(path, source, new_classes=True)
-    assert (plan.num_old, plan.num_new, plan.new_classes) == (22, 18, ["class3"])
+    plan = append(path, source, new_classes=True, dry_run=True)
+    assert (plan.num_samples, plan.num_added, plan.new_classes) == (40, 18, ["class3"])
     check_left(path, old)
     report = append(path, source, new_classes=True, workers=0)
     assert report.num_bytes <= plan.num_bytes < report.num_bytes + 20_000
-    assert "22 in" in str(plan) and "18 behind them" in str(plan) and "new class  class3" in str(plan)
-    assert json.loads(plan.to_json())["num_new"] == 18
+    assert "18 images to add, 40 then" in str(plan) and "new class class3" in str(plan)
+    assert json.loads(plan.to_json())["num_added"] == 18
     assert json.loads(report.to_json())["num_samples"] == 40
-    assert "18 samples added, 40 now" in str(report) and "repack" in str(report)
+    assert "18 images added, 40 now" in str(report) and "repack" in str(report)
     monkeypatch.setattr(ImageSource, "read_into", lambda *args: pytest.fail("decoded"))
     with pytest.raises(SourceError, match="has class"):
-        plan_append(path, make_source(tmp_path / "other", range(5), classes=5))
+        append(path, make_source(tmp_path / "other", range(5), classes=5), dry_run=True)
 
 
 # ---- the command
@@ -741,8 +744,8 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     path, source = make_file(tmp_path, 22), make_source(tmp_path / "new", range(22, 30), classes=4)
     (source / "class3" / "0031.png").write_bytes(b"broken")
     old = path.read_bytes()
-    assert "8 behind them" not in run(path, source, "--dry-run", code=1).stdout
-    assert "9 behind them" in run(path, source, "--dry-run", "--new-classes", "--on-error", "skip").stdout
+    assert "images to add" not in run(path, source, "--dry-run", code=1).stdout
+    assert "9 images to add" in run(path, source, "--dry-run", "--new-classes", "--on-error", "skip").stdout
     error = run(path, source, code=1).stderr
     assert error.startswith("error: ") and error.count("\n") == 1 and "--new-classes" in error
     check_left(path, old)

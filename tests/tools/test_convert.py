@@ -13,6 +13,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ import h5chunk.store.write.new_file as newfile_module
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, WorkerError
 from h5chunk.source import SampleField
 from h5chunk.sources.images import ImageSource
-from h5chunk.tools.convert.convert import convert, plan_convert
+from h5chunk.tools.convert.convert import convert
 
 Make = Callable[..., Path]
 
@@ -81,11 +82,12 @@ def test_everything_reads_back(class_folder: Make, tmp_path: Path, count: int, c
     check_file(tmp_path / "x.h5", *expectation(count))
     assert report.num_samples == count and report.sample_shape == (3, 10, 12)
     assert report.num_bytes == (tmp_path / "x.h5").stat().st_size
-    assert report.modes == {"RGB": count} and report.applied == {} and report.skipped == []
+    assert report.counts == {"RGB": count} and report.skipped == []
     assert report.class_names == [f"class{i}" for i in range(min(count, 3))]
     with h5py.File(tmp_path / "x.h5") as file:
         assert [name.decode() for name in file["h5chunk/class_names"]] == report.class_names
-        assert file["images"].chunks[0] == report.chunk_samples == min(chunk_samples or report.chunk_samples, count)
+        chunk = report.layout.chunk_samples
+        assert file["images"].chunks[0] == chunk == min(chunk_samples or chunk, count)
 
 
 def test_attributes(class_folder: Make, tmp_path: Path) -> None:
@@ -161,8 +163,8 @@ def test_flat_folder_of_mixed_sizes_and_modes(tmp_path: Path) -> None:
     samples["c.png"] = pixels(3, 10, 12)
     samples["e.png"] = np.rot90(pixels(5, 12, 10), -1)
     check_file(tmp_path / "x.h5", samples, None)
-    assert report.modes == {"RGB": 3, "L": 1, "P": 1} and report.applied == {"rotated": 1, "resized": 3}
-    assert "came as 3 RGB, 1 " in str(report) and "1 rotated, 3 resized" in str(report)
+    assert report.counts == {"RGB": 3, "L": 1, "P": 1, "rotated": 1, "resized": 3}
+    assert "came as 3 RGB, " in str(report) and "1 rotated" in str(report) and "3 resized" in str(report)
 
 
 def test_manifest_columns_become_fields(class_folder: Make, tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ def test_skip_leaves_out_what_cannot_be_used(
     samples, labels = expectation(count)
     gone = {f"class{i % 3}/{i:04d}.png" for i in bad}
     check_file(tmp_path / "x.h5", {n: p for n, p in samples.items() if n not in gone}, labels)
-    assert report.num_samples == count - len(bad) and report.modes == {"RGB": count - len(bad)}
+    assert report.num_samples == count - len(bad) and report.counts == {"RGB": count - len(bad)}
     assert {name for name, _ in report.skipped} == gone | {"class0/0000-first.png"}
     assert report.skipped_list == str(tmp_path / "x.h5.skipped.csv")
     with open(report.skipped_list, newline="") as file:  # noqa: PTH123
@@ -342,7 +344,7 @@ def test_all_broken_is_an_error(
 )
 def test_options_that_cannot_be(class_folder: Make, tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     root = class_folder(3)
-    for run in (convert, plan_convert):
+    for run in (convert, partial(convert, dry_run=True)):
         with pytest.raises(OptionError, match=reason):
             run(root, tmp_path / "out.h5", **options)
     check_untouched(tmp_path / "out.h5", None)
@@ -405,7 +407,7 @@ def test_full_disk(
     assert decoded == []
     if when == "look":
         with pytest.raises(OutputError, match=r"needs .* of disk but 1000 bytes are free"):
-            plan_convert(root, out[0], overwrite=True)
+            convert(root, out[0], overwrite=True, dry_run=True)
 
 
 def test_another_convert_of_the_same_output(class_folder: Make, out: tuple[Path, bytes | None]) -> None:
@@ -521,16 +523,17 @@ def test_ctrl_c(class_folder: Make, out: tuple[Path, bytes | None]) -> None:
 
 def test_plan_says_what_convert_does(class_folder: Make, tmp_path: Path) -> None:
     root = class_folder(300)
-    plan = plan_convert(root, tmp_path / "x.h5", workers=2)
+    plan = convert(root, tmp_path / "x.h5", workers=2, dry_run=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["photos"]
     report = convert(root, tmp_path / "x.h5", workers=2)
     assert (plan.num_samples, plan.sample_shape) == (300, (3, 10, 12)) == (report.num_samples, report.sample_shape)
-    assert plan.layout.chunk_samples == report.chunk_samples and plan.class_names == report.class_names
+    assert plan.layout.chunk_samples == report.layout.chunk_samples and plan.class_names == report.class_names
     assert report.num_bytes <= plan.num_bytes < report.num_bytes + 20_000
     assert plan.fields == {"images": "uint8", "labels": "int64"} and plan.num_workers == 2
-    assert 0 < plan.estimated_s < 60 and plan.free_bytes > plan.num_bytes
+    assert 0 < plan.seconds < 60 and plan.free_bytes > plan.num_bytes
     text = str(plan)
-    assert "300 (images)\nclasses    3: class0, class1, class2\nfield      images (3 x 10 x 12 uint8)\n" in text
+    assert "300 images of 3 x 10 x 12, " in text and "  classes 3: class0, class1, class2\n" in text
+    assert "  fields images (3 x 10 x 12 uint8), labels (int64)\n" in text
     assert "with 2 workers" in text
     assert plan.layout.reasons and all(reason in text for reason in plan.layout.reasons)
     assert json.loads(plan.to_json())["layout"]["reasons"] == list(plan.layout.reasons)
@@ -540,18 +543,18 @@ def test_plan_of_images_that_cannot_be_used(class_folder: Make, tmp_path: Path) 
     root = class_folder(20)
     skipping(root, [3])
     with pytest.raises(SampleError, match=r"class0/0003\.png: is no image"):
-        plan_convert(root, tmp_path / "x.h5")
-    assert plan_convert(root, tmp_path / "x.h5", on_error="skip").num_samples == 20
+        convert(root, tmp_path / "x.h5", dry_run=True)
+    assert convert(root, tmp_path / "x.h5", on_error="skip", dry_run=True).num_samples == 20
     Image.fromarray(pixels(3, 5, 5)).save(root / "class0" / "0003.png")
     with pytest.raises(SourceError, match=r"class0/0000\.png is 3 x 10 x 12, class0/0003\.png is 3 x 5 x 5"):
-        plan_convert(root, tmp_path / "x.h5")
+        convert(root, tmp_path / "x.h5", dry_run=True)
 
 
 def test_report_as_json(class_folder: Make, tmp_path: Path) -> None:
     root = class_folder(5)
     (root / "loose.png").write_bytes(b"x")
     report = json.loads(convert(root, tmp_path / "x.h5", workers=0).to_json())
-    assert report["num_samples"] == 5 and report["modes"] == {"RGB": 5} and report["skipped"] == []
+    assert report["num_samples"] == 5 and report["counts"] == {"RGB": 5} and report["skipped"] == []
     assert report["ignored"] == ["1 images beside the class folders, which have no class, such as loose.png"]
     assert report["path"] == str(tmp_path / "x.h5") and report["seconds"] > 0
 

@@ -29,7 +29,7 @@ from h5chunk.errors import OptionError, OutputError, SampleError
 from h5chunk.store.format.spec import HEADER_BYTES
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.write import output
-from h5chunk.tools.convert.convert import convert, plan_convert
+from h5chunk.tools.convert.convert import convert
 
 Make = Callable[..., Path]
 
@@ -165,7 +165,7 @@ def test_manifest(class_folder: Make, tmp_path: Path) -> None:
 
 
 def test_plan(class_folder: Make, tmp_path: Path) -> None:
-    plan = plan_convert(class_folder(40), tmp_path / "out.h5", shards=4, chunk_samples=4)
+    plan = convert(class_folder(40), tmp_path / "out.h5", shards=4, chunk_samples=4, dry_run=True)
     assert "4 shards of up to 12 samples" in str(plan) and "out-00000-of-00004.h5" in str(plan)
     assert not (tmp_path / "out.h5").exists()
     report = convert(tmp_path / "photos", tmp_path / "out.h5", shards=4, chunk_samples=4)

@@ -14,8 +14,7 @@ from support.sample_sources import FIELDS, MemorySource, check_samples, job_of, 
 import h5chunk
 from h5chunk.errors import OutputError, SampleError, SourceError, WorkerError
 from h5chunk.source import SampleField
-from h5chunk.tools.convert.options import SampleOptions
-from h5chunk.tools.convert.samples import is_complete, say_nothing, split_job, write_file, write_shards
+from h5chunk.tools.convert.samples import is_complete
 
 COUNT = 83
 COLUMNS = {"score": np.linspace(0, 1, COUNT), "labels": np.arange(COUNT) % 3, "kind": np.arange(COUNT) % 2}
@@ -26,8 +25,8 @@ CATEGORIES = {"labels": ["a", "b", "c"], "kind": ["odd", "even"]}
 def test_all_fields_are_there_with_any_number_of_workers(tmp_path: Path, chunk_samples: int | None) -> None:
     source = MemorySource(COUNT, columns=COLUMNS, categories=CATEGORIES, named=True)
     for workers in (0, 3):
-        job, filled = write(source, tmp_path / f"{workers}.h5", chunk_samples=chunk_samples, workers=workers)
-        assert filled.notes == {"read": COUNT} and job.layout.sample_bytes == 140
+        report = write(source, tmp_path / f"{workers}.h5", chunk_samples=chunk_samples, workers=workers)
+        assert report.counts == {"read": COUNT} and report.layout.sample_bytes == 140
     path = tmp_path / "0.h5"
     assert path.read_bytes() == (tmp_path / "3.h5").read_bytes()
     check_samples(path, range(COUNT))
@@ -36,7 +35,7 @@ def test_all_fields_are_there_with_any_number_of_workers(tmp_path: Path, chunk_s
         assert order.tolist() != sorted(order.tolist())
         for name, values in COLUMNS.items():
             np.testing.assert_array_equal(file[name][()], values[order])
-        assert {file[name].chunks[0] for name in (*FIELDS, *COLUMNS)} == {job.layout.chunk_samples}
+        assert {file[name].chunks[0] for name in (*FIELDS, *COLUMNS)} == {report.layout.chunk_samples}
         assert file["depth"].attrs["axes"] == b"NHW" and "axes" not in file["age"].attrs
         assert file["h5chunk/class_names"][()].tolist() == [b"a", b"b", b"c"]
         assert file["h5chunk/categories/kind"][()].tolist() == [b"odd", b"even"]
@@ -58,9 +57,9 @@ def test_samples_that_are_left_out(tmp_path: Path, bad: list[int], chunk_samples
     """The last good ones take their places, in all fields."""
     source = MemorySource(COUNT, columns=COLUMNS, bad=bad, named=True)
     options: dict[str, Any] = {"chunk_samples": chunk_samples, "on_error": "skip"}
-    job, filled = write(source, tmp_path / "x.h5", workers=2, **options)
+    report = write(source, tmp_path / "x.h5", workers=2, **options)
     check_samples(tmp_path / "x.h5", [i for i in range(COUNT) if i not in bad])
-    assert len(filled.failures) == len(bad) and job.layout.num_samples == COUNT - len(bad)
+    assert len(report.skipped) == len(bad) and report.num_samples == COUNT - len(bad)
     assert h5chunk.verify(tmp_path / "x.h5").ok
     with h5py.File(tmp_path / "x.h5") as file:
         np.testing.assert_array_equal(file["score"][()], COLUMNS["score"][file["h5chunk/source_index"][()]])
@@ -104,7 +103,7 @@ def test_a_source_without_identity_starts_anew_and_says_so(tmp_path: Path) -> No
     source = MemorySource(600, kill_at=599, resumable=False)
     said: list[str] = []
     with pytest.raises(WorkerError):
-        write_file(job_of(source, tmp_path / "x.h5", shuffle=False, workers=1), False, None, said.append)
+        write(source, tmp_path / "x.h5", shuffle=False, workers=1, notify=said.append)
     assert said == ["nothing of what was done is kept: whether this source changes cannot be told"]
     assert list(tmp_path.iterdir()) == []
     source.kill_at = None
@@ -116,9 +115,8 @@ def test_a_source_without_identity_starts_anew_and_says_so(tmp_path: Path) -> No
 
 def test_shards(tmp_path: Path) -> None:
     source = MemorySource(COUNT, bad=[7], named=True)
-    job = job_of(source, tmp_path / "x", chunk_samples=5, workers=0, on_error="skip")
-    written, _ = write_shards(job, split_job(job, SampleOptions(shards=3, chunk_samples=5)), False, None, say_nothing)
-    assert len(written) == 3 and sum(len(each.order) for each in written) == COUNT - 1
+    report = write(source, tmp_path / "x", chunk_samples=5, on_error="skip", shards=3)
+    assert len(list((tmp_path / "x").iterdir())) == 3 and report.num_samples == COUNT - 1
     dataset = h5chunk.ChunkDataset(tmp_path / "x", fields=["age", "depth"])
     ages = sorted(int(age) for age, _ in dataset)
     assert ages == sorted(int(values_of(i, FIELDS)["age"]) for i in range(COUNT) if i != 7)

@@ -41,5 +41,7 @@ def append(
     SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk; until then FILE
     stays as it is, so there must be room for both. Images are decoded with the options that FILE was made with.
     """
-    call = h5chunk.plan_append if dry_run else h5chunk.append
-    run(call, file, source, quiet=quiet, as_json=as_json, format=format, notify=note, **given_options(options))
+    given = given_options(options)
+    run(
+        h5chunk.append, file, source, quiet=quiet, as_json=as_json, format=format, dry_run=dry_run, notify=note, **given
+    )

@@ -65,13 +65,14 @@ def convert(
         if left:
             note(f"convert settles {', '.join(left)} itself; repack takes them from {tuned}")
     run(
-        h5chunk.plan_convert if dry_run else h5chunk.convert,
+        h5chunk.convert,
         source,
         output,
         quiet=quiet,
         as_json=as_json,
         format=format,
         overwrite=overwrite,
+        dry_run=dry_run,
         notify=note,
         **given,
     )

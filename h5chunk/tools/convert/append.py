@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.errors import FileError, OptionError, count_text, printable
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.source import SampleSource
 from h5chunk.sources.matrix.block import SparseSource
@@ -20,24 +19,14 @@ from h5chunk.sources.options import flag_of
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.write.old_file import OldFile, open_old
-from h5chunk.store.write.part_file import check_not_source, check_room
+from h5chunk.store.write.part_file import check_not_source
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.append_fit import SET_BY_FILE, plan_addition, recorded_options
 from h5chunk.tools.convert.options import AppendOptions, SampleOptions
-from h5chunk.tools.convert.report import AppendPlan, AppendReport
-from h5chunk.tools.convert.samples import (
-    Notify,
-    estimate_s,
-    is_complete,
-    left_out,
-    open_context,
-    prepare,
-    save_skipped,
-    say_nothing,
-    write_file,
-)
+from h5chunk.tools.convert.report import ConvertReport
+from h5chunk.tools.convert.run import Notify, SampleRun
+from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.report import count_text
 from h5chunk.tools.verify.tables import look_at_tables
 
 AGAIN = (
@@ -50,10 +39,11 @@ def append(
     source: Any,
     *,
     format: str | None = None,
+    dry_run: bool = False,
     progress: Progress | None = None,
     notify: Notify | None = None,
     **options: Any,
-) -> AppendReport:
+) -> ConvertReport:
     """Append the samples of a source to a file that `h5chunk.convert` made.
 
     A sparse matrix cannot be appended to: convert new rows to another file, as several files are one data set.
@@ -73,7 +63,7 @@ def append(
         The file, as convert writes it.
     source : path or object
         As for `h5chunk.convert`, with the same fields as the file; or a `h5chunk.source.SampleSource`.
-    format, progress, notify
+    format, dry_run, progress, notify
         As for `h5chunk.convert`.
     **options
         The fields of `h5chunk.tools.convert.options.AppendOptions`, and options of the kind of source as for
@@ -93,63 +83,11 @@ def append(
     """
     started = time.perf_counter()
     with _settled(path, source, format, progress, options) as (old, job, new_classes):
-        notes = [_unmixed(old.shown)]
-        facts: dict[str, Any]
-        if already_complete := is_complete(job, 1):
-            last, index = old.options["appended"][-1], job.old.source_index
-            failures = left_out(job, index[len(index) - last["samples"] :] - last["first_index"])
-            facts = {"num_added": last["samples"], "num_samples": len(index)}
-            notes = [AGAIN, *notes]
-        else:
-            duplicates = _duplicate_names(job)
-            written, filled = write_file(job, True, progress, notify or say_nothing, old)
-            failures, layout = filled.failures, written.layout
-            facts = {"num_added": len(written.order), "num_samples": layout.num_samples}
-            facts |= {"counts": dict(filled.notes.most_common()), "new_classes": new_classes}
-            notes = [*duplicates, *notes, *_small_chunks(layout)]
-        skipped = [(job.name(failure.row), failure.reason) for failure in failures]
-        return AppendReport(
-            path=str(job.path),
-            num_bytes=job.path.stat().st_size,
-            seconds=time.perf_counter() - started,
-            class_names=list(job.categories.get("labels", ())),
-            skipped=skipped,
-            skipped_list=save_skipped(job.path, skipped, behind=True),
-            ignored=list(job.source.ignored),
-            notes=notes,
-            already_complete=already_complete,
-            **facts,
-        )
-
-
-def plan_append(
-    path: str | os.PathLike[str],
-    source: Any,
-    *,
-    format: str | None = None,
-    progress: Progress | None = None,
-    notify: Notify | None = None,
-    **options: Any,
-) -> AppendPlan:
-    """Predict what `append` would do with the same arguments, without writing.
-
-    Raises
-    ------
-    As `append`, as far as the source and a few of its samples show.
-    """
-    with _settled(path, source, format, progress, options) as (old, job, new_classes):
-        num_bytes = job.spec().num_bytes
-        check_room(job.path, num_bytes)
-        return AppendPlan(
-            path=str(job.path),
-            num_old=job.old.num_samples,
-            num_new=len(job.order),
-            num_bytes=num_bytes,
-            free_bytes=shutil.disk_usage(job.path.absolute().parent).free,
-            estimated_s=estimate_s(job),
-            new_classes=new_classes,
-            notes=[*([AGAIN] if is_complete(job, 1) else _duplicate_names(job)), _unmixed(old.shown)],
-        )
+        complete = is_complete(job, 1)
+        notes = [AGAIN] if complete else _duplicate_names(job)
+        notes += [_unmixed(old.shown), *_small_chunks(job.layout), *job.source.notes]
+        run = SampleRun(job, [], True, dry_run, progress, notify, started, old, complete)
+        return run.report(notes, new_classes)
 
 
 @contextmanager

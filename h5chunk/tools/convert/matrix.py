@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.sources.matrix.block import SparseSource, Transposed
-from h5chunk.store.format.header import DENSE, MATRIX, header_attributes, read_matrix
+from h5chunk.store.format.header import CSR, DENSE, MATRIX, header_attributes, read_matrix
 from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.csr import CsrWriter, csr_spec
@@ -36,7 +36,7 @@ from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SORT_SHARE, SPOOL_SHARE, SortedMatrix, check_shape
 from h5chunk.tools.convert.matrix_select import Selection, select
 from h5chunk.tools.convert.options import MatrixOptions
-from h5chunk.tools.convert.report import MatrixPlan, MatrixReport
+from h5chunk.tools.convert.report import MatrixReport
 from h5chunk.tools.convert.samples import facts_of_all
 from h5chunk.tools.progress import Progress, count_up
 
@@ -52,22 +52,54 @@ def convert_matrix(
     *,
     how: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> MatrixReport:
     """Write a matrix to one HDF5 file, or report that the same call has already written it.
 
-    ``how`` are the options that the source was opened with. Raises the same errors as `h5chunk.convert`.
+    A dry run reads the start of the source, which takes a second, and writes nothing. ``how`` are the options that the
+    source was opened with. Raises the same errors as `h5chunk.convert`.
     """
     started = time.perf_counter()
-    source, options, command_id, complete = _settle(source, path, options, how, overwrite)
-    if complete:
-        return _report(path, source, started)
+    source = Transposed(source) if options.transpose else source
+    options, identity = options.for_kind(source.kind), source.identity()
+    facts: dict[str, Any] = {**facts_of_all(), "options": options.recorded(), "how": dict(how), "source": identity}
+    command_id = None if identity is None else key_of(facts)
+    complete = not overwrite and command_id is not None and is_made_by(path, command_id)
+    if not complete:
+        check_output(path, overwrite)
+    with naming_memory(options.memory_bytes):
+        if dry_run and not complete:
+            facts = _predict(source, path, options)
+        else:
+            facts = {} if complete else _write(source, path, options, overwrite, command_id, progress)
+            facts = {**_facts_of_file(path), "seconds": time.perf_counter() - started, **facts}
+    return MatrixReport(
+        path=str(path),
+        source_kind=source.kind,
+        dry_run=dry_run,
+        axes=source.axes,
+        duplicates=options.duplicates_text(source.time_name),
+        already_complete=complete,
+        **facts,
+    )
+
+
+def _write(
+    source: SparseSource,
+    path: Path,
+    options: MatrixOptions,
+    overwrite: bool,
+    command_id: str | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Write the file; return facts for the report that the file does not hold."""
 
     def report_read(done: int) -> None:
         if progress:
             progress("read", done, source.num_bytes)
 
-    with naming_memory(options.memory_bytes), NewFile(path, overwrite) as new, ExitStack() as stack:
+    with NewFile(path, overwrite) as new, ExitStack() as stack:
         matrix = SortedMatrix(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
         kept = select(matrix)
         if kept.num_columns < 1 or not kept.num_rows:
@@ -80,23 +112,21 @@ def convert_matrix(
             new.write(f"{GROUP}/{name}", values)
         new.command_id = command_id
         new.commit()
-        num_ranges = matrix.entries.num_ranges
-    known = {"num_entries": kept.num_entries, "counts": kept.counts, "num_ranges": num_ranges, "fields": list(fields)}
-    return _report(path, source, started, **known)
+        known = {"num_entries": kept.num_entries, "counts": kept.counts, "num_ranges": matrix.entries.num_ranges}
+        return {**known, "fields": {name: str(values.dtype) for name, values in fields.items()}}
 
 
-def _settle(
-    source: SparseSource, path: Path, options: MatrixOptions, how: Mapping[str, Any], overwrite: bool
-) -> tuple[SparseSource, MatrixOptions, str | None, bool]:
-    """Return source and resolved options, the identity of the command, and whether it has already made the output."""
-    source = Transposed(source) if options.transpose else source
-    options, identity = options.for_kind(source.kind), source.identity()
-    facts = {**facts_of_all(), "options": options.recorded(), "how": dict(how), "source": identity}
-    command_id = None if identity is None else key_of(facts)
-    complete = not overwrite and command_id is not None and is_made_by(path, command_id)
-    if not complete:
-        check_output(path, overwrite)
-    return source, options, command_id, complete
+def _facts_of_file(path: Path) -> dict[str, Any]:
+    """Return the facts for the report that the header of a complete file holds."""
+    with opened(path) as file:
+        matrix = read_matrix(file)
+        assert matrix is not None
+        return {
+            **asdict(matrix),
+            "num_bytes": path.stat().st_size,
+            "chunk_samples": int(file[GROUP].attrs["chunk_samples"]),
+            "fields": {name: str(file[name].dtype) for name in file[f"{GROUP}/checksums"] if name != MATRIX},
+        }
 
 
 @contextmanager
@@ -109,29 +139,6 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
             f"the limit on memory is {human_bytes(memory_bytes)}, but the system gave less: allow less "
             "(--memory-bytes), or give this process more"
         ) from None
-
-
-def _report(path: Path, source: SparseSource, started: float, **known: Any) -> MatrixReport:
-    """Make the report of a complete file from its header, and from what only the conversion itself knows."""
-    with opened(path) as file:
-        matrix, checksums = read_matrix(file), file[f"{GROUP}/checksums"]
-        assert matrix is not None
-        facts = {"num_entries": matrix.num_entries, "fields": [name for name in checksums if name != MATRIX]}
-        return MatrixReport(
-            path=str(path),
-            source_kind=source.kind,
-            kind=matrix.kind,
-            num_rows=matrix.num_rows,
-            num_columns=matrix.num_columns,
-            num_bytes=path.stat().st_size,
-            scale=matrix.scale,
-            pattern=matrix.pattern,
-            chunk_samples=int(file[GROUP].attrs["chunk_samples"]),
-            seconds=time.perf_counter() - started,
-            axes=source.axes,
-            already_complete=not known,
-            **{**facts, **known},
-        )
 
 
 # ---- fields with one value per row, and the names of rows, columns and categories
@@ -284,24 +291,8 @@ def _attributes(options: MatrixOptions) -> dict[str, Any]:
 # ---- planning
 
 
-def plan_matrix(
-    source: SparseSource,
-    path: Path,
-    options: MatrixOptions,
-    *,
-    how: Mapping[str, Any] = MappingProxyType({}),
-    overwrite: bool = False,
-) -> MatrixPlan:
-    """Predict what `convert_matrix` would do from the start of the source, which takes a second; write nothing.
-
-    Raises the errors of `convert_matrix` that the start of the source shows.
-    """
-    source, options, _, complete = _settle(source, path, options, how, overwrite)
-    with naming_memory(options.memory_bytes):
-        return replace(_plan(source, path, options), already_complete=complete)
-
-
-def _plan(source: SparseSource, path: Path, options: MatrixOptions) -> MatrixPlan:
+def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
+    """Predict the report from the start of the source. Raises the errors that this start shows."""
     coding, memory_bytes = options.coding(), options.memory_bytes
     check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
     started = time.perf_counter()
@@ -328,18 +319,16 @@ def _plan(source: SparseSource, path: Path, options: MatrixOptions) -> MatrixPla
     spooled_bytes = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
     temporary = sorted_bytes if sorted_bytes > memory_bytes // SORT_SHARE // 2 else 0
     temporary += spooled_bytes if spooled_bytes > memory_bytes // SPOOL_SHARE else 0
-    return MatrixPlan(
-        source_kind=source.kind,
-        num_rows=rows,
-        num_columns=num_columns,
-        num_entries=num_entries,
-        whole=whole,
-        fields={field_name(name): str(values.dtype) for name, values in source.row_fields.items()},
-        num_bytes=num_bytes,
-        temporary_bytes=temporary,
-        free_bytes=shutil.disk_usage(path.absolute().parent).free,
-        memory_bytes=memory_bytes,
-        estimated_s=seconds * 2,  # sorting and writing take about as long as reading
-        axes=source.axes,
-        duplicates=options.duplicates_text(source.time_name),
-    )
+    return {
+        "kind": DENSE if options.dense else CSR,
+        "num_rows": rows,
+        "num_columns": num_columns,
+        "num_entries": num_entries,
+        "is_exact": whole,
+        "num_bytes": num_bytes,
+        "seconds": seconds * 2,  # sorting and writing take about as long as reading
+        "fields": {field_name(name): str(values.dtype) for name, values in source.row_fields.items()},
+        "free_bytes": shutil.disk_usage(path.absolute().parent).free,
+        "memory_bytes": memory_bytes,
+        "temporary_bytes": temporary,
+    }

@@ -1,25 +1,16 @@
-"""Settle how the samples of a source are written, and write them into a file or a folder of files.
-
-Samples are written task by task, and a journal beside the unfinished output claims which tasks are done. Claimed chunks
-are read and their checksums computed again, and the samples in them must have their old stamps. So only changed chunks
-are written again.
-"""
+"""Settle how the samples of a source are written: fields, order, layout, shards; and recognise earlier work."""
 
 from __future__ import annotations
 
-import csv
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OptionError, OutputError, SampleError, ShapeError, SourceError, human_bytes, printable
+from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, human_bytes
 from h5chunk.machine import available_cores
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
@@ -27,23 +18,15 @@ from h5chunk.source import OpenContext, SampleField, SampleSource
 from h5chunk.store.format.header import checksums_of
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.read.files import shard_name
-from h5chunk.store.write.fill import Done, Failure, Filled, parse_record, stamp_of_samples
-from h5chunk.store.write.journal import Journal, has_command_id, is_made_by, key_of
-from h5chunk.store.write.new_file import NewFile, check_room
+from h5chunk.store.write.fill import Failure, stamp_of_samples
+from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
 from h5chunk.store.write.old_file import OldFile
-from h5chunk.store.write.output import NewFolder
-from h5chunk.store.write.samples import SampleJob, write_samples
+from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.options import MAX_SHARDS, ReadOptions, SampleOptions
-from h5chunk.tools.progress import Progress, count_up
+from h5chunk.tools.progress import Progress
 
 PROBES = 24  # samples read to estimate the time
 DTYPE_KINDS = "iufS"  # of fields: integers, floats and fixed-length strings
-
-Notify = Callable[[str], None]
-
-
-def say_nothing(line: str) -> None:
-    """Discard a message."""
 
 
 def open_context(how: ReadOptions, progress: Progress | None) -> OpenContext:
@@ -171,126 +154,6 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
     return shards
 
 
-# ---- writing
-
-
-def write_file(
-    job: SampleJob, overwrite: bool, progress: Progress | None, notify: Notify, old: OldFile | None = None
-) -> tuple[SampleJob, Filled]:
-    """Write one file and put it in its place, continuing earlier work on it.
-
-    ``old`` is the file that ``job`` appends to, and that the new file replaces. Returns the job without the skipped
-    samples.
-    """
-    new = NewFile(job.path, overwrite)
-    with _keeping(new, job, notify), new:
-        if old is not None:
-            old.check_unchanged()  # by who had the lock before
-        new.journal.open(job_key(job, 1, old))
-        log = _TaskLog(new.journal, [job], progress, notify)
-        written, filled = log.write(new, 0, carried=count_up("copy", job.carried_bytes, progress))
-        log.finish()
-        new.command_id = command_id(job, 1, filled.stamp)
-        if old is not None:
-            new.part.chmod(old.mode)
-            old.check_unchanged()
-        new.commit()
-    return written, filled
-
-
-def write_shards(
-    job: SampleJob, jobs: list[SampleJob], overwrite: bool, progress: Progress | None, notify: Notify
-) -> tuple[list[SampleJob], Filled]:
-    """Write all shards and put their folder in its place.
-
-    Returns the shards' jobs without the skipped samples, and the results of all shards: rows count through all shards,
-    one after another.
-    """
-    filled, kept, first_row = Filled(), [], 0
-    folder = NewFolder(job.path, overwrite)
-    with _keeping(folder, job, notify), folder:
-        folder.open_journal(job_key(job, len(jobs)))
-        log = _TaskLog(folder.journal, jobs, progress, notify)
-        taken = sum(file.stat().st_blocks * 512 for file in folder.part.iterdir())
-        check_room(job.path, sum(shard.spec().num_bytes for shard in jobs) - taken)
-        for number, shard in enumerate(jobs):
-            folder.reopen(shard.path.name)
-            with NewFile(folder.part / shard.path.name, journal=folder.journal) as new:
-                left, of_shard = log.write(new, number)
-                new.commit()
-            kept.append(left)
-            filled.notes.update(of_shard.notes)
-            filled.stamp ^= of_shard.stamp
-            filled.failures += [failure._replace(row=first_row + failure.row) for failure in of_shard.failures]
-            first_row += len(shard.order)
-        log.finish()
-        folder.command_id = command_id(job, len(jobs), filled.stamp)
-        folder.commit()
-    return kept, filled
-
-
-class _TaskLog:
-    """The finished tasks of several files, one file per job: read from a journal, and added to it."""
-
-    def __init__(self, journal: Journal, jobs: Sequence[SampleJob], progress: Progress | None, notify: Notify) -> None:
-        self._journal, self._jobs, self._notify = journal, jobs, notify
-        num_samples = sum(len(job.order) for job in jobs)
-        self._written = count_up("convert", num_samples, progress)
-        self._written(0)
-        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # of each file, by their first chunks
-        self._num_again = 0
-        for record in journal.records:
-            if isinstance(record, list) and record and record[0] in range(len(jobs)):
-                done = parse_record(record[1:])
-                if done is not None:
-                    self._claims[record[0]][done.chunks.start] = done
-        if journal.was_of_another:
-            notify("the unfinished conversion was of other options or sources: starting over")
-        if journal.records:
-            there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
-            notify(f"continuing: {there:,} of {num_samples:,} samples are there")
-
-    def _samples(self, number: int, done: Done) -> int:
-        num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
-        return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
-
-    def write(
-        self, new: NewFile, number: int, carried: Callable[[int], None] = lambda num_bytes: None
-    ) -> tuple[SampleJob, Filled]:
-        """Write a file, except the chunks that the journal claims to be written."""
-        claims, finished = self._claims[number], partial(self._add, number)
-        return write_samples(
-            new, self._jobs[number], claims=claims, finished=finished, written=self._written, carried=carried
-        )
-
-    def _add(self, number: int, done: Done) -> None:
-        if done.chunks.start in self._claims[number]:
-            self._num_again += self._samples(number, done)
-        self._journal.add([number, *done.record()])
-
-    def finish(self) -> None:
-        """Report how many samples had to be written again."""
-        if self._num_again:
-            self._notify(f"{self._num_again:,} samples were not as they had been, and were done again")
-
-
-@contextmanager
-def _keeping(new: NewFile | NewFolder, job: SampleJob, notify: Notify) -> Iterator[None]:
-    """Report what happens to an output that is not finished, in a context."""
-    try:
-        yield
-    except BaseException:
-        if new.kept:
-            there = [path for path in (new.part, new.journal.path) if path.exists()]
-            notify(
-                "what was done is kept, and the same command continues it; to give its space back, delete "
-                + " and ".join(map(printable, there))
-            )
-        elif job.source.identity() is None:
-            notify("nothing of what was done is kept: whether this source changes cannot be told")
-        raise
-
-
 # ---- recognising what was done before
 
 
@@ -354,35 +217,3 @@ def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
                 reason = str(error)
             failures.append(Failure(row, reason, SampleError.__name__))
     return failures
-
-
-# ---- the list of skipped samples
-
-
-def skipped_path(output: Path) -> Path:
-    """Return the path of the list of skipped samples of an output."""
-    return output.with_name(output.name + ".skipped.csv")
-
-
-def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, behind: bool = False) -> str | None:
-    """Write the list of (name, reason) beside the output; return its path, or None if no sample was left out.
-
-    With ``behind``, append them to an earlier list, unless it already ends with them.
-    """
-    target, rows = skipped_path(output), [list(each) for each in skipped]
-    if not rows:
-        return None
-    try:
-        before = []
-        if behind and target.exists():
-            with target.open(newline="", encoding="utf-8", errors="replace") as file:
-                before = list(csv.reader(file))
-        if before[-len(rows) :] != rows:
-            with target.open("a" if before else "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows(rows if before else [["path", "reason"], *rows])
-    except OSError as error:
-        raise OutputError(
-            f"{printable(target)}: the list of {len(rows)} skipped samples cannot be written: {error.strerror}; "
-            f"{printable(output)} itself is complete"
-        ) from None
-    return str(target)

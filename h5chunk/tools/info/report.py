@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from h5chunk.errors import human_bytes
+from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
-from h5chunk.tools.report import Report, codes_text, count_text, list_some, shell_command
+from h5chunk.tools.report import Report, codes_text, list_some, shell_command
 
 SHOWN = 20  # files in what people read; JSON has all
 

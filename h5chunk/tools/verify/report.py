@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from h5chunk.errors import human_bytes, printable
-from h5chunk.tools.report import Report, count_text
+from h5chunk.errors import count_text, human_bytes, printable
+from h5chunk.tools.report import Report
 
 SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
 
