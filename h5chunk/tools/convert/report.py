@@ -73,6 +73,7 @@ class ConvertReport(Report):
             samples += f" to add, {self.num_samples:,} then" if self.dry_run else f" added, {self.num_samples:,} now"
         elif self.sample_shape:
             samples += f" of {shape_text(self.sample_shape)}"
+        samples += f" ({self.source_kind})" if noun == "sample" else ""
         size, rate = human_bytes(self.num_bytes), f"{self.num_added / self.seconds:,.0f} {noun}s/s"
         if self.free_bytes is not None:
             size += f" needed, {human_bytes(self.free_bytes)} free"
@@ -128,8 +129,9 @@ class MatrixReport(Report):
 
     def _head(self) -> str:
         parts = [" x ".join("?" if size is None else f"{size:,}" for size in (self.num_rows, self.num_columns))]
+        about = "" if self.is_exact else "about "
         if self.num_entries is not None:
-            parts.append(f"{'' if self.is_exact else 'about '}{count_text(self.num_entries, 'entry')}")
+            parts.append(f"{about}{count_text(self.num_entries, 'entry')} ({self.source_kind})")
         if self.scale is not None:
             parts.append("a pattern of ones" if self.pattern else f"values {codes_text(self.scale)}")
         if self.kind == "dense":
