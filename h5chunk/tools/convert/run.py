@@ -32,6 +32,8 @@ from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, folder_layout, is_complete, job_key, left_out
 from h5chunk.tools.progress import Progress, count_up
 
+APPLIED = ("rotated", "resized", "first frame")  # what is noted of images, besides their modes
+
 Notify = Callable[[str], None]
 
 
@@ -75,7 +77,7 @@ class SampleRun:
             layout=layout,
             class_names=list(job.categories.get("labels", ())),
             new_classes=list(new_classes),
-            counts=dict(filled.notes.most_common()),
+            counts=dict(sorted(filled.notes.most_common(), key=lambda note: note[0] in APPLIED)),
             skipped=skipped,
             skipped_list=None if self.dry_run else save_skipped(job.path, skipped, behind=self.old is not None),
             ignored=list(job.source.ignored),
