@@ -35,7 +35,6 @@ _HOMES = {
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert.convert",
     "info": "h5chunk.tools.info.info",
-    "plan_repack": "h5chunk.tools.repack.repack",
     "repack": "h5chunk.tools.repack.repack",
     "tune": "h5chunk.tools.tune.tune",
     "verify": "h5chunk.tools.verify.verify",

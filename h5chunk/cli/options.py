@@ -198,8 +198,8 @@ def _type(about: Any, hint: Any) -> dict[str, Any]:
     """The type of click that fits the type of an option."""
     if about["choices"]:
         return {"type": click.Choice(about["choices"])}
-    if about["is_path"]:
-        return {"type": click.Path()}
+    if about["is_path"] or about["repeatable"]:
+        return {"type": click.Path() if about["is_path"] else str, "multiple": about["repeatable"]}
     if about["unit"] == "bytes":
         return {"type": BYTES}
     if about["metavar"] == CHUNK_SAMPLES.name:

@@ -13,8 +13,10 @@ Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,13 +62,13 @@ class CacheSettings:
             raise OptionError(f"cache w0 is {self.w0}: give a number from 0 to below 1")
 
     @classmethod
-    def of(cls, value: CacheSettings | Sequence[float]) -> CacheSettings:
+    def of(cls, value: CacheSettings | Sequence[Any]) -> CacheSettings:
         """Convert a ``(nslots, nbytes, w0)`` triple to settings; settings are returned unchanged."""
         if isinstance(value, CacheSettings):
             return value
         try:
             nslots, nbytes, w0 = value
-            return cls(int(nslots), int(nbytes), float(w0))
+            return cls(operator.index(nslots), operator.index(nbytes), float(w0))
         except OptionError:
             raise
         except (TypeError, ValueError):

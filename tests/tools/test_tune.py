@@ -95,7 +95,8 @@ def test_report(converted):
 def test_json_is_what_repack_and_convert_take(converted, class_folder, tmp_path):
     found = h5chunk.tune(converted, **QUICK)
     (tmp_path / "tuned.json").write_text(found.to_json())
-    tuned = read_tuned(tmp_path / "tuned.json")
+    tuned, num_samples = read_tuned(tmp_path / "tuned.json")
+    assert num_samples == COUNT
     assert (tuned.chunk_samples, tuned.window_chunks) == (found.setting.chunk_samples, found.setting.window_chunks)
     assert tuned.cache == CacheSettings.of(found.cache) and tuned.shuffle == found.setting.shuffle
     parsed = json.loads(found.to_json(), parse_constant=pytest.fail)

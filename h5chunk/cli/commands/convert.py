@@ -59,7 +59,7 @@ def convert(
     if tuned is not None:  # what convert has no place for is said
         from h5chunk.tools.repack.options import read_tuned
 
-        found = read_tuned(tuned)
+        found, _ = read_tuned(tuned)
         given.setdefault("chunk_samples", found.chunk_samples)
         left = [name for name in ("window_chunks", "cache", "compression") if getattr(found, name) is not None]
         if left:

@@ -9,8 +9,8 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import FIELDS, LAYOUT, number, option, options_of
-from h5chunk.tools.convert.options import WriteOptions
+from h5chunk.cli.options import LAYOUT, given_options, option, options_of
+from h5chunk.tools.repack.options import RepackOptions
 
 
 @main.command(
@@ -22,31 +22,7 @@ from h5chunk.tools.convert.options import WriteOptions
 )
 @click.argument("file", type=click.Path())
 @click.argument("output", type=click.Path())
-@option(
-    "--fields",
-    multiple=True,
-    metavar="DATASET",
-    show_default="images, AnnData's X, or the largest",
-    heading=FIELDS,
-    help="Dataset whose length is the number of samples (repeatable).",
-)
-@option(
-    "--keep",
-    multiple=True,
-    metavar="DATASET",
-    heading=FIELDS,
-    help="Copy this dataset unchanged although its length matches (repeatable).",
-)
-@options_of([WriteOptions], left_out=["shuffle"])
-@option("--window-chunks", type=number(1), heading=LAYOUT, help="Recommended shuffle window to store, in chunks.")
-@option(
-    "--compression",
-    metavar="NAME[:LEVEL]",
-    show_default="none",
-    heading=LAYOUT,
-    help="Compression of the fields: gzip, lzf, zstd, lz4, blosc or none.",
-)
-@option("--shuffle", is_flag=True, heading=LAYOUT, help="Permute the samples of all fields alike.")
+@options_of([RepackOptions], left_out=["cache"])
 @option(
     "--tuned",
     type=click.Path(),
@@ -54,15 +30,14 @@ from h5chunk.tools.convert.options import WriteOptions
     heading=LAYOUT,
     help="Settings that h5chunk tune --json printed. Options that are given here take precedence.",
 )
-@shared.memory_bytes("1GiB", "Approximate upper limit on memory, such as 512M.")
 @shared.overwrite
 @shared.dry_run
 @shared.quiet
 @shared.as_json
-def repack(file: str, output: str, dry_run: bool, **options: Any) -> None:
+def repack(file: str, output: str, quiet: bool, as_json: bool, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
 
     The fields are the datasets whose first axis counts samples; everything else is copied unchanged. The report
     compares the layout of each field before and after.
     """
-    run(h5chunk.plan_repack if dry_run else h5chunk.repack, file, output, **options)
+    run(h5chunk.repack, file, output, quiet=quiet, as_json=as_json, **given_options(options))

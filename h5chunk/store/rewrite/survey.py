@@ -16,6 +16,7 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
 
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import translate_errors
 
 ORDER_TRACKED = 1  # of the flags of creation order
@@ -34,7 +35,7 @@ class DatasetFacts:
     kind: str  # of the NumPy type; V where NumPy has none
     item_bytes: int
     filters: tuple[int, ...]  # registered numbers
-    filter_names: tuple[str, ...]  # as the file gives them
+    filter_names: tuple[str, ...]
     stored_bytes: int
     fixed: bool  # values are plain bytes: no references, no variable-length parts
     refers: bool  # values refer to objects
@@ -161,7 +162,7 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
         kind=letter,
         item_bytes=kind.get_size(),
         filters=tuple(each[0] for each in filters),
-        filter_names=tuple(printable(each[3].split(b"\0")[0]) for each in filters),
+        filter_names=tuple(KNOWN_FILTERS.get(each[0]) or printable(each[3].split(b"\0")[0]) for each in filters),
         stored_bytes=int(stored_bytes),
         fixed=is_fixed(kind),
         refers=bool(references),

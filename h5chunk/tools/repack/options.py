@@ -1,49 +1,67 @@
-"""Options of repack, including tuned options (``--tuned FILE.json``), and the names of compressions."""
+"""Options of repack, including tuned options (``--tuned FILE.json``)."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
+from h5chunk.errors import OptionError, check_whole, printable
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
+from h5chunk.sources.options import MAX_NUMBER, option
+from h5chunk.tools.convert.options import WriteOptions
 
-from h5chunk.errors import OptionError, printable
-from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.repack import check_memory
-from h5chunk.store.hdf5.codecs import GZIP, LZF
-from h5chunk.store.rewrite.replica import Filter
-
-MEMORY_BYTES = 1 << 30
-MAX_COUNT = (1 << 63) - 1  # that a file can keep
-COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
-_LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
+TUNED = ("chunk_samples", "window_chunks", "cache", "compression")  # options that a tuner may recommend
 
 
 @dataclass(frozen=True)
-class RepackOptions:
-    """Options of repack; see the arguments of `h5chunk.tools.repack.repack.repack`."""
+class RepackOptions(WriteOptions):
+    """Options of repack."""
 
-    chunk_samples: int | None = None
-    window_chunks: int | None = None
-    cache: CacheSettings | None = None
-    shuffle: bool = False
-    seed: int = 0
-    compression: str | None = None
-    fields: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
-    memory_bytes: int = MEMORY_BYTES
-    overwrite: bool = False
+    fields: tuple[str, ...] = option(
+        (),
+        "Dataset whose length is the number of samples (repeatable). Without shuffle, lengths may differ.",
+        metavar="DATASET",
+        shown_default="images, AnnData's X, or the largest",
+        heading="Fields",
+        repeatable=True,
+    )
+    keep: tuple[str, ...] = option(
+        (),
+        "Copy this dataset unchanged although its length matches (repeatable).",
+        metavar="DATASET",
+        heading="Fields",
+        repeatable=True,
+    )
+    shuffle: bool = option(False, "Permute the samples of all fields alike.")
+    window_chunks: int | None = option(None, "Recommended shuffle window to store, in chunks.", minimum=1)
+    cache: Any = option(None, "Recommended chunk cache to store: (nslots, nbytes, w0).")
+    compression: str | None = option(
+        None,
+        "Compression of the fields: gzip, lzf, zstd, lz4, blosc or none.",
+        metavar="NAME[:LEVEL]",
+        shown_default="none",
+    )
+    memory_bytes: int = option(
+        DEFAULT_MEMORY_BYTES,
+        "Approximate upper limit on memory, such as 512M.",
+        unit="bytes",
+        shown_default="1GiB",
+        heading="Running",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("chunk_samples", "window_chunks"):
-            _check_count(name, getattr(self, name))
-        if self.cache is not None and max(self.cache.nslots, self.cache.nbytes) > MAX_COUNT:
-            raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_COUNT}")
-        if not 0 <= self.seed < 1 << 64:
-            raise OptionError(f"seed is {self.seed}: give a number from 0 to {(1 << 64) - 1}")
+        from h5chunk.plan.cache import CacheSettings
+        from h5chunk.plan.repack import check_memory
+        from h5chunk.tools.repack.compression import parse_compression
+
+        super().__post_init__()
+        if self.cache is not None:
+            object.__setattr__(self, "cache", CacheSettings.of(self.cache))
+            if max(self.cache.nslots, self.cache.nbytes) > MAX_NUMBER:
+                raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_NUMBER}")
         check_memory(self.memory_bytes, 0)
         parse_compression(self.compression)
 
@@ -53,22 +71,11 @@ class RepackOptions:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """Options that a tuner recommends for a file; None for an option without a recommendation."""
+def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
+    """Read what a tuner recommends, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
 
-    chunk_samples: int | None = None
-    window_chunks: int | None = None
-    cache: CacheSettings | None = None
-    compression: str | None = None
-    shuffle: bool = False  # its window and chunks mix well enough only once samples are permuted
-    num_samples: int | None = None  # of the file
-
-
-def read_tuned(path: str | os.PathLike[str]) -> Tuned:
-    """Read tuned options, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
-
-    Every key may be missing or null; unknown keys are ignored.
+    Returns the options, and the number of samples of the file that was tuned. Every key may be missing or null; unknown
+    keys are ignored.
     """
     shown = printable(path)
     try:
@@ -78,68 +85,11 @@ def read_tuned(path: str | os.PathLike[str]) -> Tuned:
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{shown}: not a JSON file: {error}") from None
     if not isinstance(given, dict):
-        raise OptionError(f'{shown}: holds {_shown(given)}, not a JSON object such as {{"chunk_samples": 8}}')
-    found = {name: given[name] for name in (each.name for each in fields(Tuned)) if given.get(name) is not None}
+        held = json.dumps(given)[:60]
+        raise OptionError(f'{shown}: holds {held}, not a JSON object such as {{"chunk_samples": 8}}')
+    found = {name: given[name] for name in (*TUNED, "shuffle") if given.get(name) is not None}
     try:
-        for name in ("chunk_samples", "window_chunks", "num_samples"):
-            _check_count(name, found.get(name))
-        if not isinstance(found.get("shuffle", False), bool):
-            raise OptionError(f"shuffle is {_shown(found['shuffle'])}: give true or false")
-        compression = found.get("compression", "none")
-        if not isinstance(compression, str):
-            raise OptionError(f"compression is {_shown(compression)}: give one of {', '.join(COMPRESSIONS)}")
-        parse_compression(compression)
-        if "cache" in found:
-            cache = found["cache"]
-            if not isinstance(cache, list) or [type(each) for each in cache] not in ([int] * 3, [int, int, float]):
-                raise OptionError(
-                    f"cache is {_shown(cache)}: give [nslots, nbytes, w0], two whole numbers and one from 0 to 1"
-                )
-            found["cache"] = CacheSettings.of(cache)
+        num_samples = None if given.get("num_samples") is None else check_whole("num_samples", given["num_samples"], 1)
+        return RepackOptions(**found), num_samples
     except OptionError as error:
         raise OptionError(f"{shown}: {error}") from None
-    return Tuned(**found)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise OptionError(f"{name} is {_shown(value)}: give a whole number, at least 1")
-    if value is not None and value > MAX_COUNT:
-        raise OptionError(f"{name} is {_shown(value)}: give at most {MAX_COUNT}")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def parse_compression(text: str | None) -> tuple[Filter, ...]:
-    """Parse the name of a compression, such as ``gzip`` or ``gzip:9``."""
-    name, _, level = (text or "none").partition(":")
-    if name not in COMPRESSIONS or (level and name not in _LEVELS):
-        raise OptionError(
-            f"compression is {text!r}: give one of {', '.join(COMPRESSIONS)}, gzip:0 to 9 or zstd:1 to 22"
-        )
-    if name == "none":
-        return ()
-    if name == "lzf":
-        return (Filter(LZF),)
-    number = 0
-    if name in _LEVELS:
-        least, most, number = _LEVELS[name]
-        number = int(level) if level.isdecimal() else -1 if level else number
-        if not least <= number <= most:
-            raise OptionError(f"compression is {text!r}: levels of {name} are {least} to {most}")
-    return (Filter(GZIP, (number,)),) if name == "gzip" else _of_plugin(name, number)
-
-
-def _of_plugin(name: str, level: int) -> tuple[Filter, ...]:
-    try:
-        import hdf5plugin
-    except ImportError:
-        raise OptionError(f'compression is {name!r} but hdf5plugin is missing: pip install "h5chunk[codecs]"') from None
-    made = {"zstd": lambda: hdf5plugin.Zstd(clevel=level), "lz4": hdf5plugin.LZ4, "blosc": hdf5plugin.Blosc}[name]()
-    code = int(made["compression"])
-    if not h5py.h5z.filter_avail(code):
-        raise OptionError(f"compression is {name!r} but this hdf5plugin lacks it: install one that has it")
-    return (Filter(code, tuple(made["compression_opts"])),)

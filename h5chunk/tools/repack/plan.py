@@ -17,10 +17,12 @@ from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.hdf5.claims import check_claims, check_filters
+from h5chunk.store.hdf5.codecs import SHUFFLE
 from h5chunk.store.rewrite.replica import NewHeader, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
+from h5chunk.tools.repack.compression import parse_compression
 from h5chunk.tools.repack.fields import Samples
-from h5chunk.tools.repack.options import RepackOptions, parse_compression
+from h5chunk.tools.repack.options import RepackOptions
 
 LEAST_FILTERED_BYTES = 4 << 10  # chunks below this are not compressed: their index would take more than is saved
 SOURCE_INDEX = f"{GROUP}/source_index"
@@ -131,6 +133,9 @@ def plan_moves(
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
         notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: chunks in one run are of a fixed number")
+    lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
+    if lost:
+        notes.append(f"compressed without the byte shuffle filter that they had: {', '.join(lost)}")
     for move in moves:
         if move.layout.written:  # what h5chunk would not read: unknown filters, sizes out of proportion
             dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from h5chunk.errors import human_bytes
+from h5chunk.errors import count_text, human_bytes
+from h5chunk.source import shape_text
 from h5chunk.store.rewrite.survey import DatasetFacts
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, rows
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class LaidOut:
     """The layout of a dataset in a file."""
 
     chunks: tuple[int, ...] | None  # None: contiguous, or compact
-    filters: tuple[str, ...]  # as the file names them
-    stored_bytes: int
+    filters: tuple[str, ...]
+    stored_bytes: int | None  # None of a dry run
     chunks_per_sample: float  # that one sample touches, or a row of a sparse matrix in the mean; 1 if contiguous
 
     @classmethod
@@ -27,9 +28,10 @@ class LaidOut:
         return cls(facts.chunks, facts.filter_names, facts.stored_bytes, touched)
 
     def __str__(self) -> str:
-        chunks = "contiguous" if self.chunks is None else "chunks of " + " x ".join(map(str, self.chunks))
+        chunks = "contiguous" if self.chunks is None else f"chunks of {shape_text(self.chunks)}"
         filters = f", {'+'.join(self.filters)}" if self.filters else ""
-        return f"{chunks}{filters}, {human_bytes(self.stored_bytes)}, {self.chunks_per_sample:,} a sample"
+        size = "" if self.stored_bytes is None else f", {human_bytes(self.stored_bytes)}"
+        return f"{chunks}{filters}{size}, {self.chunks_per_sample:,} a sample"
 
 
 @dataclass(frozen=True)
@@ -45,53 +47,17 @@ class FieldReport(Report):
     shuffled: bool
 
     def lines(self) -> list[str]:
-        shape = " x ".join(map(str, self.shape))
-        return [f"{self.name}  {self.dtype} {shape}", f"    was {self.before}", f"    is  {self.after}"]
-
-
-@dataclass(frozen=True)
-class FieldPlan(Report):
-    """The planned change of one dataset."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    before: LaidOut
-    chunks: tuple[int, ...] | None  # None: contiguous
-
-    def lines(self) -> list[str]:
-        shape = " x ".join(map(str, self.shape))
-        chunks = "contiguous" if self.chunks is None else "chunks of " + " x ".join(map(str, self.chunks))
-        return [f"{self.name}  {self.dtype} {shape}", f"    is        {self.before}", f"    would be  {chunks}"]
-
-
-@dataclass(frozen=True)
-class RepackSummary(Report):
-    """The plan of a repack, as text and for programs."""
-
-    path: str
-    num_samples: int
-    main: str  # the field that says how many
-    chunk_samples: int | None
-    window_chunks: int | None
-    shuffled: bool
-    num_bytes: int  # about what the output will take on disk
-    fields: list[FieldPlan]  # datasets that would be laid out anew
-    notes: list[str]
-
-    def lines(self) -> list[str]:
-        order = ", shuffled" if self.shuffled else ""
-        samples = f"{self.num_samples:,} samples of {self.main!r}{order}" if self.num_samples else "no samples"
+        is_done = self.after.stored_bytes is not None
         return [
-            f"{self.path}: {samples}, about {human_bytes(self.num_bytes)} on disk",
-            *(f"  {line}" for each in self.fields for line in each.lines()),
-            *(f"  note: {note}" for note in self.notes),
+            f"{self.name}  {self.dtype} {shape_text(self.shape)}",
+            f"    {'was' if is_done else 'is'} {self.before}",
+            f"    {'is ' if is_done else 'would be'} {self.after}",
         ]
 
 
 @dataclass(frozen=True)
 class RepackReport(Report):
-    """The result of a repack.
+    """The result of a repack, or of a dry run what it would be; ``num_bytes`` is then about what it takes on disk.
 
     ``num_samples``, 0 if no dataset counts samples, is the length of the field ``main``. ``chunk_samples`` and
     ``window_chunks`` are the planned values; the window is stored only if the file has the group ``/h5chunk``
@@ -101,6 +67,7 @@ class RepackReport(Report):
     """
 
     path: str
+    dry_run: bool
     num_samples: int
     main: str
     chunk_samples: int | None
@@ -117,16 +84,20 @@ class RepackReport(Report):
     already_complete: bool = False
 
     def lines(self) -> list[str]:
-        rate = f"{human_bytes(self.num_bytes / max(self.seconds, 1e-9))}/s"
+        sizes = [human_bytes(self.source_bytes), f"{'about ' if self.dry_run else ''}{human_bytes(self.num_bytes)}"]
+        rate = "nothing written" if self.dry_run else f"{human_bytes(self.num_bytes / max(self.seconds, 1e-9))}/s"
         order = f", shuffled with seed {self.seed}" if self.shuffled else ""
-        samples = f"{self.num_samples:,} samples of {self.main!r}{order}" if self.num_samples else "no samples"
-        lines = [
-            f"{self.path}: {samples}, {human_bytes(self.source_bytes)} -> {human_bytes(self.num_bytes)}, "
-            f"{'already complete' if self.already_complete else rate}",
-            *(f"  {line}" for each in self.fields for line in each.lines()),
-        ]
+        samples = f"{count_text(self.num_samples, 'sample')} of {self.main!r}{order}" if self.main else "no samples"
+        window, copied = "", ""
         if self.has_header:
-            lines.append(f"  windows of {self.window_chunks} chunks of {self.chunk_samples} samples are recommended")
+            chunks = count_text(self.window_chunks or 0, "chunk")
+            window = f"of {chunks} of {self.chunk_samples} samples are recommended"
         if self.num_copied:
-            lines.append(f"  {self.num_copied:,} other datasets were copied as they are")
-        return [*lines, *(f"  note: {note}" for note in self.notes)]
+            copied = f"unchanged: {count_text(self.num_copied, 'other dataset')}"
+        return [
+            f"{self.path}: {samples}, {' -> '.join(sizes)}, {'already complete' if self.already_complete else rate}",
+            *(f"  {line}" for each in self.fields for line in each.lines()),
+            *rows("windows", window),
+            *rows("copied", copied),
+            *rows("note:", self.notes),
+        ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -20,12 +21,13 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.format.spec import Region
 from h5chunk.store.hdf5.child import limited_memory
 from h5chunk.store.hdf5.chunk_table import is_stored_as
+from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
 from h5chunk.store.rewrite.shuffle import EvenRows, NewOrder, UnevenRows, copy_rows, shuffle_rows
-from h5chunk.store.rewrite.survey import look_at_dataset
+from h5chunk.store.rewrite.survey import DatasetFacts, look_at_dataset
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.progress import Progress, count_up
@@ -195,17 +197,31 @@ class Run:
         return RawRows(dataset, self._source.descriptor, self._plan.shares, self._new.part.parent)
 
 
+def planned_fields(plan: RepackPlan) -> list[FieldReport]:
+    """Report the planned change of each field."""
+    reports = []
+    for facts, row_elements, moved, planned in _fields_of(plan):
+        before, after = LaidOut.of(facts, row_elements), replace(LaidOut.of(planned, row_elements), stored_bytes=None)
+        reports.append(FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, moved))
+    return reports
+
+
 def describe_fields(plan: RepackPlan, path: Path, shown: str) -> list[FieldReport]:
     """Report the change of each field, as the new file at ``path`` describes it."""
-    fields = [(move.facts, move.row_elements, move.kind != "copy") for move in plan.moves if move.is_field]
-    if plan.options.shuffle:
-        fields += [(facts, 1.0, True) for facts in plan.samples.others]
     reports = []
     with h5py.File(path, "r", locking=False) as file:
-        for facts, row_elements, moved in fields:
+        for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):
             now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, shown)
-            before, after = LaidOut.of(facts, row_elements), LaidOut.of(now, row_elements)
-            reports.append(
-                FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, moved)
-            )
+            reports.append(replace(planned, after=LaidOut.of(now, row_elements)))
     return reports
+
+
+def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, DatasetFacts]]:
+    """Yield each field, its elements per sample, whether it is shuffled, and the planned facts."""
+    for move in plan.moves:
+        if move.is_field:
+            names = tuple(KNOWN_FILTERS.get(each.code, f"filter {each.code}") for each in move.layout.filters)
+            planned = replace(move.facts, chunks=move.layout.chunks, filter_names=names)
+            yield move.facts, move.row_elements, move.kind != "copy", planned
+    if plan.options.shuffle:
+        yield from ((facts, 1.0, True, facts) for facts in plan.samples.others)
