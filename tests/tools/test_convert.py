@@ -532,7 +532,7 @@ def test_plan_says_what_convert_does(class_folder: Make, tmp_path: Path) -> None
     assert plan.fields == {"images": "uint8", "labels": "int64"} and plan.num_workers == 2
     assert 0 < plan.seconds < 60 and plan.free_bytes > plan.num_bytes
     text = str(plan)
-    assert "300 images of 3 x 10 x 12, " in text and "  classes 3: class0, class1, class2\n" in text
+    assert "300 images of 3 x 10 x 12, " in text and "  classes 3: class0, class1, class2" in text
     assert "  fields images (3 x 10 x 12 uint8), labels (int64)\n" in text
     assert "with 2 workers" in text
     assert plan.layout.reasons and all(reason in text for reason in plan.layout.reasons)
