@@ -14,6 +14,7 @@ import h5chunk
 from h5chunk import errors
 from h5chunk.cli import main
 from h5chunk.tools.convert.options import append_options, convert_options
+from h5chunk.tools.repack.options import RepackOptions
 
 COMMANDS = [*main.commands]
 OWN = {"dry_run", "quiet", "as_json", "help", "tuned"}  # of the command line alone; repack has tuned as well
@@ -60,10 +61,8 @@ def test_examples_parse(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_are_arguments_of_the_function(name: str) -> None:
     arguments = {*inspect.signature(getattr(h5chunk, name)).parameters}
-    if name == "convert":
-        arguments |= {option for options in convert_options() for option in options.names()}
-    if name == "append":
-        arguments |= {option for options in append_options() for option in options.names()}
+    groups = {"convert": convert_options(), "append": append_options(), "repack": [RepackOptions]}
+    arguments |= {option for options in groups.get(name, ()) for option in options.names()}
     for parameter in main.commands[name].params:
         python = RENAMED.get(parameter.name, parameter.name)
         if parameter.name in OWN - {"tuned"} or (name, parameter.name) == ("convert", "tuned"):

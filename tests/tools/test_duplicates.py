@@ -256,7 +256,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = ["convert", str(tmp_path / "r.csv"), str(tmp_path / "x.h5")]
     assert CliRunner().invoke(main, arguments).exit_code == 1
     plan = CliRunner().invoke(main, [*arguments, "--duplicates", "first", "--dry-run"]).stdout
-    assert "samples: rows (userId); columns (movieId)\nduplicates reduced to the first by timestamp\n" in plan
+    assert "samples: rows (userId); columns (movieId)\n  duplicates reduced to the first by timestamp\n" in plan
     result = CliRunner().invoke(main, [*arguments, "--duplicates", "last"])
     assert "samples: 2 rows (userId); columns: 2 (movieId)\n" in result.stdout
     with pytest.raises(OptionError, match="duplicates is 'min': give auto, error, sum, last, first, max or mean"):
