@@ -19,7 +19,9 @@ settings, measured before and after each epoch; utilisation, which is the traine
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,11 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ablation_feeds import Feed, FolderImages, Settings, cached_rate, check, open_dataset
 from models import MODELS, ModelError
-from train_images import FolderImages, Run, Settings, SettingsError, check, train, where
+from train_images import Epoch, SettingsError, Trainer, inspect, kernels, run_epoch
 
 import h5chunk
 from h5chunk.machine import available_cores
+from h5chunk.tools.measure.machine import cuda_device, library_versions
 
 Say = Callable[[str], None]
 DEFAULTS: dict[str, Any] = {
@@ -123,40 +127,81 @@ def prepare_data(folder: Path, packed: Path, count: int, size: tuple[int, int], 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, settings: Settings) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """The epochs of a training run, their rates of fresh images, and those on a cached batch meanwhile."""
+
+    settings: Settings
+    num_samples: int
+    loader: str
+    epochs: list[Epoch]
+    fresh_images_per_s: list[float]
+    cached_images_per_s: list[float]
+
+
+def train(settings: Settings, utilisation_s: float | None = None) -> Run:
+    """Train by a feed; measure on a cached batch for ``utilisation_s`` before and after each epoch, if given."""
+    check(settings)
+    dataset = open_dataset(settings)
+    image_size, num_classes = inspect(settings, dataset)
+    run = Run(settings, len(dataset), "", [], [], [])
+    with kernels(settings):
+        trainer, feed = Trainer(settings, image_size, num_classes), Feed(settings, dataset)
+        try:
+            rates = [] if utilisation_s is None else [cached_rate(trainer, feed.real_batch, utilisation_s)]
+            for batches in feed.epochs():
+                run.epochs.append(run_epoch(trainer, batches, feed.waiting))
+                run.fresh_images_per_s.append(run.epochs[-1].images_per_s * feed.fresh_share())
+                if utilisation_s is not None:
+                    rates.append(cached_rate(trainer, feed.real_batch, utilisation_s))
+                    run.cached_images_per_s.append((rates[-2] + rates[-1]) / 2)
+            return replace(run, loader=repr(feed.loader))
+        finally:
+            feed.close()
+            del trainer, feed
+            free_memory(settings)
+
+
+def free_memory(settings: Settings) -> None:
+    """Leave nothing behind for the next run in this process."""
+    gc.collect()
+    if settings.compile:
+        torch.compiler.reset()
+    if settings.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def measure(name: str, settings: Settings, utilisation_s: float) -> dict[str, Any]:
     """Measure one row of the table: the medians of all epochs but the first."""
-    run = train(settings, say=lambda _: None)
-    epochs = run.epochs[1:]
-
-    def median(name: str) -> float:
-        return statistics.median(getattr(epoch, name) for epoch in epochs)
-
+    run = train(settings, utilisation_s)
+    epochs, cached, median = run.epochs[1:], run.cached_images_per_s[1:], statistics.median
     return {
         "name": name,
         "epoch_seconds": epoch_seconds(run),
-        "images_per_s": median("images_per_s"),
-        "waiting": median("waiting"),
+        "images_per_s": median(epoch.images_per_s for epoch in epochs),
+        "waiting": median(epoch.waiting for epoch in epochs),
         "peak_bytes": max(epoch.peak_bytes for epoch in epochs) if settings.on_gpu else None,
-        "cached_images_per_s": median("cached_images_per_s"),
-        "utilisation": median("utilisation"),
+        "cached_images_per_s": median(cached),
+        "utilisation": median(epoch.images_per_s / rate for epoch, rate in zip(epochs, cached, strict=True)),
         "loader": run.loader,
     }
 
 
 def epoch_seconds(run: Run) -> float:
     """Return the measured seconds of an epoch, or with --steps those computed from the rate of fresh images."""
-    epochs = run.epochs[1:]
     if run.settings.steps is None:
-        return statistics.median(epoch.seconds for epoch in epochs)
-    return run.num_samples / statistics.median(epoch.fresh_images_per_s for epoch in epochs)
+        return statistics.median(epoch.seconds for epoch in run.epochs[1:])
+    return run.num_samples / statistics.median(run.fresh_images_per_s[1:])
 
 
-def ablation(rows: list[tuple[str, Settings]], say: Say, save: Callable[[list[dict[str, Any]]], None]) -> None:
+def ablation(
+    rows: list[tuple[str, Settings]], utilisation_s: float, say: Say, save: Callable[[list[dict[str, Any]]], None]
+) -> None:
     """Measure the rows one after another, and save the results after each row."""
     done: list[dict[str, Any]] = []
     say(header(rows[0][1].steps))
     for name, settings in rows:
-        done.append(measure(name, settings))
+        done.append(measure(name, settings, utilisation_s))
         say(line(done[-1], done[0]["images_per_s"]))
         save(done)
 
@@ -273,12 +318,12 @@ def run_all(args: argparse.Namespace, say: Say) -> None:
         epochs=1 + args.epochs,
         steps=args.steps,
         seed=args.seed,
-        measure_utilisation=args.utilisation_s,
     )
     started = time.perf_counter()
     image_size = prepare_data(args.folder, args.packed, args.count, args.size, say)
     about = {"model": args.model, "batch_size": args.batch_size, "image_size": image_size, "seed": args.seed}
-    about |= {"device": args.device, "extrapolated_from_steps": args.steps, **where()}
+    about |= {"device": args.device, "extrapolated_from_steps": args.steps}
+    about |= {"versions": library_versions(), "machine": f"{cuda_device() or 'no GPU'}, {os.cpu_count()} cores"}
 
     args.json.parent.mkdir(parents=True, exist_ok=True)
 
@@ -289,7 +334,7 @@ def run_all(args: argparse.Namespace, say: Say) -> None:
     for _, settings in rows:
         check(settings)  # all of them, before the first takes its time
     say(f"{args.model}, batches of {args.batch_size}, {args.device}: {about['machine']}, torch {torch.__version__}")
-    ablation(rows, say, save)
+    ablation(rows, args.utilisation_s, say, save)
     say(f"{time.perf_counter() - started:.0f} s; figures: {args.json}")
 
 

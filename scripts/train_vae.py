@@ -31,23 +31,23 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import scipy
 import torch
 from peers.vae_feeds import FEEDS
 from peers.vae_job import Feed, FeedError, Job
-from train_images import where
 from vae_compare import Epoch, compare, run_epoch
 from vae_data import HELD_OUT, DataError, Split, packed_file, split_users
 from vae_model import AMP, NDCG_AT, Trainer, evaluate
 
 import h5chunk
 from h5chunk.machine import available_cores
+from h5chunk.tools.measure.machine import cuda_device, library_versions
 
 Say = Callable[[str], None]
 METRICS = (f"ndcg@{NDCG_AT}", "recall@20", "recall@50")
@@ -184,11 +184,10 @@ def run(settings: Settings, comparing: bool, say: Say = print) -> dict[str, Any]
 
 def describe(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
     """Return a run as values for JSON."""
-    place = where()
-    for name in ("numpy", "h5py", "scipy"):
-        with suppress(PackageNotFoundError):
-            place["versions"][name] = version(name)
-    return {"settings": asdict(settings) | {"data": str(settings.data)}, **result, **place}
+    versions = library_versions() | {"scipy": scipy.__version__}
+    machine = f"{cuda_device() or 'no GPU'}, {os.cpu_count()} cores"
+    chosen = asdict(settings) | {"data": str(settings.data)}
+    return {"settings": chosen, **result, "versions": versions, "machine": machine}
 
 
 def make_parser() -> argparse.ArgumentParser:

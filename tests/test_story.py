@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from PIL import Image
-from support.loader_options import make_loader
+from support.orders import ordered
 
 import h5chunk
 from h5chunk.errors import FileError, StateError
@@ -263,8 +263,9 @@ class Story(RuleBasedStateMachine):
         else:
             np.testing.assert_array_equal(images.numpy(), CHANNELS_FIRST[order[rows]])
 
-    def loader(self, reader: str, seed: int, **options: Any) -> h5chunk.ChunkLoader:
-        return make_loader(self.path, BATCH, reader=reader, seed=seed, window_chunks=WINDOW, num_threads=2, **options)
+    def loader(self, reader: str, seed: int, **order: Any) -> h5chunk.ChunkLoader:
+        order = ordered(self.path, BATCH, seed=seed, window_chunks=WINDOW, **order)
+        return h5chunk.ChunkLoader(**order, reader=reader, num_threads=2)
 
     @step(reader=READERS, seed=SEEDS, drop_last=st.booleans())
     def epoch(self, reader: str, seed: int, drop_last: bool) -> None:

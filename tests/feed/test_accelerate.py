@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.leftovers import nothing_is_left
 from support.loader_files import path
-from support.loader_options import make_loader
+from support.orders import ordered
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -125,7 +125,7 @@ def test_a_chunkloader_is_registered(path, tmp_path):
     def make() -> tuple[Any, ChunkLoader]:
         AcceleratorState._reset_state(True)
         accelerator = accelerate.Accelerator(cpu=True)
-        loader = make_loader(path, 16, **ORDER, device=accelerator.device)
+        loader = ChunkLoader(**ordered(path, 16, **ORDER), device=accelerator.device)
         assert accelerator.prepare(loader) is loader
         accelerator.register_for_checkpointing(loader)
         return accelerator, loader

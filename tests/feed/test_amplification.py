@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.foreign import chunk_table, counted, make_file, read_epochs, values
 from support.leftovers import nothing_is_left
-from support.loader_options import make_loader
 from support.matrices import random_matrix, write, write_anndata
 from support.matrix_sets import WHOLE
 from support.matrix_sets import make_set as make_matrices
+from support.orders import ordered
 
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
@@ -86,7 +86,7 @@ def read_alone(loader: ChunkLoader) -> None:
 @pytest.mark.parametrize("wanted", WANTED)
 def test_what_a_loader_says_is_what_threads_read(tmp_path: Path, bytes_read: list[int], kind: str, wanted: str) -> None:
     dataset = ChunkDataset(make(tmp_path / "a.h5", kind)).subset(WANTED[wanted])
-    loader = make_loader(dataset, 16, num_threads=1, window_chunks=3)
+    loader = ChunkLoader(**ordered(dataset, 16, window_chunks=3), num_threads=1)
     read_alone(loader)
     assert sum(bytes_read) == loader.read_amplification * len(dataset) * IMAGES[0].nbytes
     chunks = len(np.unique(WANTED[wanted] // CHUNK)) * CHUNK
@@ -98,7 +98,7 @@ def test_what_a_loader_says_is_what_threads_read(tmp_path: Path, bytes_read: lis
 @pytest.mark.parametrize("kind", ["plain", "gzip"])
 def test_weights_count_as_they_are_drawn(tmp_path: Path, bytes_read: list[int], kind: str) -> None:
     weights = np.where(np.arange(N) % 10 == 0, 10.0, 0.01)
-    loader = make_loader(make(tmp_path / "a.h5", kind), 16, num_threads=1, weights=weights, window_chunks=12)
+    loader = ChunkLoader(**ordered(make(tmp_path / "a.h5", kind), 16, weights=weights, window_chunks=12), num_threads=1)
     for epoch in range(2):
         loader.set_epoch(epoch)
         loader._plan = replace(loader._plan, order=loader.order)
@@ -147,7 +147,7 @@ def test_rows_of_a_matrix(tmp_path: Path, bytes_read: list[int], kind: str) -> N
         make_matrices(path, "anndata", chunks=(50,), maxshape=(None,), compression="gzip")
     rows = np.arange(0, matrix.shape[0], 7)
     dataset = ChunkDataset(path).subset(rows)
-    loader = make_loader(dataset, 16, num_threads=1, window_chunks=4)
+    loader = ChunkLoader(**ordered(dataset, 16, window_chunks=4), num_threads=1)
     read_alone(loader)
     each = loader._source.reader.matrix.entry_bytes * np.diff(matrix.indptr)[rows].sum()
     padding = 0 if kind == "ours" else 50 * loader._source.reader.matrix.entry_bytes * len(dataset.files)

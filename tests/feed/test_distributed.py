@@ -15,14 +15,15 @@ import torch
 from support.foreign import make_file
 from support.leftovers import nothing_is_left
 from support.loader_files import IMAGES, LABELS, N, path
-from support.loader_options import make_loader
-from support.matrices import random_matrix, write
+from support.matrices import LAYOUTS, random_matrix, write
+from support.orders import ordered
 from support.rank_processes import ORDER, TAILS, WAIT_S, in_ranks, read_epoch, read_part, start_ranks, train
 from torch import distributed
 from torch.utils.data import DataLoader
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler, find_ranks
 
 __all__ = ["nothing_is_left", "path"]
@@ -90,15 +91,17 @@ def test_without_torch_distributed():
 @pytest.mark.parametrize("kind", ["plain", "gzip", "dense", "csr"])
 def test_ranks_without_samples_in_their_last_batch(path, tmp_path, kind, reader, resident):
     """203 samples of which 48 are a step of all 16 ranks: in the last one there are 11."""
-    options: dict[str, Any] = {"reader": reader, "resident": resident, "shuffle": kind != "gzip"}
+    transforms = [LAYOUTS[kind]()] if kind in LAYOUTS else []
+    options: dict[str, Any] = {"reader": reader, "resident": resident, "transforms": transforms}
     if kind == "gzip":
         how = {"chunks": (4, 3, 5, 6), "compression": "gzip"}
         path = make_file(tmp_path / "gzip.h5", images=(IMAGES, how), labels=(LABELS, {}))
-    elif kind in ("dense", "csr"):
-        path, options["sparse"] = write(tmp_path / "matrix.h5", random_matrix(N, 30, 4), chunk_samples=4), kind
+    elif kind in LAYOUTS:
+        path = write(tmp_path / "matrix.h5", random_matrix(N, 30, 4), chunk_samples=4)
     sizes = []
     for rank in range(16):
-        with make_loader(path, 3, **ORDER, **{**options, "rank": rank, "world_size": 16}) as loader:
+        order = ordered(path, 3, **ORDER, shuffle=kind != "gzip", rank=rank, world_size=16)
+        with ChunkLoader(**order, **options) as loader:
             sizes.append([[len(batch[0]) for batch in loader] for _ in range(2)])
     assert sizes == [[[3] * 4 + [1]] * 2] * 11 + [[[3] * 4 + [0]] * 2] * 5
 
@@ -134,7 +137,7 @@ def as_views(image: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_saved_by_two_ranks_and_resumed_by_four_and_by_one(path, tmp_path):
     before = in_ranks(tmp_path / "two", 2, read_part, path, 24, None, 4)
     assert before[0]["state"] == before[1]["state"]
-    with make_loader(path, 24, **ORDER, lanes=4) as loader:
+    with ChunkLoader(**ordered(path, 24, **ORDER, lanes=4)) as loader:
         whole = [sorted(labels.tolist()) for _, labels in loader]
         loader.load_state_dict(before[0]["state"])
         by_one = [sorted(labels.tolist()) for _, labels in loader]

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.foreign import make_file, values
 from support.leftovers import nothing_is_left, readers_of_files, reading_threads
-from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
-from support.loader_options import make_loader
+from support.loader_files import CHANNELS_LAST, CONVERSIONS, IMAGES, LABELS, N, epoch_of, large, least_memory, path
+from support.orders import ordered
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
@@ -115,7 +115,7 @@ def test_every_sample_as_often_as_it_should_be(
         else (IMAGES[:num_samples], {}),
         labels=(LABELS[:num_samples], {}),
     )
-    with make_loader(path, batch_size, echo=echo, reuse=reuse, reader=reader, **order) as loader:
+    with ChunkLoader(**ordered(path, batch_size, **order), echo=echo, reuse=reuse, reader=reader) as loader:
         assert loader.order.interleave == 1
         for _ in range(3):
             now = loader.order
@@ -136,7 +136,7 @@ def test_every_sample_as_often_as_it_should_be(
 def test_the_fresh_batches_are_those_of_the_sampler(path, echo):
     dataset = ChunkDataset(path)
     sampler = ChunkSampler(dataset, 16, seed=3, window_chunks=17, interleave=1)
-    with make_loader(path, 16, seed=3, window_chunks=17, echo=echo) as loader:
+    with ChunkLoader(**ordered(path, 16, window_chunks=17, seed=3), echo=echo) as loader:
         for epoch in range(2):
             order = loader.order
             fresh, batches = [], iter(epoch_of(loader))
@@ -153,7 +153,7 @@ def test_the_fresh_batches_are_those_of_the_sampler(path, echo):
 
 def test_echoes_are_another_cut(path):
     """The blog's scheme: what was split in A and B is split in C and D."""
-    with make_loader(path, 16, window_chunks=16, echo=3) as loader:
+    with ChunkLoader(**ordered(path, 16, window_chunks=16), echo=3) as loader:
         batches = [frozenset(batch) for batch in epoch_of(loader)]
     first, second, third = batches[:4], batches[4:8], batches[8:12]
     assert frozenset.union(*first) == frozenset.union(*second) == frozenset.union(*third)
@@ -175,14 +175,14 @@ def test_without_shuffling_each_epoch_has_other_echoes(path):
 
 
 def test_a_function_of_seed_and_epoch(path):
-    options = {"window_chunks": 16, "echo": 2.5}
-    with make_loader(path, 16, seed=1, **options) as loader:
+    with ChunkLoader(**ordered(path, 16, window_chunks=16, seed=1), echo=2.5) as loader:
         epochs = [epoch_of(loader) for _ in range(3)]
-    with make_loader(path, 16, seed=1, num_threads=1, reuse=True, memory_bytes=1 << 20, **options) as again:
+    options = {"num_threads": 1, "reuse": True, "memory_bytes": 1 << 20}
+    with ChunkLoader(**ordered(path, 16, window_chunks=16, seed=1), echo=2.5, **options) as again:
         for epoch in (2, 0, 1):
             again.set_epoch(epoch)
             assert epoch_of(again) == epochs[epoch]
-    with make_loader(path, 16, seed=2, **options) as other:
+    with ChunkLoader(**ordered(path, 16, window_chunks=16, seed=2), echo=2.5) as other:
         epochs.append(epoch_of(other))
     for one in range(4):
         for two in range(one):
@@ -204,7 +204,7 @@ def test_one_is_no_echo(path):
 @pytest.mark.parametrize("batch_size", [1, 3, 16, 30, 50, 101])
 def test_windows_are_of_two_batches_at_least(path, echo, batch_size):
     assert ChunkLoader(path, batch_size, echo=echo).order.window_batches >= 2
-    assert make_loader(path, batch_size, echo=echo, window_chunks=1).order.window_chunks == 1
+    assert ChunkLoader(**ordered(path, batch_size, window_chunks=1), echo=echo).order.window_chunks == 1
     plain, echoed = (ChunkLoader(path, 2, echo=some).order for some in (1, echo))
     assert plain.window_chunks == echoed.window_chunks  # they are large enough already
 
@@ -234,11 +234,8 @@ def test_memory_bytes_makes_windows_smaller_but_not_of_one_batch(tmp_path):
 @pytest.mark.parametrize("window_chunks", [1, 8, 100])
 def test_the_least_memory_is_enough(path, echo, reuse, window_chunks):
     """No deadlock, whatever number of slots."""
-    options = {"echo": echo, "reuse": reuse, "window_chunks": window_chunks, "num_threads": 1}
-    with pytest.raises(OptionError, match="memory_bytes is 0") as refused:
-        make_loader(path, 16, memory_bytes=0, **options)
-    needed = int(str(refused.value).split("need ")[1].split(":")[0])
-    with make_loader(path, 16, memory_bytes=needed, **options) as loader:
+    options = {**ordered(path, 16, window_chunks=window_chunks), "echo": echo, "reuse": reuse, "num_threads": 1}
+    with ChunkLoader(**options, memory_bytes=least_memory(**options)) as loader:
         for _ in range(2):
             counts = Counter(sample for batch in epoch_of(loader) for sample in batch)
             assert len(counts) == N and loader.report.fresh_samples == N
@@ -256,13 +253,13 @@ def test_repr_and_length(path):
 
 def test_echoes_take_little_memory(large):
     """Two buffers for echoes, as a loop holds one batch, and one for two fresh batches; not some for each slot."""
-    with make_loader(large, 60, echo=3, window_chunks=20, reuse=True, drop_last=True) as loader:
+    with ChunkLoader(**ordered(large, 60, window_chunks=20, drop_last=True), echo=3, reuse=True) as loader:
         assert len({images.data_ptr() for _ in range(4) for images, _ in loader}) <= 4
 
 
 def test_echoes_that_are_held_are_never_overwritten(large):
     images = {}
-    with make_loader(large, 60, echo=3, window_chunks=20) as loader:
+    with ChunkLoader(**ordered(large, 60, window_chunks=20), echo=3) as loader:
         held = [batch for _ in range(2) for batch in loader]
         for some, labels in held:
             for image, label in zip(some[::20], labels[::20].tolist(), strict=True):
@@ -291,7 +288,7 @@ def slots(monkeypatch):
 @pytest.mark.parametrize("batch", [0, 3, 5, 8, 11])
 def test_a_break_keeps_threads_and_slots_until_close(path, slots, echo, reuse, batch):
     """Then nothing is left, not even for the garbage collector to find: a slot on a GPU is much memory."""
-    loader = make_loader(path, 16, window_chunks=16, echo=echo, reuse=reuse)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=16), echo=echo, reuse=reuse)
     for number, _ in enumerate(loader):
         if number == batch:
             break
@@ -327,7 +324,7 @@ def test_an_exception_in_the_loop(path, slots, kind):
             if number == 6:
                 raise kind
 
-    loader = make_loader(path, 16, echo=2, window_chunks=16)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=16), echo=2)
     with pytest.raises(kind):
         loop()
     loader.close()
@@ -337,7 +334,7 @@ def test_an_exception_in_the_loop(path, slots, kind):
 def test_windows_that_were_echoed_are_no_rubbish(path, slots):
     """Nor are their orders, which hold much memory until the garbage collector runs."""
     kept: list[weakref.ref] = []
-    with make_loader(path, 16, echo=2, window_chunks=16) as loader:
+    with ChunkLoader(**ordered(path, 16, window_chunks=16), echo=2) as loader:
         for number, _ in enumerate(loader):
             if number == 5:
                 kept += [weakref.ref(opened) for opened in loader._feed._open]
@@ -347,16 +344,17 @@ def test_windows_that_were_echoed_are_no_rubbish(path, slots):
 # What is done to batches
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"normalize": (0.5, 0.25)}, {"channels_last": True}])
+@pytest.mark.parametrize("transform", CONVERSIONS)
 @pytest.mark.parametrize("reuse", [False, True])
-def test_echoes_are_converted_as_fresh_ones_are(path, options, reuse):
+def test_echoes_are_converted_as_fresh_ones_are(path, transform, reuse):
     seen: dict[int, torch.Tensor] = {}
-    with make_loader(path, 16, echo=2, reuse=reuse, **options) as loader, make_loader(path, 16, **options) as plain:
+    options = {"transforms": [transform]}
+    with ChunkLoader(path, 16, echo=2, reuse=reuse, **options) as loader, ChunkLoader(path, 16, **options) as plain:
         for images, labels in plain:
             seen.update(zip(labels.tolist(), images.clone(), strict=True))
         for images, labels in loader:
             assert images.equal(torch.stack([seen[label] for label in labels.tolist()]))
-            if "channels_last" in options:
+            if transform == CHANNELS_LAST:
                 assert images.is_contiguous(memory_format=torch.channels_last)
 
 

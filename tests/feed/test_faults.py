@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, nothing_is_left, reading_threads
-from support.loader_options import make_loader, transforms_of
 from support.matrices import random_matrix, write
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 from h5chunk.errors import FileError, H5ChunkError, OptionError, WorkerError
@@ -28,6 +28,7 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order, Window
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.transforms import Csr, Dense
 
 __all__ = ["nothing_is_left"]
 
@@ -63,10 +64,9 @@ def overwrite(path: Path) -> None:
         file.write(bytes(100_000))
 
 
-LOADER = {"window_chunks": 1, "num_threads": 2}
 WAYS: dict[str, Callable[[Path], Any]] = {
-    "direct": lambda path: make_loader(path, 16, reader="direct", **LOADER),
-    "h5py": lambda path: make_loader(path, 16, reader="h5py", **LOADER),
+    "direct": lambda path: ChunkLoader(**ordered(path, 16, window_chunks=1), reader="direct", num_threads=2),
+    "h5py": lambda path: ChunkLoader(**ordered(path, 16, window_chunks=1), reader="h5py"),
     "dataset": lambda path: dataset_loader(path),
     "workers": lambda path: dataset_loader(path, num_workers=1, prefetch_factor=1),
 }
@@ -108,12 +108,12 @@ def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[
         loader.close()
 
 
-@pytest.mark.parametrize("sparse", ["dense", "csr"])
-def test_a_matrix_that_changes_in_an_epoch(tmp_path: Path, sparse: str) -> None:
+@pytest.mark.parametrize("layout", [Dense(), Csr()])
+def test_a_matrix_that_changes_in_an_epoch(tmp_path: Path, layout: Any) -> None:
     matrix = random_matrix(4000, 300, 20)
     path = write(tmp_path / "a.h5", matrix)
-    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse))
-    loader = make_loader(path, 8, window_chunks=1, sparse=sparse)
+    dataset = ChunkDataset(path, transform=layout)
+    loader = ChunkLoader(**ordered(path, 8, window_chunks=1), transforms=[layout])
     batches = iter(loader)
     next(batches), dataset[[0, 1]]
     write(tmp_path / "b.h5", matrix).replace(path)
@@ -164,7 +164,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bool) -> None:
     hanging(*((VectorPart, "__call__") if reader == "direct" else (H5Reader, "read")), after=0 if resident else 2)
-    loader = make_loader(path, 16, reader=reader, resident=resident, timeout=0.2, window_chunks=1)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=1), reader=reader, resident=resident, timeout=0.2)
     with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: a reading thread .* raise timeout"):
         list(loader)
     loader.close()
@@ -189,7 +189,7 @@ def lagging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_a_planner_that_hangs(path: Path, lagging: threading.Event) -> None:
     """Neither the loop nor closing waits for it; what it leaves is closed when it comes back."""
-    loader = make_loader(path, 16, timeout=0.2, window_chunks=1)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=1), timeout=0.2)
     with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: .* raise timeout"):
         list(loader)
     loader.close()
@@ -203,7 +203,7 @@ def test_a_planner_that_hangs(path: Path, lagging: threading.Event) -> None:
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_closing_while_the_planner_lags(path: Path, lagging: threading.Event, elsewhere: bool) -> None:
     """Whoever waits for its next window gets an error, in this thread and in others."""
-    loader = make_loader(path, 16, window_chunks=1)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=1))
     batches = iter(loader)
     errors: list[BaseException] = []
 
@@ -270,7 +270,7 @@ def test_without_a_timeout_it_waits(path: Path, monkeypatch: pytest.MonkeyPatch)
     waited: list[Any] = []
     wait = threading.Event.wait
     monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waited.append(seconds) or wait(self))
-    with make_loader(path, 16, timeout=0, window_chunks=1) as loader:
+    with ChunkLoader(**ordered(path, 16, window_chunks=1), timeout=0) as loader:
         assert check_batches(iter(loader), path) == N // 16 + 1
     assert set(waited) <= {None}
 
@@ -375,7 +375,7 @@ def test_the_end_of_the_main_process(path: Path) -> None:
 
 
 def test_ctrl_c_in_the_loop(path: Path) -> None:
-    loader = make_loader(path, 16, window_chunks=1)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=1))
 
     def loop() -> None:
         for _ in loader:

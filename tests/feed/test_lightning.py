@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from support.leftovers import nothing_is_left
 from support.loader_files import N, path
-from support.loader_options import make_loader
+from support.orders import ordered
 from support.pictures import pixels
 from torch import nn
 
@@ -108,7 +108,7 @@ def expected_epochs(path: Path, **options: Any) -> Seen:
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_loader_in_a_trainer(path, tmp_path, resident):
-    whole = check_resume(tmp_path, lambda: make_loader(path, 16, **ORDER, resident=resident))
+    whole = check_resume(tmp_path, lambda: ChunkLoader(**ordered(path, 16, **ORDER), resident=resident))
     assert whole.seen == expected_epochs(path)
     for epoch in range(3):
         assert sorted(label for at, _, labels in whole.seen for label in labels if at == epoch) == list(range(N))
@@ -122,13 +122,13 @@ def test_the_next_epoch_is_read_ahead(path, tmp_path):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             feeds.add(id(trainer.train_dataloader._feed))
 
-    fit(tmp_path, make_loader(path, 16, **ORDER), Looking())
+    fit(tmp_path, ChunkLoader(**ordered(path, 16, **ORDER)), Looking())
     assert len(feeds) == 1
 
 
 def test_a_trainer_that_takes_fewer_batches(path, tmp_path):
     """Epochs of five batches are those that the order begins with."""
-    model = fit(tmp_path, make_loader(path, 16, **ORDER), limit_train_batches=5)
+    model = fit(tmp_path, ChunkLoader(**ordered(path, 16, **ORDER)), limit_train_batches=5)
     assert model.seen == [each for each in expected_epochs(path) if each[1] < 5]
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from support.damaged_chunks import FILTERS, damage, half_smooth, no_imagecodecs
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, in_fork, nothing_is_left, readers_of_files, reading_threads
-from support.loader_files import IMAGES, LABELS, N, large, path
-from support.loader_options import make_loader
+from support.loader_files import CHANNELS_LAST, IMAGES, LABELS, N, large, least_memory, path
+from support.orders import ordered
 
 import h5chunk
 import h5chunk.feed.loader
@@ -90,7 +90,9 @@ def test_same_batches_as_sampler_and_dataset(
         labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,)} if label_chunk else {}),
     )
     expected = expected_epochs(path, batch_size, 3, **order)
-    with make_loader(path, batch_size, reader=reader, reuse=reuse, num_threads=num_threads, **order) as loader:
+    with ChunkLoader(
+        **ordered(path, batch_size, **order), reader=reader, reuse=reuse, num_threads=num_threads
+    ) as loader:
         if loader.order.num_batches:
             for epoch in expected:
                 assert len(loader) == len(epoch)
@@ -125,7 +127,9 @@ def test_same_batches_of_compressed_files(
         labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,), **FILTERS[name]}),
     )
     expected = expected_epochs(path, batch_size, 3, **order)
-    with make_loader(path, batch_size, reader=reader, reuse=reuse, num_threads=num_threads, **order) as loader:
+    with ChunkLoader(
+        **ordered(path, batch_size, **order), reader=reader, reuse=reuse, num_threads=num_threads
+    ) as loader:
         for epoch in expected:
             assert as_lists(loader) == epoch
 
@@ -252,7 +256,7 @@ def test_a_fork_while_chunks_are_decoded(tmp_path, monkeypatch):
     options = {"chunks": (40, 3, 5, 6), **FILTERS["gzip"]}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
     epochs = expected_epochs(path, 16, 2, window_chunks=1)
-    loader = make_loader(path, 16, window_chunks=1)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=1))
     begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
     decode = ChunkDecoder.decode
 
@@ -291,7 +295,7 @@ def test_fields(tmp_path, fields):
         more__z=(values((N, 30), np.float32), {"chunks": (10, 30)}),
     )
     expected = expected_epochs(path, 16, 2, fields, **ORDER)
-    with make_loader(path, 16, fields=fields, **ORDER) as loader:
+    with ChunkLoader(**ordered(ChunkDataset(path, fields=fields), 16, **ORDER)) as loader:
         for epoch in expected:
             assert as_lists(loader) == epoch
 
@@ -310,7 +314,7 @@ def test_same_order_with_huge_chunks(path, monkeypatch):
     dataset = ChunkDataset(path)
     sampler = ChunkSampler(dataset, 8, **ORDER)
     assert sampler.order.interleave < 24
-    with make_loader(path, 8, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 8, **ORDER)) as loader:
         assert loader.order == sampler.order
         assert numbers(loader) == [row for rows in sampler for row in rows]
 
@@ -322,7 +326,7 @@ def test_windows_that_grow(path, monkeypatch, reuse):
     options = {"window_chunks": 21, "seed": 1}
     monkeypatch.setattr("h5chunk.feed.sampler.with_full_windows", lambda order: order)
     epochs = expected_epochs(path, 41, 3, **options)
-    with make_loader(path, 41, reuse=reuse, **options) as loader:
+    with ChunkLoader(**ordered(path, 41, **options), reuse=reuse) as loader:
         assert [each.window_batches for each in loader.order.rounds()] == [1, 2]
         for epoch in epochs:
             assert as_lists(loader) == epoch
@@ -367,7 +371,7 @@ def test_length(path, drop_last, length):
 
 def test_set_epoch(path):
     epochs = expected_epochs(path, 16, 8, **ORDER)
-    loader = make_loader(path, 16, **ORDER)
+    loader = ChunkLoader(**ordered(path, 16, **ORDER))
     for epoch in (5, 0, 0, 7):  # forward, backward, once more
         loader.set_epoch(epoch)
         assert loader.order.epoch == epoch
@@ -383,7 +387,7 @@ def test_set_epoch(path):
 @pytest.mark.parametrize("epoch", [0, 1, 2, 5])
 def test_set_epoch_in_mid_epoch_is_for_the_next(path, epoch):
     epochs = expected_epochs(path, 16, 8, **ORDER)
-    with make_loader(path, 16, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER)) as loader:
         found = []
         for number, batch in enumerate(loader):
             if number == 4:
@@ -396,7 +400,7 @@ def test_set_epoch_in_mid_epoch_is_for_the_next(path, epoch):
 def test_after_a_break_the_next_epoch_comes(path):
     """As with ChunkSampler."""
     epochs = expected_epochs(path, 16, 3, **ORDER)
-    with make_loader(path, 16, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER)) as loader:
         for _ in loader:
             break
         assert as_lists(loader) == epochs[1]
@@ -405,7 +409,7 @@ def test_after_a_break_the_next_epoch_comes(path):
 
 def test_epochs_have_no_seam(path):
     """The threads and the read-ahead go on from one epoch to the next."""
-    with make_loader(path, 16, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER)) as loader:
         list(loader)
         threads = set(reading_threads())
         list(loader)
@@ -414,7 +418,7 @@ def test_epochs_have_no_seam(path):
 
 def test_two_loaders_at_once(path):
     [one], [two] = (expected_epochs(path, 16, window_chunks=4, seed=seed) for seed in (1, 2))
-    first, second = (make_loader(path, 16, window_chunks=4, seed=seed) for seed in (1, 2))
+    first, second = (ChunkLoader(**ordered(path, 16, window_chunks=4, seed=seed)) for seed in (1, 2))
     with first, second:
         pairs = list(zip(first, second, strict=True))
         assert as_lists(batch for batch, _ in pairs) == one
@@ -425,7 +429,7 @@ def test_two_loaders_at_once(path):
 def test_iterating_twice_at_the_same_time_is_refused(path, reuse):
     """And the older iteration goes on as if nothing had happened."""
     [expected] = expected_epochs(path, 16, **ORDER)
-    with make_loader(path, 16, reuse=reuse, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), reuse=reuse) as loader:
         older, newer = iter(loader), iter(loader)
         found = as_lists(next(older) for _ in range(2))
         for other in (newer, loader):
@@ -435,7 +439,7 @@ def test_iterating_twice_at_the_same_time_is_refused(path, reuse):
 
 
 def test_closing_ends_an_iteration(path):
-    loader = make_loader(path, 16, **ORDER)
+    loader = ChunkLoader(**ordered(path, 16, **ORDER))
     batches = iter(loader)
     next(batches)
     loader.close()
@@ -448,20 +452,20 @@ def test_closing_ends_an_iteration(path):
 
 def test_batches_that_are_held_are_never_overwritten(large):
     [expected] = expected_epochs(large, 40, window_chunks=5)
-    with make_loader(large, 40, window_chunks=5) as loader:
+    with ChunkLoader(**ordered(large, 40, window_chunks=5)) as loader:
         held = list(loader)
         list(loader)  # another epoch
         assert as_lists(held) == expected
 
 
 def test_parts_of_batches_that_are_held_are_never_overwritten(large):
-    with make_loader(large, 40, window_chunks=5) as loader:
+    with ChunkLoader(**ordered(large, 40, window_chunks=5)) as loader:
         held = [(images[:1], images[:1].clone()) for _ in range(2) for images, _ in loader]
         assert all(part.equal(copy) for part, copy in held)
 
 
 def test_memory_is_used_again_without_reuse(large):
-    with make_loader(large, 101, window_chunks=1, shuffle=False) as loader:
+    with ChunkLoader(**ordered(large, 101, window_chunks=1, shuffle=False)) as loader:
         places = [images.data_ptr() for _ in range(12) for images, _ in loader]
     assert len(set(places)) < len(places) / 2
 
@@ -470,13 +474,13 @@ def test_memory_is_used_again_without_reuse(large):
 def test_reuse_gives_right_data_when_it_is_used_at_once(large, shuffle):
     options = {"window_chunks": 5, "shuffle": shuffle}
     expected = expected_epochs(large, 40, 2, **options)
-    with make_loader(large, 40, reuse=True, **options) as loader:
+    with ChunkLoader(**ordered(large, 40, **options), reuse=True) as loader:
         for epoch in expected:
             assert as_lists(loader) == epoch
 
 
 def test_reuse_takes_no_new_memory(large):
-    with make_loader(large, 40, reuse=True, window_chunks=5) as loader:
+    with ChunkLoader(**ordered(large, 40, window_chunks=5), reuse=True) as loader:
         places = [{images.data_ptr() for images, _ in loader} for _ in range(4)]
         num_places = loader._plan.num_slots * loader.order.window_batches
     assert len(set().union(*places)) <= num_places
@@ -484,11 +488,11 @@ def test_reuse_takes_no_new_memory(large):
 
 @pytest.mark.parametrize("window_chunks", [1, 2, 7])
 def test_memory_bytes(path, window_chunks):
-    loose = make_loader(path, 8, window_chunks=window_chunks, memory_bytes=1 << 30)
+    loose = ChunkLoader(**ordered(path, 8, window_chunks=window_chunks), memory_bytes=1 << 30)
     least = None
     for memory_bytes in range(0, 200_000, 500):
         try:
-            loader = make_loader(path, 8, window_chunks=window_chunks, memory_bytes=memory_bytes)
+            loader = ChunkLoader(**ordered(path, 8, window_chunks=window_chunks), memory_bytes=memory_bytes)
         except OptionError as error:
             assert least is None and str(memory_bytes) in str(error)
             named = int(str(error).split("need ")[1].split(":")[0])
@@ -498,7 +502,7 @@ def test_memory_bytes(path, window_chunks):
         assert least - 500 < named <= least
         assert loader._plan.num_bytes <= memory_bytes
     assert least is not None and loose._plan.num_slots >= loader._plan.num_slots
-    with make_loader(path, 8, window_chunks=window_chunks, memory_bytes=named) as tight:
+    with ChunkLoader(**ordered(path, 8, window_chunks=window_chunks), memory_bytes=named) as tight:
         assert sorted(numbers(tight)) == list(range(N))
 
 
@@ -518,7 +522,7 @@ def test_memory_bytes_makes_windows_smaller(tmp_path):
             )
     assert seen == sorted(seen) and seen[0] < wide == seen[-1]
     with pytest.raises(OptionError, match=f"windows of {wide} batches need"):
-        make_loader(path, 10, memory_bytes=150_000, window_chunks=wide)
+        ChunkLoader(**ordered(path, 10, window_chunks=wide), memory_bytes=150_000)
 
 
 def test_memory_beside_windows_counts(tmp_path):
@@ -531,11 +535,9 @@ def test_memory_beside_windows_counts(tmp_path):
     )
     needed = []
     for each in (plain, packed):
-        options = {"window_chunks": 1, "shuffle": False, "num_threads": 4}
-        with pytest.raises(OptionError) as refused:
-            make_loader(each, 10, memory_bytes=0, **options)
-        needed.append(int(str(refused.value).split("need ")[1].split(":")[0]))
-        with make_loader(each, 10, memory_bytes=needed[-1], **options) as loader:
+        options = {**ordered(each, 10, window_chunks=1, shuffle=False), "num_threads": 4}
+        needed.append(least_memory(**options))
+        with ChunkLoader(**options, memory_bytes=needed[-1]) as loader:
             assert len(list(loader)) == 21
     windows = (2 + KEPT) * loader._plan.window_bytes
     assert needed[0] == windows + N * 64
@@ -552,17 +554,18 @@ def test_small_files_take_little_memory(tmp_path):
 
 def test_huge_windows_are_read_ahead_too(path, monkeypatch):
     monkeypatch.setattr("h5chunk.plan.slots.AHEAD_BYTES", 1000)
-    for options in ({"window_chunks": 17}, {"shuffle": False}, {"echo": 2, "window_chunks": 17}):
-        with make_loader(path, 16, **options) as loader:
+    for order, echo in (({"window_chunks": 17}, 1), ({"shuffle": False}, 1), ({"window_chunks": 17}, 2)):
+        with ChunkLoader(**ordered(path, 16, **order), echo=echo) as loader:
             assert loader._plan.num_slots == num_open_windows(loader.order) + 1
             assert len(list(loader)) == len(loader)
 
 
-@pytest.mark.parametrize("options", [{"normalize": (MEAN, STD)}, {"dtype": torch.int32}, {"channels_last": True}])
-def test_reuse_converts_into_the_same_memory(large, options):
+@pytest.mark.parametrize("transform", [Normalize(MEAN, STD), ToDtype(torch.int32), CHANNELS_LAST])
+def test_reuse_converts_into_the_same_memory(large, transform):
     """A batch is there until the next one; none takes new memory."""
-    with make_loader(large, 40, reuse=True, window_chunks=5, **options) as loader:
-        with make_loader(large, 40, window_chunks=5, **options) as plain:
+    options = {**ordered(large, 40, window_chunks=5), "transforms": [transform]}
+    with ChunkLoader(**options, reuse=True) as loader:
+        with ChunkLoader(**{**options, **ordered(large, 40, window_chunks=5)}) as plain:
             for (images, labels), (expected, numbers) in zip(loader, plain, strict=True):
                 assert images.equal(expected) and labels.equal(numbers)
                 assert images.stride() == expected.stride()
@@ -632,7 +635,7 @@ def test_report(path, monkeypatch):
 
 
 def test_repr(path):
-    loader = make_loader(path, 16, num_threads=3, memory_bytes=1 << 30, window_chunks=4, drop_last=True)
+    loader = ChunkLoader(**ordered(path, 16, window_chunks=4, drop_last=True), num_threads=3, memory_bytes=1 << 30)
     shown = repr(loader)
     for part in (str(path), "12 batches of 16", "windows of 1 batches", "KiB", " threads", "images: direct", "cpu"):
         assert part in shown
@@ -647,9 +650,11 @@ def test_repr(path):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_normalize(path, dtype, channels_last, reuse):
     """As torchvision states it, in float64."""
-    options = {"normalize": (MEAN, STD), "dtype": dtype, "channels_last": channels_last, "reuse": reuse}
+    transforms = [Normalize(MEAN, STD)]
+    if dtype or channels_last:
+        transforms.append(ToDtype(dtype or torch.float32, channels_last))
     means, stds = (torch.tensor(numbers, dtype=torch.float64).reshape(3, 1, 1) for numbers in (MEAN, STD))
-    with make_loader(path, 16, **options, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), transforms=transforms, reuse=reuse) as loader:
         for images, labels in loader:
             expected = (torch.from_numpy(IMAGES[labels.numpy()]).double() / 255 - means) / stds
             assert images.dtype == (dtype or torch.float32)
@@ -702,7 +707,7 @@ def test_windows_asked_for_are_windows_had(tmp_path):
         tmp_path / "a.h5", images=(values((1200, 70), np.uint8), {"chunks": (50, 70)}), labels=(labels, {})
     )
     for window_chunks in (2, 24):
-        with make_loader(path, 10, window_chunks=window_chunks) as loader:
+        with ChunkLoader(**ordered(path, 10, window_chunks=window_chunks)) as loader:
             classes = np.mean([len(batch[1].unique()) for batch in loader])
             assert f"windows of {5 * window_chunks} batches" in repr(loader)
         assert (classes <= 2) == (window_chunks == 2) and (classes > 5) == (window_chunks == 24)
@@ -711,7 +716,7 @@ def test_windows_asked_for_are_windows_had(tmp_path):
 def test_functions_as_transforms(path):
     [expected] = expected_epochs(path, 16, **ORDER)
     transforms = {"labels": [lambda labels: labels + 1, lambda labels: {"n": labels}]}
-    with make_loader(path, 16, transforms=transforms, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), transforms=transforms) as loader:
         found = [labels["n"].tolist() for _, labels in loader]
     assert found == [(np.array(labels) + 1).tolist() for _, labels in expected]
 
@@ -726,12 +731,10 @@ def test_functions_as_transforms(path):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 1.5}, "batch_size"),
         ({"seed": -1}, "seed"),
-        ({"window_chunks": 0}, "window_chunks"),
         ({"memory_bytes": 0}, "memory_bytes is 0"),
-        ({"normalize": ((1, 2), 1)}, "2 values of mean for 3 channels"),
-        ({"normalize": (0.5, 0.5), "dtype": torch.int32}, "floating"),
-        ({"channels_last": True, "fields": ["labels"]}, "channels_last"),
-        ({"fields": []}, "fields is empty"),
+        ({"transforms": [Normalize((1, 2), 1)]}, "2 values of mean for 3 channels"),
+        ({"transforms": [Normalize(0.5, 0.5), ToDtype(torch.int32)]}, "floating"),
+        ({"transforms": {"labels": [CHANNELS_LAST]}}, "channels_last"),
         ({"num_threads": -1}, "num_threads"),
         ({"num_threads": 0}, "num_threads"),
         ({"device": "meta"}, "device is 'meta'"),
@@ -740,13 +743,20 @@ def test_functions_as_transforms(path):
 )
 def test_options_that_cannot_be(path, options, match):
     with pytest.raises(OptionError, match=match):
-        make_loader(path, **{"batch_size": 16, **options})
+        ChunkLoader(path, **{"batch_size": 16, **options})
+
+
+def test_an_order_and_fields_that_cannot_be(path):
+    with pytest.raises(OptionError, match="window_chunks"):
+        ChunkSampler(ChunkDataset(path), 16, window_chunks=0)
+    with pytest.raises(OptionError, match="fields is empty"):
+        ChunkDataset(path, fields=[])
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_threads", 2.5), ("device", "nonsense"), ("memory_bytes", "1 GiB")])
 def test_options_of_a_wrong_type(path, name, value):
     with pytest.raises(OptionError, match=name):
-        make_loader(path, 16, **{name: value})
+        ChunkLoader(path, 16, **{name: value})
 
 
 def test_files_that_cannot_be(tmp_path):
@@ -784,7 +794,7 @@ def test_a_file_that_changes(tmp_path, how, when, kind):
     options = {"chunks": (4, 3, 5, 6), **({} if kind == "plain" else {"compression": "gzip"})}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (4,)}))
     epochs = expected_epochs(path, 2, 4, window_chunks=1)
-    loader = make_loader(path, 2, window_chunks=1, reader="h5py" if kind == "h5py" else "auto")
+    loader = ChunkLoader(**ordered(path, 2, window_chunks=1), reader="h5py" if kind == "h5py" else "auto")
     found: list[list[list]] = []
     if when == "before":
         change(path, how)
@@ -862,7 +872,7 @@ def test_a_break_keeps_the_threads_for_the_next_epoch(path, reader, reuse):
 def test_after_a_break_it_goes_on_anywhere(path, stop, reuse):
     """At the next epoch, at an earlier one, and in the middle of one, with windows left half used."""
     epochs = expected_epochs(path, 16, 3, **ORDER)
-    with make_loader(path, 16, reuse=reuse, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), reuse=reuse) as loader:
         state = loader.state_dict()
         for _ in range(2):
             assert as_lists(islice(loader, stop)) == epochs[0][:stop]
@@ -967,7 +977,7 @@ def test_an_error_in_starting_leaves_nothing(path, monkeypatch):
 
 
 def test_memory_is_free_after_closing(large):
-    with make_loader(large, 40, window_chunks=5) as loader:
+    with ChunkLoader(**ordered(large, 40, window_chunks=5)) as loader:
         kept = [weakref.ref(next(iter(loader))[0].untyped_storage())]
         slots = [weakref.ref(opened.read.slot) for opened in loader._feed._open]
     gc.collect()
@@ -978,7 +988,7 @@ def test_memory_is_free_after_closing(large):
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_fork_while_a_loader_is_open(path, reader):
     """The fork ends as it should, can let go of the loader, and the parent reads on."""
-    loader = make_loader(path, 16, reader=reader, **ORDER)
+    loader = ChunkLoader(**ordered(path, 16, **ORDER), reader=reader)
     [expected] = expected_epochs(path, 16, **ORDER)
     batches = iter(loader)
     found = [next(batches)]
@@ -992,7 +1002,7 @@ def test_a_fork_while_a_loader_is_open(path, reader):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_in_an_epoch_has_no_threads(path):
     """An error at once, and after closing it reads with threads of its own."""
-    loader = make_loader(path, 16, **ORDER)
+    loader = ChunkLoader(**ordered(path, 16, **ORDER))
     epochs = expected_epochs(path, 16, 2, **ORDER)
     batches = iter(loader)
     next(batches)
@@ -1013,7 +1023,7 @@ def test_a_fork_in_an_epoch_has_no_threads(path):
 
 @pytest.mark.parametrize("stop", [1, None])
 def test_a_fork_between_epochs_starts_threads_of_its_own(path, stop):
-    loader = make_loader(path, 16, **ORDER)
+    loader = ChunkLoader(**ordered(path, 16, **ORDER))
     epochs = expected_epochs(path, 16, 2, **ORDER)
     as_lists(islice(loader, stop))
 
@@ -1039,7 +1049,7 @@ def test_the_loader_is_used_from_another_thread(path):
 def test_readers_of_hdf5_do_not_disturb_each_other(path):
     """A dataset and a loader on the same file, in turns."""
     dataset, reader = ChunkDataset(path), H5Reader(path)
-    with make_loader(path, 16, reader="h5py", **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), reader="h5py") as loader:
         for images, labels in loader:
             assert dataset[labels][0].equal(images)
             out = np.empty((len(labels), 3, 5, 6), np.uint8)

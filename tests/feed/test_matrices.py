@@ -12,8 +12,8 @@ import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.loader_options import make_loader, transforms_of
-from support.matrices import check_epoch, dense, random_matrix, write, write_anndata
+from support.matrices import LAYOUTS, check_epoch, dense, random_matrix, write, write_anndata
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -72,8 +72,9 @@ def test_rows_are_those_of_the_source(
     path = write(tmp_path / "a.h5", matrix, pattern=pattern, scale=scale, chunk_samples=chunk_samples)
     expected = expected_rows(matrix, scale, binarize, normalize)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3}[dtype]
-    options = {"sparse": sparse, "dtype": dtype, "binarize": binarize, "normalize": normalize, "resident": resident}
-    with make_loader(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
+    values = [*([] if binarize is None else [Binarize(binarize)]), *([L2()] if normalize else [])]
+    options = {"transforms": [*values, LAYOUTS[sparse](dtype)], "resident": resident}
+    with ChunkLoader(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
         assert loader.is_resident == resident
         for _ in range(2):
             check_epoch(loader, expected, sparse=sparse, tolerance=tolerance)
@@ -89,11 +90,9 @@ def test_files_of_others(tmp_path, options, kind, sparse):
     path = write_anndata(tmp_path / "a.h5ad", matrix, **options)
     expected = matrix.toarray().astype(np.float64)
     for reader in ("direct", "h5py"):
-        with ChunkLoader(
-            path, 30, reader=reader, transforms=transforms_of(sparse=sparse, dtype=torch.float64)
-        ) as loader:
+        with ChunkLoader(path, 30, reader=reader, transforms=[LAYOUTS[sparse](torch.float64)]) as loader:
             check_epoch(loader, expected, sparse=sparse, tolerance=0)
-    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse, dtype=torch.float64))
+    dataset = ChunkDataset(path, transform=LAYOUTS[sparse](torch.float64))
     rows = [5, 199, 5, 0, 7]
     assert np.array_equal(dense(dataset[rows][0]).numpy(), expected[rows])
 
@@ -103,9 +102,8 @@ def test_files_of_others(tmp_path, options, kind, sparse):
 @pytest.mark.parametrize("device", DEVICES)
 def test_echoes_are_rows_of_the_window(tmp_path, echo, sparse, device):
     matrix = random_matrix(200, 50, 6)
-    with ChunkLoader(
-        write(tmp_path / "a.h5", matrix), 20, echo=echo, device=device, transforms=transforms_of(sparse=sparse)
-    ) as loader:
+    path = write(tmp_path / "a.h5", matrix)
+    with ChunkLoader(path, 20, echo=echo, device=device, transforms=[LAYOUTS[sparse]()]) as loader:
         found = torch.cat([dense(batch).cpu() for (batch,) in loader]).numpy()
     known = {tuple(row) for row in matrix.toarray().tolist()}
     assert len(found) == 200 * echo and {tuple(row) for row in found.tolist()} == known
@@ -117,9 +115,8 @@ def test_batches_that_are_kept_stay_what_they_are(tmp_path, sparse):
     matrix = random_matrix(400, 40, 8)
     matrix.data, matrix.indices = matrix.data.astype(np.float32), matrix.indices.astype(np.int32)
     for reuse in (False, True):
-        loader = ChunkLoader(
-            write_anndata(tmp_path / "a.h5", matrix), 25, reuse=reuse, transforms=transforms_of(sparse=sparse)
-        )
+        path = write_anndata(tmp_path / "a.h5", matrix)
+        loader = ChunkLoader(path, 25, reuse=reuse, transforms=[LAYOUTS[sparse]()])
         numbers = list(loader.order.batches())
         kept = [batch.clone() if reuse else batch for (batch,) in loader]
         list(loader)
@@ -134,7 +131,7 @@ def test_dataloader(tmp_path, sparse, workers):
     matrix = random_matrix(300, 60, 9)
     labels = np.arange(300)
     path = write(tmp_path / "a.h5", matrix, scale=2.0, fields={"labels": labels})
-    dataset = ChunkDataset(path, transform=transforms_of(sparse=sparse, normalize="l2"))
+    dataset = ChunkDataset(path, transform=[L2(), LAYOUTS[sparse]()])
     assert dataset.fields == ("X", "labels")
     sampler = ChunkSampler(dataset, 32)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers[0], multiprocessing_context=workers[1])
@@ -200,8 +197,8 @@ def test_a_column_beyond_the_matrix_is_an_error(tmp_path, device):
     path = write(tmp_path / "a.h5", random_matrix(200, 300, 20))
     with h5py.File(path, "r+") as file:
         file["X/indices"][1234] = 300
-    for options in ({}, {"resident": True}, {"sparse": "csr"}, {"reader": "h5py"}):
-        loader = make_loader(path, 10, device=device, **options)
+    for options in ({}, {"resident": True}, {"transforms": [Csr()]}, {"reader": "h5py"}):
+        loader = ChunkLoader(path, 10, device=device, **options)
         with pytest.raises(FileError, match=r"a\.h5: 'X' is damaged: it has an entry in column 300 of 300"):
             list(loader)
     with pytest.raises(FileError, match="column 300 of 300"):
@@ -229,13 +226,18 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
         ({"transforms": {"genes": []}}, "transforms are of field 'genes', but the fields are 'X', 'labels'"),
         ({"transforms": [L2]}, "transforms has <class .*: give objects of h5chunk.transforms"),
         ({"transforms": L2()}, r"transforms is L2\(\): give a list"),
-        ({"fields": ("labels", "X")}, "field 'X' is a matrix: name it first"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, options, message):
     path = write(tmp_path / "a.h5", random_matrix(20, 30, 5), scale=2.0, fields={"labels": np.arange(20)})
     with pytest.raises(OptionError, match=message):
-        make_loader(path, 10, **options)
+        ChunkLoader(path, 10, **options)
+
+
+def test_a_matrix_comes_first(tmp_path):
+    path = write(tmp_path / "a.h5", random_matrix(20, 30, 5), fields={"labels": np.arange(20)})
+    with pytest.raises(OptionError, match="field 'X' is a matrix: name it first"):
+        ChunkDataset(path, fields=("labels", "X"))
 
 
 @pytest.mark.parametrize("userblock", [0, 512])
@@ -342,9 +344,9 @@ def test_negative_columns_are_an_error(tmp_path):
     matrix = random_matrix(50, 40_000, 8)
     matrix.indices = matrix.indices.astype(np.int16)
     matrix.indices[5] = -3
-    for options in ({}, {"sparse": "csr"}, {"reader": "h5py"}):
+    for options in ({}, {"transforms": [Csr()]}, {"reader": "h5py"}):
         with pytest.raises(FileError, match=r"an entry in column -\d+ of 40000"):
-            list(make_loader(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
+            list(ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
 
 
 @pytest.mark.parametrize("part", ["data", "indices"])
@@ -389,10 +391,11 @@ def test_windows_of_lanes_and_of_padding_fit(tmp_path, reuse, sparse):
     indices = np.concatenate([np.arange(count) for count in counts])
     matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
     path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
-    loader = make_loader(path, 64, lanes=16, shuffle=False, reuse=reuse, sparse=sparse)
+    options = {"reuse": reuse, "transforms": [LAYOUTS[sparse]()]}
+    loader = ChunkLoader(**ordered(path, 64, lanes=16, shuffle=False), **options)
     assert sum(batch.shape[0] for (batch,) in loader) == 4096
     small = write(tmp_path / "b.h5", matrix[:50])
-    (batch,) = next(iter(make_loader(small, 256, pad=True, reuse=reuse, sparse=sparse, shuffle=False)))
+    (batch,) = next(iter(ChunkLoader(**ordered(small, 256, pad=True, shuffle=False), **options)))
     assert np.array_equal(dense(batch).numpy(), matrix[np.arange(256) % 50].toarray())
 
 

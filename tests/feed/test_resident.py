@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.foreign import make_file, values
 from support.leftovers import descriptors, in_fork, nothing_is_left, reading_threads
-from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
-from support.loader_options import make_loader
+from support.loader_files import CHANNELS_LAST, CONVERSIONS, IMAGES, LABELS, N, epoch_of, large, path
 
 import h5chunk.feed.budget
 import h5chunk.feed.resident
@@ -28,6 +27,7 @@ from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.machine import available_cores
 from h5chunk.store.hdf5.ranges import VectorPart
+from h5chunk.transforms import Normalize
 
 __all__ = ["large", "nothing_is_left", "path"]
 
@@ -35,12 +35,12 @@ WAIT_S = 30
 
 
 def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
-    return make_loader(path, batch_size, resident=True, **options)
+    return ChunkLoader(path, batch_size, resident=True, **options)
 
 
 def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list[int]]:
     """The batches of a loader that reads window by window."""
-    order = make_loader(path, batch_size, resident=False, **options).order
+    order = ChunkLoader(path, batch_size, resident=False, **options).order
     return [batch.tolist() for batch in replace(order, epoch=epoch).batches()]
 
 
@@ -199,18 +199,18 @@ def test_a_part_of_an_echo(path):
         assert len(set(echoed)) == len(echoed) == 6 * 16
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"normalize": (0.5, 0.25)}, {"channels_last": True}])
+@pytest.mark.parametrize("transform", CONVERSIONS)
 @pytest.mark.parametrize("reuse", [False, True])
-def test_conversion(path, options, reuse):
+def test_conversion(path, transform, reuse):
     seen: dict[int, torch.Tensor] = {}
-    with make_loader(path, 16, **options) as plain:
+    with ChunkLoader(path, 16, transforms=[transform]) as plain:
         for images, labels in plain:
             seen.update(zip(labels.tolist(), images.clone(), strict=True))
-    with load_whole(path, reuse=reuse, **options) as loader:
+    with load_whole(path, reuse=reuse, transforms=[transform]) as loader:
         for images, labels in loader:
             assert images.equal(torch.stack([seen[label] for label in labels.tolist()]))
             assert images.dtype == seen[0].dtype
-            if "channels_last" in options:
+            if transform == CHANNELS_LAST:
                 assert images.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -298,9 +298,11 @@ def test_little_data_is_loaded_in_little_memory(path):
         assert epoch_of(loader) == in_order(path)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": (0.5, 0.5)}, {"normalize": (0.5, 0.5), "reuse": True}])
-def test_memory_of_batches_is_used_again(large, options):
-    with load_whole(large, 60, drop_last=True, **options) as loader:
+@pytest.mark.parametrize(
+    ("transforms", "reuse"), [([], False), ([Normalize(0.5, 0.5)], False), ([Normalize(0.5, 0.5)], True)]
+)
+def test_memory_of_batches_is_used_again(large, transforms, reuse):
+    with load_whole(large, 60, drop_last=True, transforms=transforms, reuse=reuse) as loader:
         places = {images.data_ptr() for _ in range(6) for images, _ in loader}
     assert len(places) <= 3 + AHEAD * available_cores()  # the batches that threads gather ahead are some of them
 

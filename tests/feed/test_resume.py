@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ import torch
 from support.foreign import make_file, values
 from support.leftovers import nothing_is_left
 from support.loader_files import IMAGES, LABELS, N, path
-from support.loader_options import make_loader
 from support.matrices import random_matrix, write
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -85,27 +86,32 @@ def test_a_sampler_resumes_at_every_batch(path, options):
     check_resume(lambda: ChunkSampler(ChunkDataset(path), 16, **{**ORDER, **options}))
 
 
-LOADERS = {
-    "direct": {"reader": "direct"},
-    "h5py": {"reader": "h5py"},
-    "reuse": {"reuse": True},
-    "resident": {"resident": True},
-    "four lanes": {"lanes": 4, "num_threads": 1},
-    "resident, four lanes": {"lanes": 4, "resident": True, "pad": True},
+LOADERS = {  # options of the order, and of the loader
+    "direct": ({}, {"reader": "direct"}),
+    "h5py": ({}, {"reader": "h5py"}),
+    "reuse": ({}, {"reuse": True}),
+    "resident": ({}, {"resident": True}),
+    "four lanes": ({"lanes": 4}, {"num_threads": 1}),
+    "resident, four lanes": ({"lanes": 4, "pad": True}, {"resident": True}),
 }
+
+
+def loader_of(path: Path, name: str, **options: Any) -> ChunkLoader:
+    order, how = LOADERS[name]
+    return ChunkLoader(**ordered(path, 16, **{**ORDER, **order, **options}), **how)
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_resumes_at_every_batch(path, name):
-    check_resume(lambda: make_loader(path, 16, **ORDER, **LOADERS[name]))
+    check_resume(lambda: loader_of(path, name))
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
 def test_another_reader_goes_on(path):
     ways = [
         lambda: ChunkSampler(ChunkDataset(path), 16, **ORDER),
-        *(lambda name=name: make_loader(path, 16, **ORDER, **LOADERS[name]) for name in ("direct", "h5py", "resident")),
+        *(lambda name=name: loader_of(path, name) for name in ("direct", "h5py", "resident")),
     ]
     for number, way in enumerate(ways):
         check_resume(way, other=ways[(number + 1) % len(ways)], cuts=[(0, 0), (0, 5), (1, 1), (1, NUM_BATCHES)])
@@ -116,16 +122,19 @@ def test_rows_of_a_matrix(tmp_path, resident):
     """Every cut of an epoch of a CSR file: the rows themselves are compared."""
     matrix = random_matrix(101, 40, 5)
     path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
-    options = {"seed": 2, "window_chunks": 3, "resident": resident}
-    with make_loader(path, 10, **options) as loader:
+
+    def make() -> ChunkLoader:
+        return ChunkLoader(**ordered(path, 10, seed=2, window_chunks=3), resident=resident)
+
+    with make() as loader:
         rows = [batch.clone() for (batch,) in loader]
     for cut in range(len(rows) + 1):
-        with make_loader(path, 10, **options) as loader:
+        with make() as loader:
             batches = iter(loader)
             seen = [batch.clone() for (batch,) in islice(batches, cut)]
             state = through_json(loader.state_dict())
             batches.close()
-        with make_loader(path, 10, **options) as loader:
+        with make() as loader:
             loader.load_state_dict(state)
             seen += [batch.clone() for (batch,) in loader]
         assert len(seen) == len(rows) and all(map(torch.equal, seen, rows))
@@ -134,7 +143,7 @@ def test_rows_of_a_matrix(tmp_path, resident):
 @pytest.mark.parametrize("options", [{"resident": False}, {"resident": True}, {"resident": False, "reuse": True}])
 def test_a_used_loader_loads_a_state(path, options):
     """Its threads are at another place, or the data is on the device already."""
-    with make_loader(path, 16, **ORDER, **options) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), **options) as loader:
         epochs = [labels_of(iter(loader)) for _ in range(3)]
         loader.set_epoch(1)
         batches = iter(loader)
@@ -158,7 +167,7 @@ def test_a_used_loader_loads_a_state(path, options):
 def make(request, path):
     if request.param == "sampler":
         return lambda **options: ChunkSampler(ChunkDataset(path), 16, **{**ORDER, **options})
-    return lambda **options: make_loader(path, 16, **{**ORDER, **LOADERS[request.param], **options})
+    return lambda **options: loader_of(path, request.param, **options)
 
 
 def test_after_the_last_batch_and_after_the_epoch(make):
@@ -226,7 +235,7 @@ def test_saving_disturbs_nothing(make):
 
 def test_a_loader_whose_batches_are_counted_reads_on_at_the_seam(path):
     """As Lightning does: as many batches as it has are taken, and the end is never looked for."""
-    with make_loader(path, 16, **ORDER) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER)) as loader:
         expected = [labels_of(iter(loader)) for _ in range(2)]
         loader.set_epoch(0)
         first = iter(loader)
@@ -346,7 +355,7 @@ def test_another_world_size_goes_on(path, kind, tail):
             if kind == "sampler":
                 feed = ChunkSampler(ChunkDataset(path), 24 // world_size, **options)
             else:
-                feed = make_loader(path, 24 // world_size, **options)
+                feed = ChunkLoader(**ordered(path, 24 // world_size, **options))
             if state is not None:
                 feed.load_state_dict(state)
             batches = iter(feed)
@@ -490,7 +499,7 @@ def test_a_state_with_each_batch_looks_at_the_data_once(path, monkeypatch):
     monkeypatch.setattr(ChunkDataset, "fingerprint", property(lambda dataset: looks.append(1) or whole(dataset)))
     dataset = ChunkDataset(path).subset(range(50))
     sampler = ChunkSampler(dataset, 8, weights=np.ones(50))
-    with make_loader(dataset, 8, weights=np.ones(50)) as loader:
+    with ChunkLoader(**ordered(dataset, 8, weights=np.ones(50))) as loader:
         states = [
             (sampler.state_dict()["batch"], loader.state_dict()["batch"]) for _ in zip(sampler, loader, strict=True)
         ]

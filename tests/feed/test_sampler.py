@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 from support.foreign import chunk_table, counted, make_file, make_images, read_epochs, values
-from support.loader_options import make_loader
 from torch.utils.data import DataLoader, TensorDataset
 
 import h5chunk
@@ -276,9 +275,8 @@ def test_loaders_of_other_data_are_left_alone():
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("make", [ChunkSampler, make_loader])
-def test_too_few_samples_to_pad_are_refused_at_once(tmp_path, make):
+def test_too_few_samples_to_pad_are_refused_at_once(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 5, 2))
     with pytest.raises(OptionError, match=r"of 8 lanes .* there are only 5 samples"):
-        make(dataset, 4, pad=True, rank=7, world_size=8)
+        ChunkSampler(dataset, 4, pad=True, rank=7, world_size=8)
     dataset.close()

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, nothing_is_left, reading_threads
-from support.loader_files import IMAGES, LABELS, N, epoch_of, path
-from support.loader_options import make_loader
+from support.loader_files import IMAGES, LABELS, N, epoch_of, least_memory, path
+from support.orders import ordered
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
@@ -30,6 +30,7 @@ __all__ = ["nothing_is_left", "path"]
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+FLOAT = {"transforms": [ToDtype(torch.float32)]}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -59,7 +60,7 @@ def until(condition) -> bool:
 @pytest.mark.parametrize("options", [{"window_chunks": 8}, {"shuffle": False}, {"window_chunks": 30}])
 def test_windows_are_read_once_and_in_order(path, loads, echo, options):
     """However often they are trained, over the seams between epochs too."""
-    with make_loader(path, 8, echo=echo, **options) as loader:
+    with ChunkLoader(**ordered(path, 8, **options), echo=echo) as loader:
         orders = [loader.order]
         for epoch in range(1, 12):
             orders.append(Order(**{**orders[0].__dict__, "epoch": epoch}))
@@ -87,11 +88,8 @@ def test_a_slot_is_filled_again_once_its_batches_were_used(path, loads, reuse):
 def test_a_window_is_read_while_others_are_used_and_kept_for_echoes(path, loads):
     """Even in the least memory."""
     for echo in (1, 2):
-        options = {"echo": echo, "window_chunks": 8}
-        with pytest.raises(OptionError) as refused:
-            make_loader(path, 16, memory_bytes=0, **options)
-        needed = int(str(refused.value).split("need ")[1].split(":")[0])
-        with make_loader(path, 16, memory_bytes=needed, **options) as loader:
+        options = {**ordered(path, 16, window_chunks=8), "echo": echo}
+        with ChunkLoader(**options, memory_bytes=least_memory(**options)) as loader:
             del loads[:]
             batches = iter(loader)
             for _ in range(3 if echo != 2 else 5):  # the first batch of the second window
@@ -111,12 +109,13 @@ def test_a_window_is_read_while_others_are_used_and_kept_for_echoes(path, loads)
     more=st.integers(0, 5000),
     breaks=st.lists(st.integers(0, 300), max_size=4),
 )
-def test_epochs_and_breaks_in_any_memory(path, batch_size, echo, more, breaks, **options):
+def test_epochs_and_breaks_in_any_memory(
+    path, batch_size, window_chunks, shuffle, num_threads, reuse, echo, more, breaks
+):
     """Right data, never a deadlock, and after a break the next epoch."""
-    with pytest.raises(OptionError) as refused:
-        make_loader(path, batch_size, echo=echo, memory_bytes=0, **options)
-    needed = int(str(refused.value).split("need ")[1].split(":")[0])
-    with make_loader(path, batch_size, echo=echo, memory_bytes=needed + more, **options) as loader:
+    options = {**ordered(path, batch_size, window_chunks=window_chunks, shuffle=shuffle), "echo": echo, "reuse": reuse}
+    needed = least_memory(**options, num_threads=num_threads)
+    with ChunkLoader(**options, num_threads=num_threads, memory_bytes=needed + more) as loader:
         for epoch, stop in enumerate([*breaks, 1 << 30]):
             assert loader.order.epoch == epoch
             seen: Counter[int] = Counter()
@@ -275,20 +274,20 @@ class TestCuda:
     @pytest.mark.parametrize(
         "options",
         [
-            {"dtype": torch.float32},
-            {"dtype": torch.float32, "channels_last": True},
-            {"batch_size": 7, "dtype": torch.float32},
-            {"batch_size": 300, "drop_last": True, "dtype": torch.float32, "memory_bytes": 80 << 20},
-            {"shuffle": False, "dtype": torch.float32},
+            {},
+            {"transforms": [ToDtype(torch.float32, channels_last=True)]},
+            {"batch_size": 7},
+            {"batch_size": 300, "drop_last": True, "memory_bytes": 80 << 20},
+            {"shuffle": False},
         ],
     )
     def test_the_same_as_on_the_cpu(self, images, poisoned, resident, echo, options):
         if resident:
             options = {name: value for name, value in options.items() if name != "memory_bytes"}
-        options = {"batch_size": 64, "echo": echo, "resident": resident, "seed": 2, **options}
-        with make_loader(images, **options) as loader:
+        options = {"batch_size": 64, "echo": echo, "resident": resident, "seed": 2, **FLOAT, **options}
+        with ChunkLoader(images, **options) as loader:
             expected = self.sums(loader, 2)
-        with make_loader(images, device="cuda", **options) as loader:
+        with ChunkLoader(images, device="cuda", **options) as loader:
             assert loader.is_resident == resident
             assert self.sums(loader, 2, delay=10_000_000) == expected
 
@@ -300,17 +299,16 @@ class TestCuda:
         for resident in (False, True):
             found = []
             for device, delay in (("cpu", 0), ("cuda", 10_000_000)):
-                options = {"dtype": torch.float32, "device": device, "resident": resident}
-                with make_loader(path, 32, **options) as loader:
+                with ChunkLoader(path, 32, device=device, resident=resident, **FLOAT) as loader:
                     found.append(self.sums(loader, 2, delay))
             assert found[0] == found[1]
 
     def test_another_stream_of_the_consumer(self, images, poisoned):
-        with ChunkLoader(images, 64, resident=False, transforms=[ToDtype(torch.float32)]) as loader:
+        with ChunkLoader(images, 64, resident=False, **FLOAT) as loader:
             expected = self.sums(loader, 2)
         stream = torch.cuda.Stream()
-        options = {"dtype": torch.float32, "resident": False, "device": "cuda"}
-        with make_loader(images, 64, **options) as loader, torch.cuda.stream(stream):
+        options = {"resident": False, "device": "cuda", **FLOAT}
+        with ChunkLoader(images, 64, **options) as loader, torch.cuda.stream(stream):
             assert self.sums(loader, 2, delay=10_000_000) == expected
 
     def test_auto(self, images):
@@ -330,8 +328,8 @@ class TestCuda:
     @pytest.mark.parametrize("echo", [1, 2])
     def test_the_loop_never_waits_for_the_device(self, images, resident, echo):
         """Nothing in it synchronises: the loop runs ahead of the GPU."""
-        options = {"echo": echo, "resident": resident, "normalize": (MEAN, STD)}
-        with make_loader(images, 64, device="cuda", **options) as loader:
+        options = {"echo": echo, "resident": resident, "transforms": [Normalize(MEAN, STD)]}
+        with ChunkLoader(images, 64, device="cuda", **options) as loader:
             list(loader)
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -365,12 +363,12 @@ class TestCuda:
         finally:
             gc.enable()
 
-    @pytest.mark.parametrize("options", [{}, {"normalize": (MEAN, STD)}])
-    def test_resident_data_is_there_once(self, images, options):
+    @pytest.mark.parametrize("transforms", [[], [Normalize(MEAN, STD)]])
+    def test_resident_data_is_there_once(self, images, transforms):
         """Batches are gathered a few at a time."""
         gc.collect()
         data, before = 1003 * 3 * 64 * 64, torch.cuda.memory_allocated()
-        with make_loader(images, 16, device="cuda", resident=True, **options) as loader:
+        with ChunkLoader(images, 16, device="cuda", resident=True, transforms=transforms) as loader:
             batches = iter(loader)
             next(batches)  # all is loaded
             torch.cuda.reset_peak_memory_stats()

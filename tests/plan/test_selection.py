@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loader_files import LABELS, N, epoch_of, path  # noqa: F401
-from support.loader_options import make_loader
 from support.matrices import dense, random_matrix, write
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, OptionError, StateError
 from h5chunk.plan.selection import WeightedSelection, balanced_weights, check_weights, select_samples, split_samples
-from h5chunk.transforms import Csr
+from h5chunk.transforms import Csr, Dense
 
 many = settings(max_examples=100, deadline=None)
 SUBSET = np.random.default_rng(0).permutation(N)[:71]
@@ -77,7 +77,7 @@ def test_a_subset_by_every_reader(path, options, as_mask):  # noqa: F811
     part = ChunkDataset(path).subset(mask if as_mask else SUBSET)
     assert len(part) == 71 and part.samples.tolist() == sorted(SUBSET.tolist())
     sampler = ChunkSampler(part, 16, seed=4)
-    with make_loader(path, 16, subset=mask if as_mask else SUBSET, seed=4, **options) as loader:
+    with ChunkLoader(part, 16, seed=4, **options) as loader:
         for _ in range(2):
             found = epoch_of(loader)
             assert found == [part[rows][1].tolist() for rows in sampler]
@@ -132,15 +132,15 @@ def test_stratified(tmp_path):
     assert counts == [[490, 196, 14], [140, 56, 4], [70, 28, 2]]
 
 
-@pytest.mark.parametrize("sparse", ["dense", "csr"])
-def test_weights(tmp_path, sparse):
+@pytest.mark.parametrize("layout", [Dense(), Csr()])
+def test_weights(tmp_path, layout):
     """By class, of sampler and loader alike; also of a matrix, whose windows have other sizes then."""
     classes = np.repeat([0, 1], [380, 20])
     matrix = random_matrix(400, 50, 6)
     path = write(tmp_path / "a.h5", matrix, fields={"labels": classes}, chunk_samples=8)  # noqa: F811
     dataset = ChunkDataset(path, fields=("X", "labels"))
     sampler = ChunkSampler(dataset, 32, weights="labels", window_chunks=4)
-    loader = make_loader(dataset, 32, weights="labels", window_chunks=4, sparse=sparse)
+    loader = ChunkLoader(**ordered(dataset, 32, weights="labels", window_chunks=4), transforms=[layout])
     for _ in range(2):
         drawn = Counter()
         for rows, (found, labels) in zip(sampler, loader, strict=True):
@@ -153,7 +153,7 @@ def test_weights(tmp_path, sparse):
 def test_weights_of_a_subset(path):  # noqa: F811
     weights = np.zeros(71)
     weights[[3, 50]] = 1, 3
-    loader = make_loader(path, 10, subset=SUBSET, weights=weights)
+    loader = ChunkLoader(**ordered(ChunkDataset(path).subset(SUBSET), 10, weights=weights))
     drawn = Counter(chain(*epoch_of(loader)))
     wanted = np.sort(SUBSET)[[3, 50]].tolist()
     assert set(drawn) == set(wanted) and abs(drawn[wanted[1]] - 53) <= 1
@@ -164,9 +164,10 @@ def test_states_of_other_samples_are_refused(path):  # noqa: F811
     ChunkLoader(ChunkDataset(path).subset(np.sort(SUBSET)), 10).load_state_dict(state)
     ChunkSampler(ChunkDataset(path).subset(SUBSET), 10).load_state_dict(state)
     other = np.append(np.sort(SUBSET)[:-1], N - 1 if N - 1 not in SUBSET else N - 2)
-    for options in ({"subset": other}, {"subset": SUBSET, "weights": np.ones(71)}, {}):
+    dataset = ChunkDataset(path)
+    for data, order in ((dataset.subset(other), {}), (dataset.subset(SUBSET), {"weights": np.ones(71)}), (dataset, {})):
         with pytest.raises(StateError, match="state is of"):
-            make_loader(path, 10, **options).load_state_dict(state)
+            ChunkLoader(**ordered(data, 10, **order)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_what_cannot_be(call, message):
 
 def test_fields_that_cannot_be_weights(path):  # noqa: F811
     with pytest.raises(FieldError, match="has no dataset 'nothing'"):
-        make_loader(path, 10, weights="nothing")
+        ChunkLoader(**ordered(path, 10, weights="nothing"))
     with pytest.raises(FieldError, match="name one of a value a sample"):
         ChunkDataset(path).split((1.0,), stratify="images")
     with pytest.raises(OptionError, match="name is a ndarray: give the name of a field"):
@@ -204,5 +205,5 @@ def test_fields_that_cannot_be_weights(path):  # noqa: F811
 
 @pytest.mark.parametrize("weight", [1e308, 1e-320, 1.0])
 def test_huge_and_tiny_weights_are_equal_ones(path, weight):  # noqa: F811
-    with make_loader(path, 16, weights=np.full(N, weight)) as loader:
+    with ChunkLoader(**ordered(path, 16, weights=np.full(N, weight))) as loader:
         assert sorted(chain(*epoch_of(loader))) == list(range(N))

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.scripts import load, needs_gpu, one_thread
 
 import h5chunk
 
+__all__ = ["one_thread"]
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU in this process
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 COUNT, SIZE, CLASSES = 150, 24, 3
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-def load(name: str) -> ModuleType:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
 train_images, ablation, make_images = load("train_images"), load("ablation"), load("make_images")
-Settings = train_images.Settings
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny batches are slower with more, and sums then depend on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+feeds = load("ablation_feeds")
+Settings = feeds.Settings
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +49,8 @@ def settings(packed: Path):
     return Settings(packed, device="cpu", batch_size=16, lr=3e-3)
 
 
-def run(settings, **changes):
-    return train_images.train(replace(settings, **changes), say=lambda _: None)
+def run(settings, utilisation_s=None, **changes):
+    return ablation.train(replace(settings, **changes), utilisation_s)
 
 
 def losses(settings, **changes) -> list[float]:
@@ -100,22 +82,17 @@ def test_workers_change_nothing(settings):
 def test_transport_changes_nothing_but_the_bytes(settings, folder, loader):
     settings = replace(settings, loader=loader, data=folder if loader == "folder" else settings.data)
     assert losses(settings, transport="float32") == pytest.approx(losses(settings, transport="uint8"), rel=1e-3)
-    dataset = train_images.open_dataset(replace(settings, transport="float32"), settings.data)
+    dataset = feeds.open_dataset(replace(settings, transport="float32"))
     assert dataset[0][0].dtype == torch.float32
 
 
-def test_deterministic(settings, monkeypatch):
-    seen = []
-    step = train_images.Trainer.step
-    monkeypatch.setattr(
-        train_images.Trainer,
-        "step",
-        lambda *args: (seen.append(torch.are_deterministic_algorithms_enabled()), step(*args))[1],
-    )
+def test_deterministic(settings):
     first, second = (losses(settings, deterministic=True) for _ in range(2))
     assert first == second
     assert losses(settings, deterministic=True, seed=1) != first
-    assert all(seen) and not torch.are_deterministic_algorithms_enabled()
+    with train_images.kernels(replace(settings, deterministic=True)):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(
@@ -125,14 +102,10 @@ def test_ways_to_compute(settings, changes):
     assert all(np.isfinite(losses(settings, **changes)))
 
 
-def test_cpu_threads(settings, monkeypatch):
-    seen = set()
-    count = train_images.Trainer.count
-    monkeypatch.setattr(
-        train_images.Trainer, "count", lambda *args: (seen.add(torch.get_num_threads()), count(*args))[1]
-    )
-    run(settings, cpu_threads=2, epochs=1)
-    assert seen == {2} and torch.get_num_threads() == 1
+def test_cpu_threads(settings):
+    with train_images.kernels(replace(settings, cpu_threads=2)):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
 
 
 def test_set_to_none_drops_the_gradients(settings):
@@ -143,7 +116,7 @@ def test_set_to_none_drops_the_gradients(settings):
 
 
 def test_image_size_of_a_folder(settings, folder):
-    dataset = train_images.open_dataset(replace(settings, loader="folder", image_size=(10, 14)), folder)
+    dataset = feeds.open_dataset(replace(settings, data=folder, loader="folder", image_size=(10, 14)))
     assert dataset[0][0].shape == (3, 10, 14)
 
 
@@ -171,7 +144,7 @@ def test_prefetch_stream_is_one_batch_ahead(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     place.device = "cuda"
-    for images, _labels in train_images.PrefetchStream(place).over([("a", "1"), ("b", "2")]):
+    for images, _labels in feeds.PrefetchStream(place).over([("a", "1"), ("b", "2")]):
         done.append(("train", images.name))
     assert done == [
         ("send", "a"),
@@ -181,10 +154,9 @@ def test_prefetch_stream_is_one_batch_ahead(monkeypatch):
 
 
 def test_echo(settings):
-    epoch = run(settings, echo=2.0, epochs=1).epochs[0]
-    assert epoch.num_images == 2 * (COUNT // 16) * 16
-    assert epoch.fresh_images_per_s == pytest.approx(epoch.images_per_s / 2)
-    assert "fresh" in str(epoch)
+    given = run(settings, echo=2.0, epochs=1)
+    assert given.epochs[0].num_images == 2 * (COUNT // 16) * 16
+    assert given.fresh_images_per_s == [pytest.approx(given.epochs[0].images_per_s / 2)]
 
 
 def test_resident(settings):
@@ -193,68 +165,51 @@ def test_resident(settings):
     assert "resident" not in run(settings, resident="no").loader
 
 
-@pytest.mark.parametrize("loader", ["chunk", "dataset", "folder"])
-def test_validation_takes_each_sample_once(settings, folder, loader):
-    data = folder if loader == "folder" else settings.data
-    settings = replace(settings, loader=loader, data=data, echo=2.0 if loader == "chunk" else 1)
-    dataset = train_images.open_dataset(settings, data)
-    batches = train_images.make_loader(settings, dataset, data, training=False)
-    given = torch.cat([labels for _, labels in batches])
-    train_images.close(batches)
+def test_validation_takes_each_sample_once(settings):
+    dataset = train_images.open_dataset(settings.data)
+    with train_images.make_loader(replace(settings, echo=2.0), dataset, training=False) as batches:
+        given = torch.cat([labels for _, labels in batches])
     assert given.tolist() == [int(dataset[i][1]) for i in range(COUNT)]
 
 
 def test_validation_changes_nothing(settings):
-    with_it = run(settings, val=settings.data)
-    assert [epoch.loss for epoch in with_it.epochs] == losses(settings)
-    assert 0 <= with_it.epochs[-1].val_accuracy <= 1
-    assert with_it.epochs[-1].val_loss < with_it.epochs[0].loss
+    said = []
+    epochs = train_images.train(replace(settings, val=settings.data), said.append)
+    assert [epoch.loss for epoch in epochs] == losses(settings)
+    assert 0 <= epochs[-1].val_accuracy <= 1
+    assert epochs[-1].val_loss < epochs[0].loss
+    assert "val loss" in said[0] and f"{epochs[-1].val_loss:.4f}" in said[-1]
 
 
 def test_utilisation_leaves_no_trace(settings):
-    measured = run(settings, measure_utilisation=0.01)
+    measured = run(settings, 0.01)
     assert [epoch.loss for epoch in measured.epochs] == losses(settings)
-    assert all(epoch.utilisation > 0 for epoch in measured.epochs)
-    assert run(settings).epochs[0].utilisation is None
-
-
-CHUNK = [
-    ({"num_workers": 2}, "reads with threads"),
-    ({"pin_memory": True}, "pinned memory by itself"),
-    ({"non_blocking": True}, "beside the computation by itself"),
-    ({"prefetch_stream": True}, "stream of its own"),
-    ({"transport": "float32"}, "sends what the file holds"),
-    ({"image_size": (8, 8)}, "--image-size is for --loader folder"),
-    ({"amp": "fp16"}, "needs a GPU"),
-    ({"model": "vit_b_16", "channels_last": True}, "convolutions"),
-    ({"prefetch_factor": 2}, "--prefetch-factor is per worker"),
-    ({"persistent_workers": True}, "give --num-workers"),
-    ({"steps": 0}, "--steps is 0"),
-    ({"cpu_threads": 0}, "--cpu-threads is 0"),
-    ({"cpu_threads": 1, "device": "cuda"}, "--cpu-threads is for training on a CPU"),
-]
-DATASET = [
-    ({"echo": 2.0}, "--echo is for ChunkLoader"),
-    ({"resident": "no"}, "--resident is for ChunkLoader"),
-    ({"pin_memory": True}, "copies to a GPU"),
-    ({"non_blocking": True, "device": "cuda"}, "add --pin-memory"),
-    ({"prefetch_stream": True}, "copies to a GPU"),
-]
+    assert len(measured.cached_images_per_s) == 2 and min(measured.cached_images_per_s) > 0
+    assert run(settings).cached_images_per_s == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), CHUNK + [(changes | {"loader": "dataset"}, message) for changes, message in DATASET]
+    ("changes", "message"),
+    [
+        ({"amp": "fp16"}, "needs a GPU"),
+        ({"model": "vit_b_16", "channels_last": True}, "convolutions"),
+        ({"loader": "dataset", "prefetch_factor": 2}, "--num-workers is 0: give at least 1"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"cpu_threads": 0}, "--cpu-threads is 0"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"epochs": 0}, "--epochs is 0"),
+        ({"cpu_threads": 1, "device": "cuda"}, "--cpu-threads is for training on a CPU"),
+        ({"echo": 0.5}, "echo is 0.5"),
+    ],
 )
 def test_what_would_do_nothing_is_refused(settings, changes, message):
-    with pytest.raises(train_images.SettingsError, match=message):
+    with pytest.raises((train_images.SettingsError, h5chunk.OptionError), match=message):
         run(settings, **changes)
 
 
 def test_what_does_not_fit_the_data_is_refused(settings, folder, class_folder, tmp_path):
-    with pytest.raises(train_images.SettingsError, match="there are 150 images"):
+    with pytest.raises(train_images.SettingsError, match="but there are 150 images"):
         run(settings, batch_size=1000)
-    with pytest.raises(train_images.SettingsError, match="needs a folder of images"):
-        run(settings, loader="folder")
     flat = tmp_path / "flat.h5"
     h5chunk.convert(folder / "class00", flat, workers=0)
     with pytest.raises(train_images.SettingsError, match="no labels"):
@@ -262,7 +217,7 @@ def test_what_does_not_fit_the_data_is_refused(settings, folder, class_folder, t
     others = tmp_path / "others.h5"
     h5chunk.convert(class_folder(), others, workers=0)
     with pytest.raises(train_images.SettingsError, match="has classes"):
-        run(settings, val=others)
+        train_images.train(replace(settings, val=others))
 
 
 def test_torchvision_is_missing(settings, monkeypatch):
@@ -278,19 +233,19 @@ def test_vit_takes_squares_of_patches():
 
 
 def test_every_setting_has_a_switch():
-    switches = {action.dest for action in train_images.make_parser()._actions} - {"help", "json"}
-    assert switches == {field.name for field in fields(Settings)}
+    switches = vars(train_images.make_parser().parse_args(["photos.h5"]))
+    assert Settings(**switches | {"data": Path("photos.h5")}) == Settings(Path("photos.h5"))
+    assert set(switches) == {field.name for field in fields(train_images.Settings)}
 
 
-def test_command_line(packed, tmp_path, capsys):
-    figures = tmp_path / "figures.json"
-    train_images.main([str(packed), "--device", "cpu", "--epochs", "1", "--json", str(figures)])
+def test_command_line(packed, capsys):
+    train_images.main([str(packed), "--device", "cpu", "--epochs", "1", "--resident", "yes"])
     printed = capsys.readouterr().out
-    assert "ChunkLoader(" in printed and "images/s" in printed
-    assert json.loads(figures.read_text())["epochs"][0]["num_images"] == 128
+    assert "ChunkLoader(" in printed and "images/s" in printed and "samples resident" in printed
+    assert printed.splitlines()[-1].startswith("    0 ")
     with pytest.raises(SystemExit):
-        train_images.main([str(packed), "--loader", "dataset", "--echo", "2"])
-    assert "--echo is for ChunkLoader" in capsys.readouterr().err
+        train_images.main([str(packed), "--batch-size", "0"])
+    assert "--batch-size is 0" in capsys.readouterr().err
 
 
 def rows_of(device: str, model: str = "cnn") -> list[tuple[str, Settings]]:
@@ -316,7 +271,11 @@ def test_rows_of_a_quick_ablation():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_can_be_and_differ(device, model):
     rows = rows_of(device, model)
-    assert [train_images.refusals(settings) for _, settings in rows] == [[]] * len(rows)
+    for _, row in rows:
+        if row.loader == "chunk":  # which does by itself what the DataLoader's switches do
+            assert not (row.num_workers or row.pin_memory or row.prefetch_stream) and row.transport == "uint8"
+        assert row.pin_memory or not row.non_blocking  # the copy of other memory blocks in any case
+        assert (row.image_size is None) is (row.loader != "folder")
     assert len({repr(settings) for _, settings in rows}) == len(rows)
     assert ("+ channels_last" in dict(rows)) is (model != "vit_b_16")
 
@@ -344,7 +303,7 @@ def test_ablation(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     with pytest.raises(SystemExit):
         ablation.main(["--quick", *size, *where, "--num-workers", "0"])
-    assert "--prefetch-factor is per worker" in capsys.readouterr().err
+    assert "--num-workers is 0: give at least 1" in capsys.readouterr().err
     next((folder / "class00").iterdir()).unlink()
     with pytest.raises(SystemExit):
         ablation.main(["--quick", *size, *where])
@@ -380,6 +339,6 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("amp", ["bf16", "fp16"])
     def test_amp(self, settings, amp):
-        epochs = run(settings, device="cuda", amp=amp, epochs=4, measure_utilisation=0.05).epochs
+        epochs = run(settings, 0.05, device="cuda", amp=amp, epochs=4).epochs
         assert epochs[-1].loss < 0.7 * epochs[0].loss
         assert epochs[-1].peak_bytes > 0

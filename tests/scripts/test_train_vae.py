@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,36 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import sparse
+from support.scripts import load, needs_gpu, one_thread
 
 import h5chunk
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+__all__ = ["one_thread"]
+
 ROWS, COLUMNS, RATINGS = 300, 120, 9000
-
-
-def load(name: str) -> ModuleType:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPTS))
 
 
 make_ratings, train_vae, vae_compare = load("make_ratings"), load("train_vae"), load("vae_compare")
 vae_data, vae_model = load("vae_data"), load("vae_model")
 vae_feeds, vae_job = load("peers.vae_feeds"), load("peers.vae_job")
 Rows = vae_data.Rows
-
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny batches are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -635,5 +614,5 @@ def test_what_is_refused(packed, capsys, options, message):
 
 
 def test_every_setting_has_a_switch():
-    switches = {action.dest for action in train_vae.make_parser()._actions if isinstance(action, argparse.Action)}
-    assert switches - {"help", "json", "compare"} == set(train_vae.Settings.__dataclass_fields__)
+    switches = vars(train_vae.make_parser().parse_args(["ratings.h5"]))
+    assert set(switches) - {"json", "compare"} == set(train_vae.Settings.__dataclass_fields__)

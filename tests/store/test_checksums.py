@@ -15,13 +15,14 @@ import torch
 from support.csr_files import write_csr
 from support.foreign import make_file
 from support.leftovers import nothing_is_left
-from support.loader_options import make_loader
 from support.matrices import random_matrix, write
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.store.hdf5.chunk_table import list_chunks
 from h5chunk.store.read import checksums
@@ -113,7 +114,7 @@ def message(path: Path, name: str, chunk: int) -> str:
 
 def read_loader(path: Path | list[Path], mode: str, **options: Any) -> list[bytes]:
     """All samples, in the order of the file, by a `ChunkLoader`."""
-    with make_loader(path, 16, shuffle=False, checksums=mode, **options) as loader:
+    with ChunkLoader(ChunkDataset(path, checksums=mode), 16, shuffle=False, **options) as loader:
         return [as_bytes(batch) for batch in loader]
 
 
@@ -175,12 +176,13 @@ def test_first_checks_each_chunk_once_and_always_every_time(
     monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 0)  # labels as well are read of the file each epoch
     path = tmp_path / "a.h5"
     path.write_bytes(images.read_bytes())
-    options: dict[str, Any] = {"window_chunks": 1, "reader": reader}
     for name, chunk in (("images", 3), ("labels", -1)):
         with (
-            make_loader(path, 16, checksums="first", **options) as first,
-            make_loader(path, 16, checksums="always", **options) as always,
-            make_loader(path, 16, **options) as off,
+            ChunkLoader(**ordered(ChunkDataset(path, checksums="first"), 16, window_chunks=1), reader=reader) as first,
+            ChunkLoader(
+                **ordered(ChunkDataset(path, checksums="always"), 16, window_chunks=1), reader=reader
+            ) as always,
+            ChunkLoader(**ordered(path, 16, window_chunks=1), reader=reader) as off,
         ):
             epochs = [[as_bytes(batch) for batch in loader] for loader in (first, always, off)]
             assert epochs[0] == epochs[1] == epochs[2]
@@ -201,7 +203,7 @@ def test_sums_are_computed_once_a_chunk(images: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(checksums, "crc32", lambda data, start=0: summed.append(len(data)) or crc32(data, start))
     monkeypatch.setenv("H5CHUNK_NATIVE", "0")  # threads in C count nothing
     num_chunks = -(-N // CHUNK)
-    with make_loader(images, 16, shuffle=False, num_threads=1, checksums="first") as loader:
+    with ChunkLoader(ChunkDataset(images, checksums="first"), 16, shuffle=False, num_threads=1) as loader:
         for _ in range(3):
             assert sum(len(batch[0]) for batch in loader) == N
     assert sum(summed) == (9600 + 64) * num_chunks
@@ -230,9 +232,9 @@ def test_a_single_sample_checks_its_chunk_alone(images: Path, tmp_path: Path) ->
     part = dataset.subset([1, 2 * CHUNK + 1])
     with pytest.raises(FileError, match=message(path, "images", 2)):
         part[[0, 1]]
-    with make_loader(dataset, 4, subset=np.arange(2 * CHUNK)) as loader:
+    with ChunkLoader(dataset.subset(np.arange(2 * CHUNK)), 4) as loader:
         assert len(list(loader)) == CHUNK // 2
-    with make_loader(dataset, 4, subset=[0, 2 * CHUNK]) as loader, pytest.raises(FileError, match="'images', chunk 2"):
+    with ChunkLoader(dataset.subset([0, 2 * CHUNK]), 4) as loader, pytest.raises(FileError, match="'images', chunk 2"):
         list(loader)
 
 
@@ -265,12 +267,12 @@ def test_several_files(images: Path, tmp_path: Path, reader: str) -> None:
     paths = [tmp_path / f"a{i}.h5" for i in range(2)]
     for each in paths:
         each.write_bytes(images.read_bytes())
-    with make_loader(paths, 16, checksums="first", reader=reader) as loader:
+    with ChunkLoader(ChunkDataset(paths, checksums="first"), 16, reader=reader) as loader:
         assert sum(len(batch[0]) for batch in loader) == 2 * N
     for name in ("images", "labels"):
         flip(paths[1], name, -1)
         with (
-            make_loader(paths, 16, checksums="first", reader=reader) as loader,
+            ChunkLoader(ChunkDataset(paths, checksums="first"), 16, reader=reader) as loader,
             pytest.raises(FileError, match=message(paths[1], name, -1)),
         ):
             list(loader)
@@ -308,7 +310,7 @@ def test_a_row_in_two_chunks_checks_both(matrix: Path, tmp_path: Path, reader: s
     for damaged in (chunk, chunk + 1):
         flip(path, "X/indices", damaged)
         with (
-            make_loader(path, 1, subset=[row], checksums="first", reader=reader) as loader,
+            ChunkLoader(ChunkDataset(path, checksums="first").subset([row]), 1, reader=reader) as loader,
             pytest.raises(FileError, match=message(path, "X/indices", damaged)),
         ):
             list(loader)
@@ -319,7 +321,7 @@ def test_a_row_in_two_chunks_checks_both(matrix: Path, tmp_path: Path, reader: s
 def test_files_without_checksums(tmp_path: Path, images: Path, mode: str) -> None:
     theirs = make_file(tmp_path / "b.h5", images=(np.zeros((9, 4), np.uint8), {"chunks": (2, 4)}))
     remedy = rf"checksums is '{mode}', but .*b\.h5 has no checksums of 'images': .* h5chunk repack"
-    for make in (ChunkDataset, H5Reader, lambda path, **options: make_loader(path, 4, **options)):
+    for make in (ChunkDataset, H5Reader):
         with pytest.raises(OptionError, match=remedy):
             make(theirs, checksums=mode)
     with pytest.raises(OptionError, match=remedy):
@@ -331,9 +333,8 @@ def test_files_without_checksums(tmp_path: Path, images: Path, mode: str) -> Non
 
 
 def test_modes_that_are_none(images: Path) -> None:
-    for make in (ChunkDataset, lambda path, **options: make_loader(path, 4, **options)):
-        with pytest.raises(OptionError, match="checksums is 'sometimes': give off, first or always"):
-            make(images, checksums="sometimes")
+    with pytest.raises(OptionError, match="checksums is 'sometimes': give off, first or always"):
+        ChunkDataset(images, checksums="sometimes")
 
 
 def test_tables_that_cannot_be(images: Path, tmp_path: Path) -> None:
@@ -361,13 +362,13 @@ def test_a_matrix_of_ones_and_one_of_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("resident", [False, True])
 def test_on_a_gpu(path: Path, resident: bool) -> None:
-    with make_loader(path, 16, device="cuda", resident=resident, checksums="first") as loader:
+    with ChunkLoader(ChunkDataset(path, checksums="first"), 16, device="cuda", resident=resident) as loader:
         assert sum(len(batch[0]) for batch in loader) in (N, ROWS)
     for name in parts_of(path):
         flip(path, name, -1)
         with (
             pytest.raises(FileError, match=message(path, name, -1)),
-            make_loader(path, 16, device="cuda", resident=resident, checksums="first") as loader,
+            ChunkLoader(ChunkDataset(path, checksums="first"), 16, device="cuda", resident=resident) as loader,
         ):
             list(loader)
         flip(path, name, -1)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.file_sets import EVEN, IMAGES, UNEVEN, Sizes, make_set, total
 from support.foreign import chunk_table, counted, make_file, read_epochs, values
 from support.leftovers import nothing_is_left
-from support.loader_options import make_loader
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -87,7 +87,9 @@ def test_every_sample_once_the_same_by_every_reader(tmp_path_factory, sizes, bat
         assert sorted(flat(epoch)) == list(range(count))
         assert shuffle or flat(epoch) == list(range(count))
     for reader in ("direct", "h5py"):
-        with make_loader(folder, batch_size, shuffle=shuffle, seed=seed, window_chunks=3, reader=reader) as loader:
+        with ChunkLoader(
+            **ordered(folder, batch_size, window_chunks=3, shuffle=shuffle, seed=seed), reader=reader
+        ) as loader:
             assert [epoch_of(loader) for _ in range(2)] == epochs
     dataset.close()
 
@@ -99,9 +101,9 @@ def test_even_chunks_give_the_order_of_one_file(tmp_path: Path, options: dict[st
     reader = open_reader(tmp_path / "set")
     assert isinstance(reader, FileSet) and reader.chunk_starts is None and reader.chunk_samples == 8
     for window in (None, 3):
-        with make_loader(one, 24, window_chunks=window, **options) as whole:
+        with ChunkLoader(**ordered(one, 24, window_chunks=window, **options)) as whole:
             expected = [epoch_of(whole) for _ in range(2)]
-        with make_loader(tmp_path / "set", 24, window_chunks=window, **options) as loader:
+        with ChunkLoader(**ordered(tmp_path / "set", 24, window_chunks=window, **options)) as loader:
             assert [epoch_of(loader) for _ in range(2)] == expected
 
 
@@ -140,8 +142,8 @@ def test_batches_are_of_few_chunks(tmp_path: Path) -> None:
 
 def test_ranks_read_all_samples_once(paths: list[Path]) -> None:
     count = len(ChunkDataset(paths))
-    loaders = [make_loader(paths, 8, lanes=4, rank=rank, world_size=2) for rank in range(2)]
-    alone = make_loader(paths, 16, lanes=4, rank=0, world_size=1)
+    loaders = [ChunkLoader(**ordered(paths, 8, lanes=4, rank=rank, world_size=2)) for rank in range(2)]
+    alone = ChunkLoader(**ordered(paths, 16, lanes=4, rank=0, world_size=1))
     parts = [epoch_of(loader) for loader in loaders]
     assert sorted(flat([*parts[0], *parts[1]])) == list(range(count))
     for mine, theirs, whole in zip(*parts, epoch_of(alone), strict=True):
@@ -155,7 +157,7 @@ def test_parts(paths: list[Path]) -> None:
     count = len(dataset)
     some = np.flatnonzero(np.arange(count) % 3 == 1)
     assert dataset.subset(some)[[0, 5]][1].tolist() == some[[0, 5]].tolist()
-    with make_loader(paths, 10, subset=some, window_chunks=2) as loader:
+    with ChunkLoader(**ordered(ChunkDataset(paths).subset(some), 10, window_chunks=2)) as loader:
         assert sorted(flat(epoch_of(loader))) == some.tolist()
     parts = dataset.split((0.5, 0.3, 0.2), seed=2)
     assert sorted(np.concatenate([part.samples for part in parts])) == list(range(count))
@@ -163,7 +165,7 @@ def test_parts(paths: list[Path]) -> None:
         assert sorted(flat(epoch_of(loader))) == parts[1].samples.tolist()
     weights = np.zeros(count)
     weights[[3, count - 1]] = 1, 3
-    with make_loader(dataset, 10, weights=weights) as loader:
+    with ChunkLoader(**ordered(dataset, 10, weights=weights)) as loader:
         drawn = flat(epoch_of(loader))
     assert len(drawn) == count and abs(drawn.count(3) - count / 4) < 1 and set(drawn) == {3, count - 1}
 
@@ -393,7 +395,7 @@ def test_byte_order_may_differ(tmp_path: Path) -> None:
     dataset = ChunkDataset(tmp_path, fields=["x"])
     assert dataset[list(range(20))][0].tolist() == [*numbers, *numbers]
     with pytest.warns(UserWarning, match=r"'x' is read through h5py, in one thread: .*1.h5: its type"):
-        loader = make_loader(tmp_path, 7, fields=["x"])
+        loader = ChunkLoader(ChunkDataset(tmp_path, fields=["x"]), 7)
     assert sorted(x for (batch,) in loader for x in batch.tolist()) == sorted([*numbers, *numbers])
 
 
@@ -427,7 +429,7 @@ def test_classes(converted: Callable[..., Path], tmp_path: Path, class_folder: C
 
 def test_states_go_on_through_another_reader(paths: list[Path]) -> None:
     def loader(**options: Any) -> ChunkLoader:
-        return make_loader(paths, 16, seed=3, window_chunks=3, **options)
+        return ChunkLoader(**ordered(paths, 16, seed=3, window_chunks=3), **options)
 
     with loader() as whole:
         expected = epoch_of(whole)
@@ -438,7 +440,7 @@ def test_states_go_on_through_another_reader(paths: list[Path]) -> None:
         second.load_state_dict(state)
         assert batches + epoch_of(second) == expected
     with (
-        make_loader(paths[::-1], 16, seed=3, window_chunks=3) as other,
+        ChunkLoader(**ordered(paths[::-1], 16, window_chunks=3, seed=3)) as other,
         pytest.raises(StateError, match="another file"),
     ):
         other.load_state_dict(state)
@@ -476,7 +478,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_file_that_changes(tmp_path: Path, reader: str, change: Callable[[Path], Any], when: str) -> None:
     paths = make_set(tmp_path / "set", EVEN)
-    loader = make_loader(paths, 8, reader=reader, window_chunks=1, fields=["images"])
+    loader = ChunkLoader(**ordered(ChunkDataset(paths, fields=["images"]), 8, window_chunks=1), reader=reader)
     batches = iter(loader)
     if when == "meanwhile":
         next(batches)

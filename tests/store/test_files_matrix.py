@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.foreign import make_file, values
 from support.leftovers import in_fork, nothing_is_left
-from support.loader_options import make_loader, transforms_of
-from support.matrices import check_epoch, dense, write, write_anndata
+from support.matrices import LAYOUTS, check_epoch, dense, write, write_anndata
 from support.matrix_sets import CUTS, WHOLE, make_set
+from support.orders import ordered
 from torch.utils.data import DataLoader
 
 from h5chunk.errors import FieldError, FileError
@@ -58,10 +58,11 @@ def test_rows_are_those_of_the_whole(
     if kind == "gzip":
         options = {"chunks": (50,), "maxshape": (None,), "compression": "gzip"}
     make_set(folder, "ours" if kind == "ours" else "anndata", (0, *sorted(cuts), 203), **options)
-    with make_loader(folder, batch_size, sparse=sparse, reader=reader, resident=resident, window_chunks=2) as loader:
+    how = {"reader": reader, "resident": resident, "transforms": [LAYOUTS[sparse]()]}
+    with ChunkLoader(**ordered(folder, batch_size, window_chunks=2), **how) as loader:
         for _ in range(2):
             check_epoch(loader, WHOLE.toarray().astype(float), sparse=sparse, tolerance=1e-6)
-    dataset = ChunkDataset(folder, transform=transforms_of(sparse=sparse))
+    dataset = ChunkDataset(folder, transform=LAYOUTS[sparse]())
     numbers = np.random.default_rng(batch_size).integers(-203, 203, 30)
     np.testing.assert_array_equal(dense(dataset[numbers][0]), rows_of(numbers % 203))
     dataset.close()
@@ -74,7 +75,7 @@ def test_through_workers(tmp_path: Path, sparse: str, options: dict[str, Any]) -
     expected = WHOLE.toarray() / options.get("scale", 1)
     if "pattern" in options:
         expected = (expected > 0).astype(float)
-    dataset = ChunkDataset(tmp_path / "set", transform=transforms_of(sparse=sparse))
+    dataset = ChunkDataset(tmp_path / "set", transform=LAYOUTS[sparse]())
     assert dataset[7][0].to_dense().tolist() == expected[7].tolist()  # the file is open before the fork
     sampler = ChunkSampler(dataset, 16, seed=3)
     numbers = list(ChunkSampler(ChunkDataset(tmp_path / "set"), 16, seed=3))
@@ -95,12 +96,12 @@ def test_labels_subsets_and_ranks(tmp_path: Path) -> None:
     for data in (dataset, dataset.subset(wanted)):
         seen: list[int] = []
         for rank in range(2):
-            with make_loader(data, 8, rank=rank, world_size=2, lanes=4, seed=1) as loader:
+            with ChunkLoader(**ordered(data, 8, rank=rank, world_size=2, lanes=4, seed=1)) as loader:
                 for rows, labels in loader:
                     np.testing.assert_array_equal(rows, rows_of(labels.numpy()))
                     seen += labels.tolist()
         assert sorted(seen) == (list(range(203)) if data is dataset else wanted.tolist())
-    with make_loader(dataset, 50, weights=(np.arange(203) == 17).astype(float)) as loader:
+    with ChunkLoader(**ordered(dataset, 50, weights=(np.arange(203) == 17).astype(float))) as loader:
         assert [labels.tolist() for _, labels in loader] == [[17] * 50] * 4 + [[17] * 3]
 
 

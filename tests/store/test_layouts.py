@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import scipy.sparse
 from support import odd_files as odd
-from support.loader_options import make_loader
 from support.odd_files import CASES, DIRECT, HDF5, PARTS, REFUSED, Case, make
 from torch.utils.data import default_collate
 
 from h5chunk import ChunkDataset, info, verify
 from h5chunk.errors import FileError, H5ChunkError, OptionError
+from h5chunk.feed.loader import ChunkLoader
 from h5chunk.plan.repack import Shares
 from h5chunk.store.hdf5 import chunk_table
 from h5chunk.store.read.reader import H5Reader
@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 def loaded(path: Path, reader: str, trusted: bool = False) -> np.ndarray:
     with quiet():
-        loader = make_loader(path, 8, shuffle=False, reader=reader, trusted=trusted)
+        loader = ChunkLoader(ChunkDataset(path, trusted=trusted), 8, shuffle=False, reader=reader)
     batches = [images.numpy() for (images,) in loader]
     return np.concatenate(batches) if batches else np.empty(0, np.uint16)
 

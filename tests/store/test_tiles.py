@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.foreign import make_file, values
-from support.loader_options import make_loader
+from support.orders import ordered
 
 import h5chunk
 from h5chunk.errors import FileError
@@ -70,7 +70,7 @@ def test_the_loader_gives_what_hdf5_gives(tmp_path: Path, chunks: tuple[int, ...
     for window in (1, 3):
         found = []
         for reader in ("direct", "h5py"):
-            with make_loader(path, 16, reader=reader, window_chunks=window) as loader:
+            with h5chunk.ChunkLoader(**ordered(path, 16, window_chunks=window), reader=reader) as loader:
                 found.append([[each.tolist() for each in batch] for _ in range(2) for batch in loader])
         assert found[0] == found[1]
         for pixels, numbers in h5chunk.ChunkLoader(path, 16):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from support.foreign import make_file, values
-from support.loader_options import make_loader
 from support.repack_files import check_same
 from torch.utils.data import DataLoader
 
@@ -46,7 +45,10 @@ def check_reads(path: Path, tmp_path: Path) -> None:
         expected = {name: file[name][()] for name in FIELDS}
     names = ["number", *FIELDS]
     dataset = h5chunk.ChunkDataset(path, fields=names)
-    batches = [*make_loader(path, 10, fields=names, reader="direct"), *DataLoader(dataset, 10)]
+    batches = [
+        *h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, fields=names), 10, reader="direct"),
+        *DataLoader(dataset, 10),
+    ]
     assert sorted(torch.cat([numbers for numbers, *_ in batches]).tolist()) == sorted([*range(N), *range(N)])
     for numbers, *batch in batches:
         for name, found in zip(FIELDS, batch, strict=True):

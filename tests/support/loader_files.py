@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from support.foreign import make_file, values
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.loader import ChunkLoader
+from h5chunk.transforms import Normalize, ToDtype
 
 N = 203  # images of 90 bytes: larger than what is kept in memory whole
 IMAGES = values((N, 3, 5, 6), np.uint8)
 LABELS = np.arange(N, dtype=np.int64)
+CHANNELS_LAST = ToDtype(torch.uint8, channels_last=True)
+CONVERSIONS = (ToDtype(torch.float64), Normalize(0.5, 0.25), CHANNELS_LAST)
 
 
 @pytest.fixture
@@ -30,3 +37,10 @@ def epoch_of(loader) -> list[list[int]]:
         assert images.shape[1:] == (3, 5, 6) and images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
         batches.append(labels.tolist())
     return batches
+
+
+def least_memory(**options) -> int:
+    """The least ``memory_bytes`` that a ChunkLoader with these arguments takes, as its error says."""
+    with pytest.raises(OptionError, match="memory_bytes is 0") as refused:
+        ChunkLoader(**options, memory_bytes=0)
+    return int(str(refused.value).split("need ")[1].split(":")[0])

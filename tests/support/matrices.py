@@ -11,6 +11,9 @@ import torch
 from support.csr_files import write_csr
 
 from h5chunk import ChunkLoader
+from h5chunk.transforms import Csr, Dense
+
+LAYOUTS = {"dense": Dense, "csr": Csr}
 
 
 def random_matrix(num_rows: int, num_columns: int, per_row: float, seed: int = 0) -> scipy.sparse.csr_matrix:

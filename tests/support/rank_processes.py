@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from support.loader_files import IMAGES
-from support.loader_options import make_loader
+from support.orders import ordered
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.transforms import ToDtype
 
 WAIT_S = 60
 ORDER = {"window_chunks": 4, "seed": 5}
@@ -72,7 +74,10 @@ def together(size: int) -> int:
 
 def refused(path: Path) -> list[str]:
     """What is said to those that were made before the process group: all ranks would read the same."""
-    early = [make_loader(path, 16, rank=0, world_size=1), ChunkSampler(ChunkDataset(path), 16, rank=0, world_size=1)]
+    early = [
+        ChunkLoader(**ordered(path, 16, rank=0, world_size=1)),
+        ChunkSampler(ChunkDataset(path), 16, rank=0, world_size=1),
+    ]
     assert all(len(list(each)) == 13 for each in early)  # as said
     said = []
     for each in early:
@@ -88,7 +93,7 @@ def read_epoch(rank: int, path: Path, batch_size: int) -> dict[str, Any]:
     """Epochs of a loader and of a sampler that know of ranks by torch.distributed alone."""
     found: dict[str, Any] = {"early": refused(path)}
     for tail, options in TAILS.items():
-        with make_loader(path, batch_size, **ORDER, **options) as loader:
+        with ChunkLoader(**ordered(path, batch_size, **ORDER, **options)) as loader:
             assert (loader.order.rank, loader.order.world_size) == (rank, distributed.get_world_size())
             assert loader.order.lanes == distributed.get_world_size()
             batches, sizes = [], []
@@ -102,8 +107,7 @@ def read_epoch(rank: int, path: Path, batch_size: int) -> dict[str, Any]:
 
 
 def read_part(_rank: int, path: Path, global_batch: int, state: Any, count: int | None) -> dict[str, Any]:
-    options = {**ORDER, "lanes": 4}
-    with make_loader(path, global_batch // distributed.get_world_size(), **options) as loader:
+    with ChunkLoader(**ordered(path, global_batch // distributed.get_world_size(), **ORDER, lanes=4)) as loader:
         if state is not None:
             loader.load_state_dict(state)
         batches = iter(loader)
@@ -121,7 +125,7 @@ def train(rank: int, path: Path, folder: Path, pause_s: float) -> list[float]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(90, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = make_loader(path, 12, **ORDER, lanes=4, dtype=torch.float32)
+    loader = ChunkLoader(**ordered(path, 12, **ORDER, lanes=4), transforms=[ToDtype(torch.float32)])
     checkpoint, log, step = folder / "checkpoint.pt", folder / f"log{rank}", 0
     if checkpoint.exists():
         saved = torch.load(checkpoint)

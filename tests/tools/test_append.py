@@ -27,7 +27,7 @@ from PIL import Image
 from support.conversions import check_file, linux
 from support.csr_files import write_csr
 from support.flipped_bits import flip, places
-from support.loader_options import make_loader
+from support.orders import ordered
 from support.pictures import pixels
 
 import h5chunk
@@ -325,7 +325,7 @@ def test_readers_of_the_old_file(tmp_path: Path) -> None:
 def test_a_loop_that_still_reads_when_the_file_is_replaced(tmp_path: Path, reader: str) -> None:
     path, source = make_file(tmp_path, 400), make_source(tmp_path / "new", range(400, 401))
     with (
-        make_loader(path, 8, reader=reader, window_chunks=2) as loader,
+        h5chunk.ChunkLoader(**ordered(path, 8, window_chunks=2), reader=reader) as loader,
         pytest.raises(FileError, match="replaced or changed since it was first opened: start again"),
     ):
         for number, _ in enumerate(loader):

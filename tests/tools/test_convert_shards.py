@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 from support.conversions import check_file, expectation, source_index
-from support.loader_options import make_loader
+from support.orders import ordered
 from support.pictures import pixels
 
 import h5chunk
@@ -92,7 +92,7 @@ def test_all_shards_are_shuffled_as_one(class_folder: Make, tmp_path: Path) -> N
     assert list(chain(*orders)) == source_index(tmp_path / "one.h5")
     epochs = []
     for path in (tmp_path / "one.h5", tmp_path / "set"):
-        with make_loader(path, 8, window_chunks=3) as loader:
+        with h5chunk.ChunkLoader(**ordered(path, 8, window_chunks=3)) as loader:
             epochs.append([[image.tolist() for image in images] for images, _ in loader])
     assert epochs[0] == epochs[1]
     convert(source, tmp_path / "plain", shards=4, shuffle=False)

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from support.children import Outcome, in_children
 from support.good_files import PLUGINS, GoodFile, make_good
-from support.loader_options import make_loader
 from support.mutations import Mutated, mutated, targets_of
 
 import h5chunk
@@ -148,7 +147,8 @@ def through_hdf5(path: Path, **options: Any) -> list[np.ndarray]:
 
 def by_ranges(path: Path, **options: Any) -> list[np.ndarray]:
     """All samples by a ChunkLoader."""
-    with make_loader(path, BATCH, shuffle=False, num_threads=2, reader="direct", **options) as loader:
+    dataset = h5chunk.ChunkDataset(path, **options)
+    with h5chunk.ChunkLoader(dataset, BATCH, shuffle=False, num_threads=2, reader="direct") as loader:
         batches = [batch for batch, _ in zip(loader, range(MAX_SAMPLES // BATCH), strict=False)]
         return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
 

@@ -1,0 +1,227 @@
+"""The loaders that ablation.py compares: torch's DataLoader of a folder or of a converted file, and ChunkLoader."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import train_images
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader, Dataset, default_collate
+from train_images import AMP, MEAN, STD, Batch, SettingsError, Trainer, Waiting
+
+import h5chunk
+from h5chunk.plan.order import INTERLEAVE
+
+WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # on the cached batch: untimed steps, and steps per reading of the clock
+
+
+@dataclass(frozen=True)
+class Settings(train_images.Settings):
+    """Settings of a training run by one of these loaders.
+
+    Loaders: ``chunk`` is ChunkLoader, which reads, pins, copies and normalises by itself; ``dataset`` is ChunkDataset
+    with ChunkSampler in torch's DataLoader; ``folder`` decodes a folder of images, one folder per class, in torch's
+    DataLoader. Their images are normalised after the copy to the device (transport ``uint8``) or before (``float32``).
+    """
+
+    loader: str = "chunk"
+    image_size: tuple[int, int] | None = None
+    steps: int | None = None
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    transport: str = "uint8"
+    pin_memory: bool = False
+    non_blocking: bool = False
+    prefetch_stream: bool = False
+
+
+def check(settings: Settings) -> None:
+    """Raise SettingsError unless the settings are valid."""
+    train_images.check(settings)
+    if settings.prefetch_factor and settings.num_workers < 1:
+        raise SettingsError(f"--num-workers is {settings.num_workers}: give at least 1, as --prefetch-factor is theirs")
+    if settings.steps is not None and settings.steps < 1:
+        raise SettingsError(f"--steps is {settings.steps}: give at least 1")
+
+
+def to_floats(image: torch.Tensor) -> torch.Tensor:
+    """Convert a uint8 image (3, H, W) to normalised float32, like torchvision's ToTensor and Normalize."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    return (image.float() / 255 - mean) / std
+
+
+class FolderImages(Dataset[Any]):
+    """Images of one folder per class, decoded on access: (uint8 (3, H, W), label)."""
+
+    def __init__(
+        self, root: Path, transform: Callable[[torch.Tensor], torch.Tensor] | None, size: tuple[int, int] | None
+    ) -> None:
+        self.classes = tuple(sorted(path.name for path in root.iterdir() if path.is_dir()))
+        self.files = [(path, i) for i, name in enumerate(self.classes) for path in sorted((root / name).iterdir())]
+        self.transform, self.size = transform, size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        path, label = self.files[index]
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        if self.size is not None:
+            image = ImageOps.fit(image, self.size[::-1])
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        return (pixels if self.transform is None else self.transform(pixels)), label
+
+
+def open_dataset(settings: Settings) -> Any:
+    """Open a Dataset of (image, label); images are uint8, or normalised float32 with --transport float32."""
+    transform = to_floats if settings.transport == "float32" else None
+    if settings.loader == "folder":
+        return FolderImages(settings.data, transform, settings.image_size)
+    return train_images.open_dataset(settings.data, transform=transform)
+
+
+def make_loader(settings: Settings, dataset: Any) -> Any:
+    """Make a loader of shuffled batches."""
+    s = settings
+    if s.loader == "chunk":
+        return train_images.make_loader(s, dataset)
+    workers = {
+        "num_workers": s.num_workers,
+        "pin_memory": s.pin_memory,
+        "prefetch_factor": s.prefetch_factor,
+        "persistent_workers": s.persistent_workers,
+    }
+    order = {"shuffle": True, "drop_last": True}
+    if s.loader == "dataset":
+        interleave = s.num_workers if s.num_workers and INTERLEAVE % s.num_workers else None  # whole windows per worker
+        sampler = h5chunk.ChunkSampler(dataset, s.batch_size, **order, seed=s.seed, interleave=interleave)
+        return DataLoader(dataset, batch_sampler=sampler, **workers)
+    generator = torch.Generator().manual_seed(s.seed)
+    return DataLoader(dataset, s.batch_size, **order, generator=generator, **workers)
+
+
+class Place:
+    """Moves a batch of torch's DataLoader to the device, and converts it there for the network."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.device, self.non_blocking = torch.device(settings.device), settings.non_blocking
+        self.dtype = AMP[settings.amp]
+        self.format = torch.channels_last if settings.channels_last else torch.contiguous_format
+        self.mean = 255 * torch.tensor(MEAN, device=self.device)[:, None, None]
+        self.std = 255 * torch.tensor(STD, device=self.device)[:, None, None]
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Batch:
+        images = images.to(self.device, non_blocking=self.non_blocking)
+        labels = labels.to(self.device, non_blocking=self.non_blocking)
+        if images.dtype == torch.uint8:  # normalised after the copy: uint8 has a quarter of float32's bytes
+            images = (images - self.mean) / self.std
+        return images.to(self.dtype, memory_format=self.format), labels
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        return (self(*batch) for batch in batches)
+
+
+class PrefetchStream:
+    """Copies the next batch and normalises it on a stream of its own, while the GPU trains on this one."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.stream = torch.cuda.Stream(place.device)
+        self.stream.wait_stream(torch.cuda.current_stream(place.device))  # wait until mean and std are on the device
+
+    def send(self, batches: Iterator[Batch]) -> Batch | None:
+        """Start copying the next batch; return None at the end."""
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(self.stream):
+            return self.place(*batch)
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        source = iter(batches)
+        ahead = self.send(source)
+        while ahead is not None:
+            training = torch.cuda.current_stream(self.place.device)
+            training.wait_stream(self.stream)  # the step's kernels wait for the batch
+            for tensor in ahead:
+                tensor.record_stream(training)  # and its memory is not reused before they end
+            batch, ahead = ahead, self.send(source)
+            yield batch
+
+
+class Feed:
+    """The training batches of a run, on the device, an epoch at a time."""
+
+    def __init__(self, settings: Settings, dataset: Any) -> None:
+        self.settings, self.waiting = settings, Waiting()
+        self.loader, self.place = make_loader(settings, dataset), Place(settings)
+        self.mover = PrefetchStream(self.place) if settings.prefetch_stream else self.place
+        rows = range(0, len(dataset), len(dataset) // settings.batch_size)[: settings.batch_size]
+        self.real_batch = self.place(*default_collate([tuple(dataset[row]) for row in rows]))  # from all over the data
+
+    def on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        batches = self.waiting.over(batches)
+        return batches if self.settings.loader == "chunk" else self.mover.over(batches)
+
+    def passes(self) -> Iterator[Batch]:
+        while True:
+            yield from self.loader
+
+    def epochs(self) -> Iterator[Iterable[Batch]]:
+        """Yield passes over the data; with --steps that many batches each, continuing where the last epoch stopped."""
+        endless = self.on_device(self.passes())
+        for _ in range(self.settings.epochs):
+            yield self.on_device(self.loader) if self.settings.steps is None else islice(endless, self.settings.steps)
+
+    def fresh_share(self) -> float:
+        """The share of this pass's images that are not echoes."""
+        if self.settings.echo == 1:
+            return 1.0
+        return self.loader.report.fresh_samples / self.loader.report.samples
+
+    def close(self) -> None:
+        """End the loader's threads; a DataLoader's worker processes end when nothing refers to it."""
+        if isinstance(self.loader, h5chunk.ChunkLoader):
+            self.loader.close()
+        del self.loader
+
+
+@contextmanager
+def undone(trainer: Trainer) -> Iterator[None]:
+    """Return a context that undoes the training inside it."""
+    parts = (trainer.network, trainer.optimizer, trainer.scaler)
+    states = [copy.deepcopy(part.state_dict()) for part in parts]
+    with torch.random.fork_rng([trainer.device] if trainer.settings.on_gpu else []):
+        yield
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    trainer.totals.zero_()
+
+
+def cached_rate(trainer: Trainer, batch: Batch, seconds: float) -> float:
+    """Return images/s on a batch on the device: the rate with an infinitely fast loader."""
+    synchronize = torch.cuda.synchronize if trainer.settings.on_gpu else lambda _: None
+    num_steps = 0
+    with undone(trainer):
+        for _ in range(WARM_UP_STEPS):
+            trainer.step(*batch)
+        synchronize(trainer.device)
+        started, elapsed = time.perf_counter(), 0.0
+        while elapsed < seconds:
+            for _ in range(BLOCK_STEPS):
+                trainer.step(*batch)
+            synchronize(trainer.device)
+            num_steps += BLOCK_STEPS
+            elapsed = time.perf_counter() - started
+    return num_steps * len(batch[1]) / elapsed
