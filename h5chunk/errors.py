@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 from numbers import Integral
+from typing import Any
 
 
 class H5ChunkError(Exception):
@@ -90,11 +91,13 @@ class WorkerError(H5ChunkError, RuntimeError):
     """A worker process died, or a reading thread hangs."""
 
 
-def check_whole(name: str, value: object, least: int) -> int:
-    """Convert a whole number of Python or NumPy to int. Raises OptionError if it is not one, or less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, Integral)) or value < least:
-        raise OptionError(f"{name} is {value!r}: give a whole number, at least {least}")
-    return int(value)
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Convert a whole number of Python or NumPy to int. Raises OptionError if it is not one, or out of these bounds."""
+    is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
+    if is_whole and least <= value and (most is None or value <= most):
+        return int(value)
+    limits = f", at least {least}" if most is None else f" from {least} to {most}"
+    raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
 
 
 def as_text(name: str | bytes | os.PathLike[str]) -> str:

@@ -149,8 +149,9 @@ class MemoryBudget:
         plan = plan_slots(
             order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
         )
-        is_kept = resident == "auto" and self._on_cpu and order.selection is None and available()
-        return None if is_kept and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes else plan
+        may_stay = resident == "auto" and self._on_cpu and order.selection is None
+        is_better = may_stay and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes and available()
+        return None if is_better else plan
 
     def _window_bytes(self, num_samples: int) -> int:
         """Return the bytes of a window: on the host and, if the device is a GPU, on the device too."""

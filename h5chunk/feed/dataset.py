@@ -24,14 +24,7 @@ from h5chunk.feed.collate import (
     sample_numbers,
 )
 from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.sample_reader import (
-    Fields,
-    SampleReader,
-    SampleTransforms,
-    field_mapping,
-    plain_fields,
-    recommended_window,
-)
+from h5chunk.feed.sample_reader import Fields, SampleReader, SampleTransforms, field_mapping, plain_fields
 from h5chunk.feed.stored_tables import SOURCE_NAMES, StoredTables, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
@@ -110,8 +103,8 @@ class ChunkDataset(Dataset[Any]):
             if name != self._names[0] and self.field(name).scale is not None:
                 raise OptionError(f"field {name!r} is a matrix: name it first")
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
-        self._sample_reader = SampleReader(self._reader, self._transforms.rows)
         self._samples: np.ndarray | None = None  # of a subset
+        self._order: Order | None = None  # of a sampler
 
     @property
     def transform(self) -> Any:
@@ -125,7 +118,6 @@ class ChunkDataset(Dataset[Any]):
         """
         other = copy(self)
         other._transforms = SampleTransforms(transform, self.field(self._names[0]))
-        other._sample_reader = SampleReader(other._reader, other._transforms.rows)
         return other
 
     def field(self, name: str) -> Field | MatrixField:
@@ -190,17 +182,17 @@ class ChunkDataset(Dataset[Any]):
             A number is out of range or repeated, or the mask has another length.
         """
         part = copy(self)
-        selected = select_samples(samples, len(self))
-        part._samples = selected if self._samples is None else self._samples[selected]
+        part._samples = self.samples[select_samples(samples, len(self))]
         return part
 
-    def __copy__(self) -> ChunkDataset:
-        other = object.__new__(type(self))
-        of_samples = "read_amplification", "numbering"  # which a subset computes anew
-        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in of_samples})
-        other._reader = self.new_reader()
-        other._sample_reader = SampleReader(other._reader, self._transforms.rows)
-        return other
+    def __getstate__(self) -> dict[str, Any]:
+        own = "read_amplification", "numbering", "_sample_reader"  # which a copy, or another process, makes anew
+        kept = {name: value for name, value in self.__dict__.items() if name not in own}
+        return {**kept, "_reader": self.new_reader()}
+
+    @cached_property
+    def _sample_reader(self) -> SampleReader:
+        return SampleReader(self._reader, self._transforms.rows, self._order)
 
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts, such as for training and validation.
@@ -331,7 +323,7 @@ class ChunkDataset(Dataset[Any]):
     @property
     def window_chunks(self) -> int:
         """Recommended number of chunks to shuffle together."""
-        return recommended_window(self._reader)
+        return self._reader.recommended_window
 
     @property
     def cache(self) -> CacheSettings:
@@ -345,11 +337,14 @@ class ChunkDataset(Dataset[Any]):
 
     def expect_order(self, order: Order) -> None:
         """Size the chunk cache for an order; samplers call this, and the order with the most open chunks decides."""
-        self._sample_reader.expect_order(order)
+        if self._order is None or order.open_chunks >= self._order.open_chunks:
+            self._order = order
+            self.__dict__.pop("_sample_reader", None)
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
-        self._sample_reader.close()
+        self._reader.close()
+        self.__dict__.pop("_sample_reader", None)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

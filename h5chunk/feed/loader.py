@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from copy import copy
 from dataclasses import replace
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 import torch
@@ -28,6 +29,26 @@ from h5chunk.transforms import BATCH_TRANSFORMS, Transforms, transforms_by_field
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
 
+TWO_THREADS = "another thread is waiting for a batch of this loader: iterate it in one thread, or make one for each"
+
+
+class _OneThread(Iterator[Any]):
+    """Iterate a generator, and say so where two threads do at a time."""
+
+    def __init__(self, batches: Generator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except ValueError:
+            if getgeneratorstate(self._batches) == GEN_RUNNING:
+                raise OptionError(TWO_THREADS) from None
+            raise
+
+    def close(self) -> None:
+        self._batches.close()
+
 
 class ChunkLoader(Resumable):
     """Shuffled batches of a file, read ahead by threads, on the target device.
@@ -38,8 +59,9 @@ class ChunkLoader(Resumable):
             ...
 
     Each iteration is an epoch, and the first windows of the next epoch are read while this one ends. You may leave an
-    epoch early: threads and memory stay until `close`, or until the loader is deleted. The order is that of a
-    `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
+    epoch early: threads and memory stay until `close`, after which another iteration makes them anew. Take batches in
+    one thread. The order is that of a `ChunkSampler` with the same arguments, unless data is echoed, or
+    ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
 
@@ -210,6 +232,9 @@ class ChunkLoader(Resumable):
             )
 
     def __iter__(self) -> Iterator[Any]:
+        return _OneThread(self._batches())
+
+    def _batches(self) -> Generator[Any]:
         if get_worker_info() is not None:
             raise OptionError(
                 "a ChunkLoader in a DataLoader's worker: each would give all samples; iterate it directly"

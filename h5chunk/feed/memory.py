@@ -74,9 +74,6 @@ class SharedMemory:
         buffer[-1] = 0
         return buffer
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"_idle": []}  # memory stays in its process
-
 
 class SharedFields(tuple[torch.Tensor, ...]):
     """Fields in one shared buffer; in another process they arrive as a plain tuple of tensors.

@@ -27,11 +27,8 @@ from h5chunk.feed.read_pool import read_whole_fields
 from h5chunk.feed.slots import BatchMemory, CsrWindow
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.csr import bounded_window, fullest_chunks
-from h5chunk.plan.layout import choose_window_chunks
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
-from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
@@ -106,8 +103,8 @@ def _csr_first(num_columns: int, tensors: tuple[torch.Tensor, ...]) -> tuple[tor
 class SampleReader:
     """Read the fields of a `ChunkDataset`; ``convert`` is for a first field whose samples are rows of a matrix."""
 
-    def __init__(self, reader: H5Reader, convert: RowConverter | None) -> None:
-        self._reader, self._convert = reader, convert
+    def __init__(self, reader: H5Reader, convert: RowConverter | None, order: Order | None) -> None:
+        self._reader, self._convert, self._order = reader, convert, order
         self._first = next(iter(reader.fields))
         self._memory: BatchMemory | None = None
         self._shared: SharedMemory | None = None
@@ -115,7 +112,6 @@ class SampleReader:
         if convert is not None and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns)
         self._opened: _OpenFields | None = None
-        self._order: Order | None = None  # of a sampler
         self._cache: tuple[int, CacheSettings] | None = None  # by number of workers
 
     def read(
@@ -211,11 +207,6 @@ class SampleReader:
             self._opened = _OpenFields(self._reader)
         return self._opened
 
-    def expect_order(self, order: Order) -> None:
-        """Size HDF5's cache for the chunks that an order leaves partly read; the largest of several orders decides."""
-        if self._order is None or order.open_chunks >= self._order.open_chunks:
-            self._order, self._cache = order, None
-
     @property
     def cache(self) -> CacheSettings:
         """The chunk cache of the largest field in this process."""
@@ -229,11 +220,11 @@ class SampleReader:
         if self._order is not None:
             self._warn_if_shared(self._order, num_workers)
             return self._reader.main.grid.cache_for(self._order.open_chunks_of(num_workers), self._order.cache_w0)
-        recommended = recommendation(self._reader)
+        recommended = self._reader.recommendation
         if recommended is not None:
             whole = recommended[1]
             return CacheSettings(whole.nslots, -(-whole.nbytes // num_workers), whole.w0)
-        return self._reader.main.grid.cache_for(-(-INTERLEAVE * recommended_window(self._reader) // num_workers))
+        return self._reader.main.grid.cache_for(-(-INTERLEAVE * self._reader.recommended_window // num_workers))
 
     def _warn_if_shared(self, order: Order, num_workers: int) -> None:
         """Warn, in one worker, that several workers will decode the same chunks."""
@@ -248,14 +239,6 @@ class SampleReader:
                 f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
                 stacklevel=2,
             )
-
-    def close(self) -> None:
-        """Close the file in this process; the next read opens it again."""
-        self._reader.close()
-        self._opened = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
 
 
 class _OpenFields:
@@ -278,34 +261,6 @@ class _OpenFields:
         except FileError:
             self._reader.check_unchanged()
             raise
-
-
-def recommendation(reader: H5Reader) -> tuple[int, CacheSettings] | None:
-    """Return window (chunks) and cache (one process): as stored beside the file by tune, or as the file says."""
-    beside = read_recommendation(
-        reader.path,
-        dataset=reader.main.dataset,
-        num_samples=reader.num_samples,
-        chunk_samples=reader.chunk_samples,
-    )
-    if beside is not None or reader.header is None:
-        return beside
-    return reader.header.window_chunks, reader.header.cache
-
-
-def recommended_window(reader: H5Reader) -> int:
-    """Return how many chunks to shuffle together, as recommended by the file, or else by the model.
-
-    Fewer where some chunks of a matrix hold far more entries than others, because windows are bounded by bytes.
-    """
-    found = recommendation(reader)
-    if found is not None:
-        window_chunks = found[0]
-    else:
-        window_chunks = choose_window_chunks(reader.chunk_bytes, math.ceil(reader.num_samples / reader.chunk_samples))
-    if reader.matrix is None:
-        return window_chunks
-    return bounded_window(window_chunks, fullest_chunks(reader.indptr, reader.chunk_samples))
 
 
 def plain_fields(reader: H5Reader) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch.utils.data import Sampler
 from h5chunk.errors import OptionError, StateError
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.sample_reader import recommended_window
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
 from h5chunk.plan.selection import FixedSelection, Selection, WeightedSelection, balanced_weights, check_weights
 from h5chunk.store.read.reader import H5Reader
@@ -199,7 +198,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             num_samples,
             chunk_samples,
             batch_size,
-            window_chunks=recommended_window(reader) if window_chunks is None else window_chunks,
+            window_chunks=reader.recommended_window if window_chunks is None else window_chunks,
             interleave=INTERLEAVE if interleave is None else interleave,
             seed=seed,
             shuffle=shuffle,

@@ -73,9 +73,6 @@ class BatchMemory:
                 "of a wide matrix transforms=[Csr()]"
             ) from None
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return BatchMemory, (self._free.maxlen,)  # memory stays in its process
-
 
 class SingleBuffer:
     """Allocate tensors that all share the same memory: each is valid until the next is allocated."""

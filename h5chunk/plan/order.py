@@ -34,18 +34,10 @@ import numpy as np
 
 from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
-from h5chunk.plan.permutation import (
-    WINDOW,
-    Indices,
-    Lane,
-    ShuffledSequence,
-    check_seed,
-    random_bits,
-    sorted_order,
-)
+from h5chunk.plan.permutation import MAX_SEED, WINDOW, Indices, Lane, ShuffledSequence, random_bits, sorted_order
 from h5chunk.plan.selection import Selection, SelectionSequence
 
-MAX_EPOCHS = 1 << 63
+MAX_EPOCH = (1 << 63) - 1
 MAX_OPEN_BYTES = 1 << 30  # of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 Sequence = Callable[[Indices], Indices]  # from positions in the sequence to samples
@@ -95,13 +87,10 @@ class Order:
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
-        for name, least in {**at_least, "lanes": 1, "num_samples": 0, "epoch": 0, "rank": 0}.items():
-            value = check_whole(name, getattr(self, name), least)
+        at_most = {"epoch": MAX_EPOCH, "seed": MAX_SEED}
+        for name, least in {**at_least, "lanes": 1, "num_samples": 0, "rank": 0, "epoch": 0, "seed": 0}.items():
+            value = check_whole(name, getattr(self, name), least, at_most.get(name))
             object.__setattr__(self, name, value)  # NumPy's narrow ones wrap around
-        if self.epoch >= MAX_EPOCHS:
-            raise OptionError(f"epoch is {self.epoch}: give less than {MAX_EPOCHS}")
-        check_seed(self.seed)
-        object.__setattr__(self, "seed", int(self.seed))
         self._check_lanes()
 
     def _check_lanes(self) -> None:

@@ -19,7 +19,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import check_whole
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -28,6 +28,7 @@ Stream = tuple[int, int, int]
 CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # what a stream is for; ECHO and those above: a pass of echoes each
 WEIGHTS, SPLIT = 1 << 40, (1 << 40) + 1
 MAX_LISTED = 1 << 22  # larger permutations are computed number by number: 32 MiB are a list's limit
+MAX_SEED = (1 << 64) - 1
 NUM_ROUNDS = 8  # of the network; from 4 on tests of chance find nothing, see tests/plan/test_permutation.py
 
 
@@ -36,8 +37,7 @@ def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indic
 
     ``stream`` selects one of the independent streams of this seed, which is from 0 to 2**64 - 1.
     """
-    check_seed(seed)
-    return sorted_order(random_bits(size, seed, stream))
+    return sorted_order(random_bits(size, check_whole("seed", seed, 0, MAX_SEED), stream))
 
 
 class Permutation:
@@ -105,12 +105,6 @@ def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
     """Return words of one of the independent streams of a seed, and of a lane of it: (size,) uint64."""
     generator = np.random.Philox(key=np.array([seed, lane], np.uint64), counter=np.array([0, *stream], np.uint64))
     return np.asarray(generator.random_raw(size), np.uint64)
-
-
-def check_seed(seed: int) -> None:
-    """Raise OptionError unless the seed is a whole number of 64 bits."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
-        raise OptionError(f"seed is {seed!r}: give a whole number from 0 to {(1 << 64) - 1}")
 
 
 class ShuffledSequence:

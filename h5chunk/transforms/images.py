@@ -113,8 +113,8 @@ class ImageConverter:
         """Put the constants on the device, and compile the kernel for it."""
         if self._scaled:
             self._scale, self._shift = self._scale.to(device), self._shift.to(device)
-        wanted = self._kernel is None and self._scaled and self._stored == torch.uint8
-        if wanted and FusedKernel.suits(self.dtype, self._scale):  # on a GPU
+        wanted = device.type == "cuda" and self._kernel is None and self._scaled and self._stored == torch.uint8
+        if wanted and FusedKernel.suits(self.dtype, self._scale):
             last = self._format == torch.channels_last
             self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
 

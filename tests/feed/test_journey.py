@@ -79,7 +79,7 @@ def test_opening_a_data_set(photos, dataset):
 def test_construction(dataset):
     journey = Journey()
     journey.follow(lambda: h5chunk.ChunkLoader(dataset, 16, transforms=[Normalize(0.5, 0.5)]))
-    assert len(journey.modules) <= 25, journey.modules
+    assert len(journey.modules) <= 18, journey.modules
 
 
 def test_the_first_batch(dataset):

@@ -1070,3 +1070,31 @@ def test_many_tiny_chunks_are_read_through_hdf5(tmp_path, chunk, way):
         np.testing.assert_array_equal(torch.cat([batch for (batch,) in loader]), images)
     with ChunkLoader(path, 16, reader="direct") as loader:
         assert "images: direct" in repr(loader)
+
+
+def test_a_second_thread_that_takes_batches_is_told_so(path):
+    taking, go_on = threading.Event(), threading.Event()
+
+    def wait(images):
+        taking.set()
+        assert go_on.wait(30)
+        return images
+
+    with ChunkLoader(path, 50, transforms=[wait]) as loader:
+        batches, taken = iter(loader), []
+        thread = threading.Thread(target=lambda: taken.append(next(batches)))
+        thread.start()
+        assert taking.wait(30)
+        with pytest.raises(OptionError, match="another thread"):
+            next(batches)
+        go_on.set()
+        thread.join()
+        assert len(taken) == 1 and len(list(batches)) == len(loader) - 1
+
+
+def test_a_closed_loader_can_be_iterated_again(path):
+    loader = ChunkLoader(path, 50)
+    first = sum(len(images) for images, *_ in loader)
+    loader.close()
+    assert sum(len(images) for images, *_ in loader) == first
+    loader.close()

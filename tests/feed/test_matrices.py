@@ -20,7 +20,6 @@ import h5chunk
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
 from h5chunk.feed.layout import slot_bytes
-from h5chunk.feed.sample_reader import recommended_window
 from h5chunk.feed.slots import CsrWindow
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import L2, Binarize, Csr, Dense, Log1p, Normalize, ToDtype
@@ -179,7 +178,7 @@ def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
     matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
     path = write(tmp_path / "a.h5", matrix, chunk_samples=16)
     reader = H5Reader(path)
-    assert recommended_window(reader) < reader.header.window_chunks
+    assert reader.recommended_window < reader.header.window_chunks
     with ChunkLoader(path, 40, memory_bytes=3 << 20) as loader:
         space = loader._source.layouts["X"]
         bound = slot_bytes({"X": space}, loader._plan.window_samples)

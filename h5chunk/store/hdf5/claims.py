@@ -20,20 +20,6 @@ MAX_INFLATED_BYTES = 256 << 20  # of a chunk: larger ones must be stored in a si
 MAX_ATTRIBUTE_BYTES = 1 << 20
 
 
-def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return an identifier of an object, independent of its name: the file's numbers, and the address in the file.
-
-    ``h5o.get_info`` would work as well, but it also reads the chunk index, and crashes if that is damaged.
-    """
-    about = h5py.h5g.get_objinfo(item.id)
-    return (*about.fileno, *about.objno)
-
-
-def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
-    """Return whether two objects are in the same file."""
-    return bool(h5py.h5g.get_objinfo(item.id).fileno == h5py.h5g.get_objinfo(other.id).fileno)
-
-
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:
     """Raise TrustError for an unknown filter, FieldError for a filter that is repeated, or has invalid parameters."""
     codes = []

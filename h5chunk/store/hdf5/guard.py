@@ -32,8 +32,8 @@ import h5py
 
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError, UnsupportedError, as_text, printable
 from h5chunk.store.hdf5.chunk_table import is_variable
-from h5chunk.store.hdf5.claims import address_of, check_attributes, check_claims, check_filters, small_attribute
-from h5chunk.store.hdf5.open import DAMAGES, damages_are
+from h5chunk.store.hdf5.claims import check_attributes, check_claims, check_filters, small_attribute
+from h5chunk.store.hdf5.open import DAMAGES, address_of, damages_are
 
 MAX_DEPTH = 32  # links that lead to links
 REMEDY = "to let it through, pass trusted=True (--trusted)"

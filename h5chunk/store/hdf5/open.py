@@ -79,3 +79,17 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         file.close()
         raise FileError(f"{shown}: is open for writing (or beside a writer, SWMR) in this process: close it first")
     return file
+
+
+def address_of(item: h5py.HLObject) -> tuple[int, ...]:
+    """Return an identifier of an object, independent of its name: the file's numbers, and the address in the file.
+
+    ``h5o.get_info`` would work as well, but it also reads the chunk index, and crashes if that is damaged.
+    """
+    about = h5py.h5g.get_objinfo(item.id)
+    return (*about.fileno, *about.objno)
+
+
+def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
+    """Return whether two objects are in the same file."""
+    return bool(h5py.h5g.get_objinfo(item.id).fileno == h5py.h5g.get_objinfo(other.id).fileno)

@@ -18,7 +18,7 @@ import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
-from h5chunk.store.hdf5.claims import same_file
+from h5chunk.store.hdf5.open import same_file
 from h5chunk.store.hdf5.ranges import Part
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, PlainField, check_bytes

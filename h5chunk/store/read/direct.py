@@ -24,8 +24,8 @@ from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
-from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.codecs import scratch
+from h5chunk.store.hdf5.open import same_file
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, vector_parts, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums

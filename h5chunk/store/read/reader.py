@@ -6,6 +6,7 @@ read chunk by chunk, so that a request needs each chunk once, whatever the order
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import zlib
@@ -20,9 +21,11 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import CALL_BYTES, CacheSettings
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.csr import bounded_window, fullest_chunks
+from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, read_header
+from h5chunk.store.format.recommendation import Recommended, read_recommendation
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
@@ -145,6 +148,29 @@ class H5Reader:
                 checks = ChunkChecks(self.path, name, table, self.sums[name])
                 checks.check(file.id.get_vfd_handle(), np.arange(len(table)))
             return read_indptr(file[self.matrix.dataset], self.path, self.matrix)
+
+    @property
+    def recommendation(self) -> Recommended | None:
+        """Window (chunks) and cache (one process): as stored beside the file by tune, or as the file says."""
+        about = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
+        beside = read_recommendation(self.path, dataset=self.main.dataset, **about)
+        if beside is not None or self.header is None:
+            return beside
+        return self.header.window_chunks, self.header.cache
+
+    @property
+    def recommended_window(self) -> int:
+        """How many chunks to shuffle together, as recommended by the file, or else by the model.
+
+        Fewer where some chunks of a matrix hold far more entries than others, because windows are bounded by bytes.
+        """
+        if recommended := self.recommendation:
+            window_chunks = recommended[0]
+        else:
+            window_chunks = choose_window_chunks(self.chunk_bytes, math.ceil(self.num_samples / self.chunk_samples))
+        if self.matrix is None:
+            return window_chunks
+        return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
     def set_caches(self, main: CacheSettings) -> None:
         """Give the largest field the cache ``main``, and other fields caches for the same samples.

@@ -13,8 +13,7 @@ import numpy as np
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import Order
 from h5chunk.store.hdf5.chunk_table import ChunkTable, list_chunks
-from h5chunk.store.hdf5.claims import same_file
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.open import opened, same_file
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.model.accesses import batch_accesses

@@ -16,8 +16,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
-from h5chunk.store.hdf5.claims import same_file
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.open import opened, same_file
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate

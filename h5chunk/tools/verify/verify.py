@@ -21,9 +21,8 @@ from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_stored_as
-from h5chunk.store.hdf5.claims import same_file
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import DAMAGES, opened
+from h5chunk.store.hdf5.open import DAMAGES, opened, same_file
 from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.fields import MATRIX_PARTS, find_matrix_groups
 from h5chunk.store.read.files import (
