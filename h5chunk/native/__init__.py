@@ -100,7 +100,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("num_open", number, (pool,)),
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
         ("free", None, (pool,)),
-        ("gather", None, (address, number, address, number, address)),
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
     ):
@@ -124,20 +123,21 @@ class NativePool:
     @property
     def num_threads(self) -> int:
         """Number of threads: fewer than requested if the system refused more."""
-        with self._lock:
-            return int(self._library.h5chunk_num_threads(self._pool)) if self._pool else 0
+        return self._ask("num_threads")
 
     @property
     def progress(self) -> int:
         """A number that grows whenever a part of a job ends."""
-        with self._lock:
-            return int(self._library.h5chunk_progress(self._pool)) if self._pool else 0
+        return self._ask("progress")
 
     @property
     def num_open(self) -> int:
         """The number of tickets that `wait` has not returned yet."""
+        return self._ask("num_open")
+
+    def _ask(self, what: str) -> int:
         with self._lock:
-            return int(self._library.h5chunk_num_open(self._pool)) if self._pool else 0
+            return int(getattr(self._library, f"h5chunk_{what}")(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
         """Queue jobs, (n,) JOB, C-contiguous, after earlier ones; `wait` returns ``ticket`` when all have ended.
@@ -209,16 +209,6 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
     '0xcbf43926'
     """
     return int(_library().h5chunk_crc32(data.ctypes.data, data.nbytes, start))
-
-
-def gather_rows(source: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows: ``out[i]`` becomes ``source[indices[i]]``; all arrays are C-contiguous.
-
-    The indices, (n,) int64, are not checked: all of them must be rows of ``source``.
-    """
-    if len(indices):
-        row_bytes = out.nbytes // len(indices)
-        _library().h5chunk_gather(source.ctypes.data, row_bytes, indices.ctypes.data, len(indices), out.ctypes.data)
 
 
 def dense_rows(

@@ -236,8 +236,7 @@ static int do_verify(const Job *job, uint8_t *scratch, Result *result) {
         for (int64_t i = 0; i < count; i++) to[i] = from[indices[i]];                              \
     } while (0)
 
-EXPORT void h5chunk_gather(const void *source, int64_t row_bytes, const int64_t *indices, int64_t count,
-                           void *destination) {
+static void gather(const void *source, int64_t row_bytes, const int64_t *indices, int64_t count, void *destination) {
     if (row_bytes == 1) GATHER_NUMBERS(uint8_t);
     else if (row_bytes == 8 && !(((uintptr_t)source | (uintptr_t)destination) & 7)) GATHER_NUMBERS(uint64_t);
     else
@@ -252,7 +251,7 @@ EXPORT void h5chunk_gather(const void *source, int64_t row_bytes, const int64_t 
 static int do_job(const Job *job, uint8_t *scratch, Result *result) {
     if (job->kind == READ) return do_read(job, result);
     if (job->kind == VERIFY) return do_verify(job, scratch, result);
-    h5chunk_gather(job->source, job->num_bytes / job->count, job->indices, job->count, job->destination);
+    gather(job->source, job->num_bytes / job->count, job->indices, job->count, job->destination);
     return 0;
 }
 

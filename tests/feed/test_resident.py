@@ -22,9 +22,9 @@ from support.loader_files import CHANNELS_LAST, CONVERSIONS, IMAGES, LABELS, N, 
 import h5chunk.feed.budget
 import h5chunk.feed.resident
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.gather_ahead import AHEAD
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.resident import AHEAD
 from h5chunk.machine import available_cores
 from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.transforms import Normalize

@@ -28,7 +28,8 @@ from support.loader_files import IMAGES, N, epoch_of, path
 import h5chunk.native
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FileError, WorkerError
-from h5chunk.native import CANCELLED, CHECKSUM, DONE, JOB, READ, VERIFY, NativePool, crc32, dense_rows, gather_rows
+from h5chunk.feed.read_pool import RowGather
+from h5chunk.native import CANCELLED, CHECKSUM, DONE, JOB, READ, VERIFY, NativePool, crc32, dense_rows, run
 
 __all__ = ["nothing_is_left", "path"]
 
@@ -93,7 +94,7 @@ def test_rows_are_gathered(dtype: object) -> None:
     source = np.arange(1000).astype(dtype)
     indices = np.random.default_rng(1).integers(0, 1000, 333)
     out = np.empty(333, source.dtype)
-    gather_rows(source, indices, out)
+    assert run(RowGather(source, indices, out).jobs(-1)).status == DONE
     assert (out == source[indices]).all()
 
 
