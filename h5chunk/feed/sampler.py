@@ -17,7 +17,14 @@ from h5chunk.errors import OptionError, StateError
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
-from h5chunk.plan.selection import FixedSelection, Selection, WeightedSelection, balanced_weights, check_weights
+from h5chunk.plan.selection import (
+    FixedSelection,
+    Selection,
+    WeightedSelection,
+    balanced_weights,
+    check_weights,
+    starts_of_runs,
+)
 from h5chunk.store.read.reader import H5Reader
 
 VERSION = 1
@@ -314,12 +321,12 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
     rows = np.arange(reader.num_samples) if samples is None else samples
     chunks = rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
     if weights is None:
-        return FixedSelection(FixedSelection.of(chunks, 1).starts)
+        return FixedSelection(starts_of_runs(chunks))
     if not len(rows):
         raise OptionError("weights are given, but there are no samples to draw")
     by_class = isinstance(weights, str)
     given = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
-    return WeightedSelection.of(given, chunks, None, len(rows))
+    return WeightedSelection.of(given, chunks, len(rows))
 
 
 def save_state(order: Order, batch: int, file: int) -> State:

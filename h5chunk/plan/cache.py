@@ -75,7 +75,7 @@ class CacheSettings:
             raise OptionError(f"cache is {value!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
 
 
-def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = OLDEST_FIRST) -> CacheSettings:
+def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
     """Compute the smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
 
     It has room for one more chunk, because a chunk of the previous round or epoch may still be cached. The order knows
@@ -85,7 +85,7 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int, w0: float = O
     CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
     """
     room = max(1, min(open_chunks + 1, num_chunks))
-    return CacheSettings(nslots=max(1, min(num_chunks, MAX_SLOTS)), nbytes=room * chunk_bytes, w0=w0)
+    return CacheSettings(nslots=max(1, min(num_chunks, MAX_SLOTS)), nbytes=room * chunk_bytes)
 
 
 @dataclass(frozen=True)

@@ -276,29 +276,18 @@ def _round_rows(order: Order, sequence: Sequence, lanes: list[Lane], each: Round
     parts = [_lane_round(order, lane, each) for lane in lanes]
     if len(lanes) == 1:
         return sequence(parts[0][0]), parts[0][1]
-    size, batch = each.window_batches * order.lane_batch, order.lane_batch
-    full = min(len(rows) for rows, _ in parts) // size
-    windows = [_full_windows(order, parts, full, size)]
-    for first in range(full * size, each.num_windows * size, size):
-        some = [(rows[first : first + size], destinations[first : first + size]) for rows, destinations in parts]
-        for number, (_, destinations) in enumerate(some):  # in a batch the lanes one behind the other, too
-            batches, within = np.divmod(destinations, batch)
-            before = sum(np.minimum(batch, len(rows) - batches * batch) for rows, _ in some[:number])
-            destinations[:] = batches * order.batch_size + before + within
-        windows += some
-    rows, destinations = (np.concatenate(column) for column in zip(*windows, strict=True))
+    lengths, batch = [len(rows) for rows, _ in parts], order.lane_batch
+    left = lengths[0] - batch * np.arange(each.num_windows * each.window_batches)  # before each batch of the round
+    most, least = (np.clip(left - fewer, 0, batch) for fewer in (0, lengths[0] - lengths[-1]))
+    num_longer, windows = lengths.count(lengths[0]), []  # the first lanes may have a sample more than the others
+    for number, (_, destinations) in enumerate(parts):
+        before = min(number, num_longer) * most + max(0, number - num_longer) * least
+        windows.append(np.arange(len(destinations)) // (each.window_batches * batch))
+        batches = destinations // batch
+        destinations += batches * (order.batch_size - batch) + before[windows[-1] * each.window_batches + batches]
+    by_window = np.argsort(np.concatenate(windows).astype(np.uint32), kind="stable")
+    rows, destinations = (np.concatenate(column)[by_window] for column in zip(*parts, strict=True))
     return sequence(rows), destinations
-
-
-def _full_windows(order: Order, parts: list[tuple[Indices, Indices]], count: int, size: int) -> tuple[Indices, Indices]:
-    """Do what `_round_rows` does, for windows that are full in all lanes, in one calculation."""
-    rows, destinations = (
-        np.stack([lane[: count * size].reshape(count, size) for lane in column], axis=1)
-        for column in zip(*parts, strict=True)
-    )
-    batches, within = np.divmod(destinations, order.lane_batch)
-    before = order.lane_batch * np.arange(len(parts))[:, None]
-    return rows.reshape(-1), (batches * order.batch_size + before + within).reshape(-1)
 
 
 def _lane_round(order: Order, lane: Lane, each: Round) -> tuple[Indices, Indices]:

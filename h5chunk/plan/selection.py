@@ -22,18 +22,14 @@ class FixedSelection:
     ``starts``, (num_chunks + 1,) int64, counts the selected samples before each chunk that has any; ``samples``, (n,)
     int64, are their numbers, ascending, possibly repeated; None: all samples.
 
-    >>> selection = FixedSelection.of(np.array([1, 2, 5, 5, 40]), chunk_samples=4)
+    >>> samples = np.array([1, 2, 5, 5, 40])
+    >>> selection = FixedSelection(starts_of_runs(samples // 4), samples)  # of chunks of four
     >>> len(selection), selection.starts.tolist()
     (5, [0, 2, 4, 5])
     """
 
     starts: Indices
     samples: Indices | None = None
-
-    @classmethod
-    def of(cls, samples: Indices, chunk_samples: int) -> FixedSelection:
-        """Select these samples, ascending, of equal chunks."""
-        return cls(_starts_of_runs(samples // chunk_samples), samples)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -74,22 +70,22 @@ class WeightedSelection:
 
     Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
 
-    >>> selection = WeightedSelection.of(np.array([1.0, 0.0, 3.0, 4.0]), np.array([0, 0, 1, 1]), None, num_draws=4)
+    >>> selection = WeightedSelection.of(np.array([1.0, 0.0, 3.0, 4.0]), np.array([0, 0, 1, 1]), num_draws=4)
     >>> selection.resolve(seed=0, epoch=0).samples.tolist()
     [2, 2, 3, 3]
     """
 
     chunks: Indices  # (n,): the chunk of each sample, ascending
-    samples: Indices | None  # (n,): their numbers; None: 0 to n - 1
     expected: np.ndarray  # (n + 1,): the cumulative expected number of draws, from 0 to how many are drawn
+    samples: Indices | None = None  # (n,): their numbers; None: 0 to n - 1
 
     @classmethod
-    def of(cls, weights: np.ndarray, chunks: Indices, samples: Indices | None, num_draws: int) -> WeightedSelection:
+    def of(cls, weights: np.ndarray, chunks: Indices, num_draws: int) -> WeightedSelection:
         """Select by weights, (n,) float64 with any sum."""
         expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # the sum of huge ones is infinite
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
-        return cls(chunks, samples, np.minimum(expected, num_draws))
+        return cls(chunks, np.minimum(expected, num_draws))
 
     def __len__(self) -> int:
         return int(self.expected[-1])
@@ -110,14 +106,14 @@ class WeightedSelection:
         ends = np.floor(self.expected + chance).astype(np.int64)
         counts: Indices = ends[1:] - ends[:-1]
         numbers = np.repeat(np.arange(len(counts)), counts)
-        starts = _starts_of_runs(self.chunks[numbers])
+        starts = starts_of_runs(self.chunks[numbers])
         return FixedSelection(starts, numbers if self.samples is None else self.samples[numbers])
 
 
 Selection = FixedSelection | WeightedSelection
 
 
-def _starts_of_runs(chunks: Indices) -> Indices:
+def starts_of_runs(chunks: Indices) -> Indices:
     """Return the start of each run of equal numbers, and finally the length: (num_runs + 1,) int64."""
     if not len(chunks):
         return np.zeros(1, np.int64)
@@ -200,7 +196,7 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
     if groups is None:
         return _cut([shuffled], shares)
     by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
-    members = np.split(by_group, _starts_of_runs(groups[by_group])[1:-1])
+    members = np.split(by_group, starts_of_runs(groups[by_group])[1:-1])
     turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # who gets the sample that cannot be cut
     return _cut([members[number] for number in turn], shares)
 

@@ -28,7 +28,7 @@ SUBSET = np.random.default_rng(0).permutation(N)[:71]
 @many
 def test_each_sample_is_drawn_as_often_as_it_is_due(weights, chunk_samples, num_draws, epoch):
     found = np.array(weights) + 1e-6
-    picks = WeightedSelection.of(found, np.arange(len(found)) // chunk_samples, None, num_draws)
+    picks = WeightedSelection.of(found, np.arange(len(found)) // chunk_samples, num_draws)
     drawn = picks.resolve(3, epoch)
     assert len(picks) == len(drawn) == num_draws
     counts = np.bincount(drawn.samples, minlength=len(found))
@@ -41,7 +41,7 @@ def test_each_sample_is_drawn_as_often_as_it_is_due(weights, chunk_samples, num_
 
 def test_over_epochs_each_is_drawn_as_often_as_its_weight_says():
     weights = np.array([0.3, 1.0, 0.0, 2.2, 0.5])
-    picks = WeightedSelection.of(weights, np.zeros(5, np.int64), None, 3)
+    picks = WeightedSelection.of(weights, np.zeros(5, np.int64), 3)
     counts = sum(np.bincount(picks.resolve(0, epoch).samples, minlength=5) for epoch in range(4000))
     np.testing.assert_allclose(counts / 4000, weights / weights.sum() * 3, atol=0.03)
 
