@@ -76,15 +76,9 @@ class SharedMemory:
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
-    """Fields in one shared buffer; in another process they arrive as a plain tuple of tensors.
+    """Fields in one shared buffer; in another process they arrive as a plain tuple of tensors."""
 
-    Attributes
-    ----------
-    tensors : tuple of torch.Tensor
-        The tensors that the fields consist of: the fields themselves if ``assemble`` is None.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]  # of which ``assemble``, if any, makes the fields
     _sent: tuple[torch.Tensor, Places, Assemble | None]
 
     def __new__(

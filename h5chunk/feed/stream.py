@@ -78,20 +78,8 @@ class WindowStream:
     A thread starts reading windows as slots become free, which spares the consumer's thread. The stream keeps no
     reference to the batch maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
-    Parameters
-    ----------
-    source : DataSource
-    plan : SlotPlan
-        At least one slot more than the number of alternating windows. With an echo, the windows of the first epoch's
-        order come one after another (``interleave=1``).
-    lends_slot : bool
-        Whether a batch lies in its slot, which then stays until the next batch is requested. Otherwise batches get
-        memory of their own.
-    echo : float
-    once : bool
-        Read one epoch, and nothing beyond.
-    start : int
-        Index of the first batch in the first epoch.
+    With ``lends_slot`` a batch lies in its slot, which stays until the next batch is requested; otherwise batches have
+    memory of their own. The order of an ``echo`` has ``interleave=1``; ``once``: read no further epoch.
     """
 
     def __init__(

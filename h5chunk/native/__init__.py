@@ -219,23 +219,10 @@ def dense_rows(
     rows: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Make rows of a sparse matrix dense.
+    """Make ``rows`` of a sparse matrix dense, in ``out``; raise IndexError if it has no such column.
 
-    Parameters
-    ----------
-    starts : (m + 1,) int64
-        Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
-    columns : (num_entries,) of any unsigned or signed integers
-    codes : (num_entries,) uint8, or, without ``table``, numbers of the itemsize of ``out``; None: all are equal
-    table : (256,) array of the type of ``out``
-        The value of each code; without codes the first value is the value of every entry.
-    rows : (n,) int64
-    out : (n, num_columns) array, C-contiguous
-
-    Raises
-    ------
-    IndexError
-        A column is not a column of ``out``.
+    Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i. The value of an entry is ``table[code]`` of its uint8
+    code; without a table the code itself, of the itemsize of ``out``; without codes ``table[0]``.
     """
     matrix = _Matrix(
         starts.ctypes.data,

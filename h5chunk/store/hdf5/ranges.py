@@ -76,14 +76,6 @@ class VectorPart:
         """Return the error of a failed job of this task."""
         return read_error(self._where(result.offset), result)
 
-    def places(self) -> Iterator[Iterator[np.ndarray]]:
-        """Yield, for each run, the places that it was read to: (length,) uint8."""
-        for first, count, _, _ in self._runs:
-            yield (
-                np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
-                for address, length in self._vectors[first : first + count].tolist()
-            )
-
     def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
         """Read the remaining bytes: preadv may read less than requested, for large requests or after a signal."""
         for address, length in self._vectors[first : first + count].tolist():

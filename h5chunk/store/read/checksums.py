@@ -2,7 +2,7 @@
 
 A checksum covers a chunk's stored bytes, padding included (`h5chunk.store.format.spec`) so chunks are checked whole,
 even if only a few of their rows are requested. Compressed chunks that threads decode are checked in memory, and so are
-plain chunks if all their rows are requested. Other chunks, and those read through HDF5, are read again from the file,
+plain chunks if all their rows are requested, where there are native threads. Other chunks are read again from the file,
 usually from the page cache: errors on the disk or in the page cache are found; later errors are not.
 """
 
@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.native import CHECKSUM, JOB, VERIFY, Result
+from h5chunk.native import CHECKSUM, DONE, JOB, VERIFY, Result, available, run
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
@@ -191,13 +191,13 @@ class WholeChunks(CheckTask):
         self._read = read
 
     def __call__(self, descriptor: int) -> None:
-        self._read(descriptor)
-        for chunk, places in zip(self._chunks.tolist(), self._read.places(), strict=True):
-            if not self._checks.sums.right[chunk]:  # another task, of an earlier window, may have found it so meanwhile
-                found = 0
-                for place in places:
-                    found = crc32(place, found)
-                self._checks.compare(chunk, found)
+        if not available():
+            self._read(descriptor)
+            super().__call__(descriptor)
+        elif (result := run(self.jobs(descriptor))).status != DONE:
+            raise self.error_of(result)
+        else:
+            self.end()
 
     def jobs(self, descriptor: int) -> np.ndarray:
         jobs = self._read.jobs(descriptor)
