@@ -13,7 +13,7 @@ H5ChunkError
  +-- StateError    (ValueError)     a saved state that belongs to another order of samples
  +-- WorkerError   (RuntimeError)   a worker process that died, or a thread that hangs
 
-The command line prints the message of any of these as one line and exits with 1.
+The command line prints the message of any of these and exits with 1.
 """
 
 from __future__ import annotations

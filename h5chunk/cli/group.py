@@ -54,9 +54,9 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except H5ChunkError as error:
-            *_, last = str(error).strip().split("\n")  # of a worker's error, what is before is its traceback
             kind = type(error)
-            click.echo(f"error: {last.removeprefix(f'{kind.__module__}.{kind.__qualname__}: ')}", err=True)
+            *_, message = str(error).strip().rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
+            click.echo(f"error: {message}", err=True)  # a worker's error begins with its traceback
             ctx.exit(1)
         except click.UsageError as error:  # it may name files that the shell found for a pattern
             raise click.UsageError(printable(error.format_message()), error.ctx) from None

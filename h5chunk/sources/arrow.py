@@ -24,6 +24,15 @@ csv: Any = _Late("pyarrow.csv")
 parquet: Any = _Late("pyarrow.parquet")
 
 
+def is_any(kind: Any, *names: str) -> bool:
+    """Return whether any of these predicates accepts an Arrow type.
+
+    >>> is_any(pyarrow.int8(), "floating", "integer")
+    True
+    """
+    return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
+
+
 def byte_lengths(column: Any) -> np.ndarray:
     """Return the lengths of the strings of a binary array: (n,) int32."""
     return np.diff(_offsets(column))

@@ -206,11 +206,6 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
                 f"{shown}: compressed as a whole, so that its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
-        if start.startswith(b"\x89HDF\r\n\x1a\n"):
-            raise SourceError(
-                f"{shown}: an HDF5 file, but not a matrix in a known format (.h5ad or 10x .h5): h5chunk repack is for "
-                "HDF5 files of samples"
-            )
         if start[257:262] == b"ustar":  # first, as the last file in a tar may be a zip
             return _open_tar(path)
         if zipfile.is_zipfile(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
 from h5chunk.sources.listing import Listing, list_images
 from h5chunk.sources.manifest import list_manifest
-from h5chunk.sources.recognise import is_path
+from h5chunk.sources.recognise import is_path, may_be_archive
 from h5chunk.sources.samples import IMAGES, LABELS, Samples
 
 
@@ -32,8 +33,8 @@ class ImageSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether a source is a path: this kind is tried last, and its error says what can contain images."""
-        return is_path(source)
+        """Return whether a source is the path of a folder or an archive, or of nothing, of which its error tells."""
+        return is_path(source) and (not os.path.isfile(source) or may_be_archive(source, head))
 
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:

@@ -15,6 +15,7 @@ from h5chunk.sources.options import Options, option
 
 MATRICES = "Matrices"  # the heading of the options of matrices
 DEFAULT_MEMORY_BYTES = 1 << 30
+NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
 
 
@@ -102,37 +103,71 @@ class LayerOptions(MatrixSourceOptions):
 
 
 @dataclass(frozen=True)
-class DelimitedOptions(MatrixSourceOptions):
-    """Options of a delimited file."""
+class EntryOptions(MatrixSourceOptions):
+    """Options of a table of entries."""
 
     columns: tuple[str, ...] | None = option(
         None,
-        "Row, column, value and time columns of a delimited file (names, or 0, 1, ...).",
+        "Row, column, value and time columns of ratings and other entries (names, or 0, 1, ...).",
         metavar="A,B[,C[,D]]",
     )
 
 
+@dataclass(frozen=True)
+class DelimitedOptions(EntryOptions):
+    """Options of a delimited file."""
+
+    separator: str | None = option(
+        None,
+        "What separates the cells of a delimited file, such as ';', '::', tab, or space for runs of blanks.",
+        metavar="SEP",
+        shown_default="detected",
+    )
+    header: str = option(
+        "auto", "Whether the first line of a delimited file names its columns.", choices=("auto", "yes", "no")
+    )
+    quotes: bool = option(True, "Take double quotes in a delimited file for letters.")
+    decimal: str = option(".", "Decimal mark of a delimited file.", choices=(".", ","))
+    comment: str | None = option(None, "Skip the lines of a delimited file that begin with this.", metavar="MARK")
+    encoding: str | None = option(
+        None, "Encoding of a delimited file, such as latin-1.", metavar="NAME", shown_default="utf-8"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.comment == "":
+            raise OptionError("comment is empty: give the mark that lines to skip begin with, such as '#'")
+        if self.separator is not None and (not self.separator or set(self.separator) & set('"\r\n')):
+            raise OptionError(f"separator is {self.separator!r}: give characters such as ';' or '::', tab or space")
+        try:
+            "1".encode(self.encoding or "utf-8")
+        except LookupError:
+            raise OptionError(f"encoding is {self.encoding!r}: give one that Python knows, such as latin-1") from None
+
+
 class Kind(NamedTuple):
-    """A kind of data: its name, the module and class that read it, and its options."""
+    """A kind of data: its name, the module and class that read it, its options, and an example for messages."""
 
     name: str
     module: str
     class_name: str
     options: type[Options]
+    example: str
 
 
-# In the order in which they are asked; images take any path that no other kind recognises.
+# In the order in which they are asked; images take any folder or archive that no other kind recognises.
 KINDS = (
-    Kind("10x", "matrix.tenx", "TenxSource", LayerOptions),
-    Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions),
-    Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions),
-    Kind("arrays", "arrays", "ArraySource", Options),
-    Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions),
-    Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions),
-    Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions),
-    Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions),
-    Kind("table", "table", "TableSource", TableOptions),
-    Kind("images", "images", "ImageSource", ImageSourceOptions),
-    Kind("mapping", "mapping", "MappingSource", ImageOptions),
+    Kind("10x", "matrix.tenx", "TenxSource", LayerOptions, "matrix.h5 or a folder with matrix.mtx.gz, of Cell Ranger"),
+    Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),
+    Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions, "matrix.npz, of scipy.sparse.save_npz"),
+    Kind("arrays", "arrays", "ArraySource", Options, "images.npy or data.npz"),
+    Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy, as a matrix with --format npy"),
+    Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions, "matrix.mtx"),
+    Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions, "train.svm: lines such as '1 3:0.5 7:1'"),
+    Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions, "ratings.csv: lines such as 'user,item,4.5'"),
+    Kind("ratings", "matrix.parquet", "ParquetEntries", EntryOptions, "ratings.parquet: columns user, item, rating"),
+    Kind("table", "table", "TableSource", TableOptions, "table.parquet: one sample a row"),
+    Kind("images", "images", "ImageSource", ImageSourceOptions, "photos/ or photos.zip: one folder per class"),
+    Kind("mapping", "mapping", "MappingSource", ImageOptions, ""),
 )
 KIND_OPTIONS = {kind.name: kind.options for kind in KINDS}

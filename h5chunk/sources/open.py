@@ -10,7 +10,7 @@ from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.options import Options, flag_of, one_of
-from h5chunk.sources.recognise import is_path, read_head
+from h5chunk.sources.recognise import HDF5_MAGIC, is_path, read_head
 
 PACKAGES = {"pyarrow": "sparse"}  # optional ones, and the extra that installs them
 
@@ -32,7 +32,19 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
     for each in kinds:
         if each.recognises(source, head):
             return each
-    raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
+    if not is_path(source):
+        raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
+    raise SourceError(message=f"{describe(source)}: {_unrecognised(head)}")
+
+
+def _unrecognised(head: bytes) -> str:
+    if head.startswith(HDF5_MAGIC):
+        return (
+            "an HDF5 file, but not a matrix in a known format (.h5ad or 10x .h5): h5chunk repack is for HDF5 files of "
+            "samples, and h5chunk info says what is in a file"
+        )
+    examples = "".join(f"\n  {kind.name:8}{kind.example}" for kind in KINDS if kind.example)
+    return f"not recognised. If it is one of these, say so, for example with --format csv:{examples}"
 
 
 def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) -> Any:

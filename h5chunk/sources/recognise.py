@@ -16,7 +16,9 @@ MAX_HDF5_LINKS = 1000
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 ZIP_MAGIC = b"PK\x03\x04"
 NPY_MAGIC = b"\x93NUMPY"
-GZIP_MAGIC = b"\x1f\x8b"
+PACKINGS = (".gz", ".bz2", ".xz", ".zst")
+PACKED_MAGICS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def is_path(source: Any) -> bool:
@@ -36,11 +38,19 @@ def read_head(source: Any) -> bytes:
 
 
 def has_suffix(source: Any, *suffixes: str) -> bool:
-    """Return whether a source is a regular file with one of these lower-case suffixes, before ``.gz``."""
+    """Return whether a source is a regular file with one of these lower-case suffixes, before that of a packing."""
     if not is_path(source):
         return False
-    name = os.fsencode(source).decode("utf-8", "backslashreplace").lower()
-    return posixpath.splitext(name.removesuffix(".gz"))[1] in suffixes and os.path.isfile(source)
+    stem, suffix = posixpath.splitext(os.fsencode(source).decode("utf-8", "backslashreplace").lower())
+    suffix = posixpath.splitext(stem)[1] if suffix in PACKINGS else suffix
+    return suffix in suffixes and os.path.isfile(source)
+
+
+def may_be_archive(source: Any, head: bytes) -> bool:
+    """Return whether a regular file is a zip or tar, also one that is compressed as a whole, or is named so."""
+    if has_suffix(source, ".zip", ".tar", ".tgz", ".tbz2", ".txz"):
+        return True
+    return head[257:262] == b"ustar" or zipfile.is_zipfile(source)
 
 
 def zip_members(source: Any, head: bytes) -> set[str]:
@@ -70,12 +80,12 @@ def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
 
 
 def text_lines(source: Any, head: bytes) -> list[bytes]:
-    """Return the first lines of a text, compressed with gzip or not; empty for anything else."""
-    if not head or (b"\0" in head and not head.startswith(GZIP_MAGIC)):
+    """Return the first lines of a text, compressed or not; empty for anything else."""
+    if not head or (b"\0" in head and not head.startswith((*PACKED_MAGICS, *UTF16_MARKS))):
         return []
     from h5chunk.sources.matrix.text import TextFile
 
     try:
         return TextFile(source).head_lines()
-    except SourceError:
+    except (SourceError, ImportError):
         return []

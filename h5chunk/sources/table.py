@@ -28,7 +28,7 @@ import PIL
 
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.arrow import byte_lengths, compute, parquet, pyarrow, to_fixed_bytes
+from h5chunk.sources.arrow import byte_lengths, compute, is_any, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.container import read_at
 from h5chunk.sources.kinds import TableOptions
 from h5chunk.sources.recognise import is_path
@@ -106,7 +106,7 @@ class _Values(list[np.ndarray]):
     """Numbers, or strings, in memory."""
 
     def add(self, array: Any) -> None:
-        if not _is_any(array.type, *TEXTS):
+        if not is_any(array.type, *TEXTS):
             self.append(np.asarray(array.to_numpy(zero_copy_only=False)))
             return
         strings = array.cast(pyarrow.binary())
@@ -150,12 +150,12 @@ class TableSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        return head.startswith(MAGIC) or (is_path(source) and bool(_tables_in(source)))
+        return head.startswith(MAGIC) or (is_path(source) and bool(tables_in(source)))
 
     @classmethod
     def open(cls, source: Any, options: TableOptions, context: OpenContext) -> TableSource:
         try:
-            return cls(_tables_in(source) or [Path(source)], options, context)
+            return cls(tables_in(source) or [Path(source)], options, context)
         except (OSError, pyarrow.ArrowException) as error:
             raise SourceError(f"{printable(source)}: cannot be read as .parquet: {printable(str(error))}") from None
 
@@ -241,7 +241,7 @@ class TableSource(Samples):
         return {name: read(index) for name, read in self._readers.items()}
 
 
-def _tables_in(source: Any) -> list[Path]:
+def tables_in(source: Any) -> list[Path]:
     """Return the .parquet files of a folder, if it has no other visible files."""
     folder = Path(os.fsdecode(source))
     if not folder.is_dir():
@@ -250,20 +250,15 @@ def _tables_in(source: Any) -> list[Path]:
     return files if files and all(path.suffix == SUFFIX and path.is_file() for path in files) else []
 
 
-def _is_any(kind: Any, *names: str) -> bool:
-    """Whether any of these predicates accepts an Arrow type."""
-    return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
-
-
 def _kind_of(kind: Any) -> Any:
     """Return the class that keeps the values of a column of an Arrow type; None for unsupported types."""
     numbers = ("integer", "floating", "boolean")
-    if _is_any(kind, *numbers, *TEXTS):
+    if is_any(kind, *numbers, *TEXTS):
         return _Values
-    if _is_any(kind, "list", "large_list", "fixed_size_list") and _is_any(kind.value_type, *numbers):
+    if is_any(kind, "list", "large_list", "fixed_size_list") and is_any(kind.value_type, *numbers):
         return _Vectors
-    is_image = _is_any(kind, "struct") and kind.get_field_index("bytes") >= 0
-    return _Images if is_image or _is_any(kind, "binary", "large_binary") else None
+    is_image = is_any(kind, "struct") and kind.get_field_index("bytes") >= 0
+    return _Images if is_image or is_any(kind, "binary", "large_binary") else None
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from h5chunk.tools.repack.options import RepackOptions
 
 COMMANDS = [*main.commands]
 OWN = {"dry_run", "quiet", "as_json", "help", "tuned"}  # of the command line alone; repack has tuned as well
-RENAMED = {"no_shuffle": "shuffle", "file": "path"}
+RENAMED = {"no_shuffle": "shuffle", "no_quotes": "quotes", "file": "path"}
 
 
 def own_options(name: str) -> list[click.Option]:

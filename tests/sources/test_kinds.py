@@ -33,6 +33,11 @@ def example(kind: str, folder: Path) -> Any:
         return folder / "photos"
     if kind == "mapping":
         return [{"x": np.ones(3) * number, "name": "a" * number} for number in range(5)]
+    if kind == "ratings":
+        pa, coo = pytest.importorskip("pyarrow"), MATRIX.tocoo()
+        table = pa.table({"user_id": coo.row, "item_id": [f"i{column}" for column in coo.col], "rating": coo.data})
+        pytest.importorskip("pyarrow.parquet").write_table(table, folder / "r.parquet")
+        return folder / "r.parquet"
     if kind == "table":
         pa = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(

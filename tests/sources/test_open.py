@@ -8,12 +8,12 @@ import sys
 import h5py
 import pytest
 import scipy.sparse
-from PIL import Image
 from support.open_source import open_source
 
 from h5chunk.errors import OptionError, SourceError
 from h5chunk.sources.open import find_kind
 
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(9)
 BANNER = b"%%MatrixMarket matrix coordinate real general\n1 1 0\n"
 
 
@@ -30,11 +30,7 @@ BANNER = b"%%MatrixMarket matrix coordinate real general\n1 1 0\n"
         ("matrix", BANNER, "mtx"),
         ("a9a", b"-1 3:1 11:1\n+1 5:1\n", "libsvm"),
         ("train.txt", b"2 qid:1 1:0.5\n", "libsvm"),
-        ("notes.txt", b"some words, and more\n", "images"),
-        ("README", b"1. read this\n", "images"),
-        ("numbers.txt", b"1\n2\n", "images"),
-        ("rubbish", bytes(99), "images"),
-        ("empty", b"", "images"),
+        ("likes.txt", b"user_id|item_id\nann|7\n", "csv"),
         ("images.npz", b"PK\x03\x04 and no more", "npz"),
         ("images.zip", b"PK\x03\x04 and no more", "images"),
         ("photos.tar", b"photo.jpg" + bytes(2000), "images"),
@@ -51,10 +47,16 @@ def test_looks(tmp_path, name, data, kind, packed):
     assert find_kind(path).kind == find_kind(str(path)).kind == kind
 
 
-def test_whatever_else_there_is_would_have_to_be_images(tmp_path):
-    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
-    for path in (tmp_path, tmp_path / "a.png", tmp_path / "missing.csv"):
+def test_folders_and_missing_paths_would_have_to_be_images(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.csv"):
         assert find_kind(path).kind == "images"
+
+
+@pytest.mark.parametrize("data", [b"some words, and more\n", b"1. read this\n", b"1\n2\n", bytes(99), b"", PNG])
+def test_what_is_not_recognised_is_told_the_formats(tmp_path, data):
+    (tmp_path / "notes.txt").write_bytes(data)
+    with pytest.raises(SourceError, match=r"notes.txt: not recognised.*--format csv:(.*\n)+  ratings +ratings.parquet"):
+        find_kind(tmp_path / "notes.txt")
 
 
 def test_other_hdf5_files_are_for_repack(tmp_path):
@@ -66,7 +68,6 @@ def test_other_hdf5_files_are_for_repack(tmp_path):
 
 def test_a_format_may_be_told(tmp_path):
     (tmp_path / "ratings").write_bytes(b"user one,item one\n")
-    assert find_kind(tmp_path / "ratings").kind == "images"
     assert open_source(tmp_path / "ratings", kind="csv").kind == "csv"
     with pytest.raises(OptionError, match=r"format is 'parquet': give 10x, .*csv, .*images"):
         open_source(tmp_path / "ratings", kind="parquet")

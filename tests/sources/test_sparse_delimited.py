@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
 from support.matrix_files import entries, opened
 from support.open_source import open_source
 
+import h5chunk
 from h5chunk.errors import OptionError, SourceError
 from h5chunk.sources.open import find_kind
 
@@ -34,6 +38,10 @@ LINES = [(1, 31, 2.5), (1, 1029, 3.0), (671, 6565, 3.5)]
         ("u.data", "", "{}\t{}\t{}\t881250949\n", ""),
         ("ratings.tsv", "user\titem\trating\n", "{}\t{}\t{}\n", ""),
         ("books.csv", '"User-ID";"ISBN";"Book-Rating"\n', '"{}";"{}";"{}"\n', ""),
+        ("u.item", "", "{}|{}|{}\n", ""),
+        ("ratings.txt", "user item rating\n", "{}   {} {}\n", ""),
+        ("ratings.csv", "user,item,rating\n", "{},{},{},\n", ""),
+        ("ratings.csv", '"user","item","rating"\n', '"row 1",{},{},{}\n', ""),
         ("edges.txt", "# FromNodeId ToNodeId\n# more\n\n", "{} {} {}\n", ""),
         ("edges.txt", "% a graph\n", "  {}   {}\t{}  \r\n", ""),
     ],
@@ -47,6 +55,116 @@ def test_dialects_of_ratings(tmp_path, name, head, form, end, max_bytes):
     assert source.has_ids and source.shape == (None, None)
     rows, columns, values = entries(source, max_bytes)
     assert list(zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True)) == lines
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("1/31/2,5\n1/1029/3\n671/6565/3,5\n", {"separator": "/", "decimal": ","}),
+        ("1-=31-=2.5\n1-=1029-=3\n671-=6565-=3.5\n", {"separator": "-="}),
+        ("1\t31\t2.5\n1\t1029\t3\n671\t6565\t3.5\n", {"separator": "tab", "header": "no"}),
+        ("7,8,9\n1,31,2.5\n1,1029,3\n671,6565,3.5\n", {"header": "yes"}),
+        ("// made\nuser,item,rating\n1,31,2.5\n1,1029,3\n// more\n671,6565,3.5\n", {"comment": "//"}),
+        ('1,31,2.5,"\n1,1029,3,x\n671,6565,3.5,"\n', {"quotes": False, "columns": ("0", "1", "2")}),
+        ('a b,1,31,2.5\n"c, d",1,1029,3\n,671,6565,3.5\n', {"columns": ("1", "2", "3")}),
+    ],
+)
+def test_layouts_that_options_tell(tmp_path, text, options):
+    rows, columns, values = entries(opened(tmp_path / "r.txt", text.encode(), kind="csv", **options))
+    assert list(zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True)) == LINES
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"separator": ""}, "separator is ''"),
+        ({"encoding": "utf-99"}, "encoding is 'utf-99': give one that Python knows"),
+        ({"encoding": "base64"}, "encoding is 'base64'"),
+        ({"comment": ""}, "comment is empty"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path, options, message):
+    with pytest.raises(OptionError, match=message):
+        opened(tmp_path / "r.csv", b"1,2,3\n", **options)
+
+
+PACKINGS = {
+    "bz2": bz2.compress,
+    "xz": lambda data: lzma.compress(data[:99]) + lzma.compress(data[99:]),
+    "zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_text(tmp_path, packing):
+    lines = b"".join(b"%d,%d,%d\n" % (n, n % 7, n % 5) for n in range(70_000))
+    (tmp_path / f"r.csv.{packing}").write_bytes(PACKINGS[packing](b"user,item,rating\n" + lines))
+    rows, columns, values = entries(open_source(tmp_path / f"r.csv.{packing}"), 1 << 16)
+    assert np.array_equal(rows, np.arange(70_000)) and np.array_equal(columns, rows % 7)
+    assert np.array_equal(values, rows % 5)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_other_encodings(tmp_path, encoding):
+    text = "user,item,rating\n" + "".join(f"é{number},ß,3\n" for number in range(20_000))
+    (tmp_path / "r.csv").write_bytes(text.encode(encoding))
+    options = {} if encoding == "utf-16" else {"encoding": encoding}  # which its first bytes tell
+    rows, columns, _ = entries(open_source(tmp_path / "r.csv", **options), 1 << 16)
+    assert rows.tolist() == [f"é{number}".encode() for number in range(20_000)]
+    assert set(columns.tolist()) == {"ß".encode()}
+
+
+def test_ids_that_are_not_utf8_name_the_option(tmp_path):
+    source = opened(tmp_path / "r.csv", "user,item\nann,x\ncafé,y\n".encode("latin-1"))
+    with pytest.raises(SourceError, match=r"line 3: row 'user' is 'caf.+xe9', not UTF-8: .*--encoding latin-1"):
+        entries(source)
+    with pytest.raises(SourceError, match="no text in the encoding ascii"):
+        open_source(tmp_path / "r.csv", encoding="ascii")
+    titles = "1|7|Café\n2|8|x\n".encode("latin-1")  # of a column that is left out
+    assert len(entries(opened(tmp_path / "u.item", titles, columns=("0", "1")))[0]) == 2
+
+
+def parquet(path, **columns):
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_parquet_of_entries(tmp_path):
+    days = pyarrow.array([3, 1, 2], pyarrow.date32())
+    words = pyarrow.array(["b", "c", "b"]).dictionary_encode()
+    path = parquet(tmp_path / "r.parquet", rating=[0.5, 1.0, 2.0], user_id=[7, 7, 9], item_id=words, date=days)
+    rows, columns, values = entries(open_source(path), 1)
+    assert (rows.tolist(), columns.tolist(), values.tolist()) == ([7, 7, 9], [b"b", b"c", b"b"], [0.5, 1, 2])
+    h5chunk.convert(path, tmp_path / "r.h5")
+    assert h5chunk.ChunkDataset(tmp_path / "r.h5").column_ids.tolist() == ["b", "c"]
+    report = h5chunk.convert(path, tmp_path / "t.h5", format="ratings", columns=("item_id", "user_id"))
+    assert (report.num_rows, report.num_columns) == (2, 2)
+    assert find_kind(parquet(tmp_path / "t.parquet", user=[1], item=[2], age=[3])).kind == "table"
+    (tmp_path / "several").mkdir()
+    for number in range(2):
+        parquet(tmp_path / "several" / f"{number}.parquet", user=[number], item=[5])
+    rows, columns, values = entries(open_source(tmp_path / "several"))
+    assert (rows.tolist(), columns.tolist(), values) == ([0, 1], [5, 5], None)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"user": [1, None], "item": [2, 3]}, "row 'user' has no value in row 1"),
+        ({"user": [1, 2], "item": [2.0, 3.0]}, "column 'item' is of type double"),
+        ({"user": [1, 2], "item": ["", "x"]}, "column 'item' has an id that is empty"),
+        ({"user": [1, 2], "item": [2, 3], "rating": [1, float("nan")]}, "value 'rating' is nan in row 1"),
+    ],
+)
+def test_parquet_that_cannot_be_read(tmp_path, columns, message):
+    with pytest.raises(SourceError, match=message):
+        entries(open_source(parquet(tmp_path / "r.parquet", **columns)))
+
+
+def test_the_last_duplicate_by_a_time_in_parquet(tmp_path):
+    path = parquet(tmp_path / "r.parquet", user=[1, 1, 1], item=[2, 2, 2], rating=[3, 4, 5], timestamp=[1.5, -2.0, 1.0])
+    h5chunk.convert(path, tmp_path / "r.h5", duplicates="last")
+    assert h5chunk.ChunkDataset(tmp_path / "r.h5")[[0]][0].tolist() == [[3.0]]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +237,7 @@ def test_columns_that_are_not_there(tmp_path, columns, message):
 BROKEN = {
     "1,x,3": "column 'movieId' is 'x', no whole number of 64 bits.*'movieId:str'",
     "1,2,x": "value 'rating' is 'x', no number",
+    '1,2,"3,5"': "is '3,5', no number: if commas mark decimals, say so .--decimal ,",
     "1,,3": "column 'movieId' is empty",
     "1,2,": "value 'rating' is empty",
     "1,2": "2 columns where the lines above have 3: '1,2'",
@@ -192,7 +311,7 @@ def test_what_names_do_not_tell_is_an_error(tmp_path):
 
 def test_a_comment_below_the_first_line_is_an_error(tmp_path):
     source = opened(tmp_path / "r.csv", b"# ratings\n" + b"a,b,1\n" * 9 + b"#c,d,2\n")
-    with pytest.raises(SourceError, match=r"line 11: a comment below the first line of data: remove it: '#c,d,2'"):
+    with pytest.raises(SourceError, match=r"line 11: a comment below the data: remove it, or say --comment '#'"):
         entries(source)
     rows, _, _ = entries(opened(tmp_path / "tags.csv", b"tag,user,count\n#love,b,1\n#cats,d,2\n"))
     assert rows.tolist() == [b"#love", b"#cats"]

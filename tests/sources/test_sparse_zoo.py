@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import struct
 import zipfile
@@ -13,6 +15,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow
 import pytest
 import scipy.sparse
 from support.matrix_files import entries, write_10x, write_h5ad
@@ -85,7 +88,6 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "rubbish": ("r.csv", RNG.bytes(5000), "zero byte: this is no text"),
     "rubbish later": ("r.csv", RATINGS + RATINGS[22:] * 20 + b"\n1\x002,3,4\n", "line 105003: holds a zero byte"),
     "rubbish without zeros": ("r.csv", RATINGS + b"\xff\x80,\xfe\n" * 9, "line 5002: 2 columns where"),
-    "UTF-16": ("r.csv", RATINGS.decode().encode("utf-16"), "16-bit characters"),
     "return and quote": ("r.csv", b'1,2,3\n1,"a"\r2,3\n1,2,3\n', "line 2: holds a carriage return"),
     "old Macintosh": ("r.csv", b"1,2,3\r4,5,6\r", "carriage returns only"),
     "HTML": ("r.csv", b"<!DOCTYPE html>\n<html>\n", "this is a web page or XML"),
@@ -95,7 +97,10 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "cut gz": ("r.csv.gz", gzip.compress(RNG.bytes(9000).hex().encode())[:-900], "cut short: its gzip stream"),
     "flipped gz": ("r.csv.gz", flipped(gzip.compress(RATINGS)), "gzip stream is damaged"),
     "gz of rubbish": ("r.csv.gz", gzip.compress(bytes(10)), "line 1: holds a zero byte"),
-    "bzip2": ("r.csv", b"BZh91AY&SY" + bytes(9), "unpack it first .bunzip2"),
+    "cut bzip2": ("r.csv.bz2", bz2.compress(RATINGS)[:-9], "cut short: its bzip2 stream"),
+    "cut xz": ("r.csv.xz", lzma.compress(RATINGS)[:-9], "cut short: its xz stream"),
+    "flipped xz": ("r.csv.xz", flipped(lzma.compress(RATINGS)), "xz stream is damaged"),
+    "cut zstd": ("r.csv.zst", pyarrow.compress(RATINGS, "zstd", asbytes=True)[:-9], "cannot be read: Truncated"),
     "empty mtx": ("m.mtx", b"\n", "holds nothing but blank"),
     "no banner": ("m.mtx", b"3 3 1\n1 1 1\n", "line 1: must be '%%MatrixMarket"),
     "dense": ("m.mtx", b"%%MatrixMarket matrix array real general\n1 1\n1\n", "kept as 'array', dense"),

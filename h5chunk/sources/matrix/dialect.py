@@ -1,4 +1,4 @@
-"""Guess and undo the delimiters and quotes of text in columns, and distinguish numbers, words and times."""
+"""Guess and undo the separators and quotes of text in columns, and distinguish numbers, words and times."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from h5chunk.sources.arrow import pyarrow
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
+NUM_ALIKE = 20  # lines
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """A delimiter, and ``mark``, the single character that replaces it for pyarrow."""
+    """A separator of cells, and whether cells may be in double quotes."""
 
-    delimiter: bytes
-    mark: bytes
+    separator: bytes
+    has_quotes: bool = True
 
     @property
-    def has_quotes(self) -> bool:
-        return self.delimiter in (b",", b";", b"\t")
+    def mark(self) -> bytes:
+        """The single character that stands for the separator after `translate`."""
+        return self.separator if len(self.separator) == 1 else b"\x1f"
 
     def translate(self, data: bytes) -> bytes:
-        """Return the same lines with a delimiter of one character."""
-        if self.delimiter == b" ":
+        """Return the same lines with a separator of one character."""
+        if self.separator == b" ":
             data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
             return EDGES.sub(b"", data) if EDGE.search(data) else data
-        return data if self.delimiter == self.mark else data.replace(self.delimiter, self.mark)
+        return data if self.separator == self.mark else data.replace(self.separator, self.mark)
 
     def cells(self, line: bytes) -> list[bytes]:
         """Return the cells of one line."""
@@ -47,19 +49,20 @@ class Dialect:
         return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
 
-COMMA, SEMICOLON, TAB = (Dialect(mark, mark) for mark in (b",", b";", b"\t"))
-BLANK = Dialect(b" ", b" ")
-COLONS = Dialect(b"::", b"\x1f")
-DIALECTS = (COLONS, TAB, SEMICOLON, COMMA, BLANK)
+TAB, BLANK = Dialect(b"\t"), Dialect(b" ")
+DIALECTS = (Dialect(b"::", has_quotes=False), TAB, Dialect(b"|"), Dialect(b";"), Dialect(b","), BLANK)
 
 
 def guess_dialect(lines: list[bytes]) -> Dialect:
-    """Guess the delimiter of a file from its first lines."""
-    for dialect in DIALECTS:
-        if all(dialect.delimiter in line for line in lines[:2]):
-            mixed = dialect == TAB and not _are_numbers(TAB, lines[:2]) and _are_numbers(BLANK, lines[:2])
-            return BLANK if mixed else dialect
-    return next((dialect for dialect in DIALECTS if dialect.delimiter in lines[0]), BLANK)
+    """Guess the separator of a file from its first lines: one that gives all of them the same number of cells."""
+    for is_sure in (True, False):
+        some = lines[: NUM_ALIKE if is_sure else 2]
+        for dialect in DIALECTS:
+            widths = {len(dialect.cells(line)) for line in some}
+            if min(widths) > 1 and (len(widths) == 1 or not is_sure):
+                mixed = dialect == TAB and not _are_numbers(TAB, some[:2]) and _are_numbers(BLANK, some[:2])
+                return BLANK if mixed else dialect
+    return next((dialect for dialect in DIALECTS if dialect.separator in lines[0]), BLANK)
 
 
 def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:

@@ -1,26 +1,29 @@
-"""Read text, compressed with gzip or not, in pieces of whole lines with their line numbers.
+"""Read text, also compressed with gzip, bzip2, xz or zstd, in pieces of whole lines with their line numbers.
 
 This module splits lines; subclasses of `TextSource` know their meaning. Memory is bounded: pieces and lines have a
-maximum length, and data that inflates without end is a line that is too long.
+maximum length, and data that inflates without end is a line that is too long. Lines are UTF-8, whatever the encoding
+of the file.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import contextlib
 import gzip
+import io
+import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar, NoReturn, cast
+from typing import IO, Any, ClassVar, NoReturn
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import csv, pyarrow
 from h5chunk.sources.matrix.block import RegularFile, SparseSource
 
-GZIP_MAGIC = b"\x1f\x8b"
-OTHER_PACKERS = {b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
 WIDE_TEXT = (b"\xff\xfe", b"\xfe\xff")
 UTF8_MARK = b"\xef\xbb\xbf"
 MAX_ID_BYTES = 256
@@ -29,6 +32,7 @@ MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # of the limit on a line where pie
 MAX_SHOWN = 120  # characters of a line in a message
 HEAD_BYTES = 1 << 18
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
+XZ_MEMORY_BYTES = 128 << 20  # xz -9 takes half of it
 ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
 
 
@@ -41,23 +45,72 @@ class Piece:
     consumed_bytes: int
 
 
-class TextFile(RegularFile):
-    """A text file that is read from its start as often as needed."""
+class _Xz(io.RawIOBase):
+    """Decompress xz with a limit on memory, which `lzma.LZMAFile` does not have."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._decoder = raw, lzma.LZMADecompressor(memlimit=XZ_MEMORY_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            packed = b""
+            if self._decoder.eof or self._decoder.needs_input:
+                packed = self._decoder.unused_data or self._raw.read(1 << 16)
+                if not packed and self._decoder.eof:
+                    return 0
+                if not packed:
+                    raise EOFError
+                if self._decoder.eof:  # another stream follows
+                    self._decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY_BYTES)
+            data = self._decoder.decompress(packed, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Recoded:
+    """Text of another encoding, as UTF-8."""
+
+    def __init__(self, file: Any, encoding: str) -> None:
+        self._file, self._decoder = file, codecs.getincrementaldecoder(encoding)()
+
+    def read(self, size: int) -> bytes:
+        while data := self._file.read(size):
+            if text := self._decoder.decode(data):
+                return text.encode()
+        return self._decoder.decode(b"", True).encode()
+
+
+PACKINGS: dict[bytes, tuple[str, Callable[[Any], Any]]] = {  # by the first bytes of a file
+    b"": ("", lambda raw: raw),
+    b"\x1f\x8b": ("gzip", lambda raw: gzip.GzipFile(fileobj=raw)),
+    b"BZh": ("bzip2", bz2.BZ2File),
+    b"\xfd7zXZ": ("xz", lambda raw: io.BufferedReader(_Xz(raw), 1 << 20)),
+    b"\x28\xb5\x2f\xfd": ("zstd", lambda raw: pyarrow.CompressedInputStream(raw, "zstd")),
+}
+
+
+class TextFile(RegularFile):
+    """A text file that is read from its start as often as needed; UTF-16 is recognised by its first bytes."""
+
+    def __init__(self, path: str | os.PathLike[str], encoding: str | None = None) -> None:
         super().__init__(path)
         with self.reading() as raw:
             start = raw.read(8)
-        for magic, tool in OTHER_PACKERS.items():
-            if start.startswith(magic):
-                self.fail(f"packed in a way that is not read: unpack it first ({tool})")
-        self.is_packed = start.startswith(GZIP_MAGIC)
+        magic = max((magic for magic in PACKINGS if start.startswith(magic)), key=len)
+        self._packing, self._unpack = PACKINGS[magic]
+        self._encoding = encoding
         with self.reading() as raw, self._naming_damage(lambda: 1):
-            head = self._unpacked(raw).read(HEAD_BYTES)
+            if encoding is None and self._unpack(raw).read(2) in WIDE_TEXT:
+                self._encoding = "utf-16"
+        with self.reading() as raw, self._naming_damage(lambda: 1):
+            file = self._unpacked(raw)
+            head, self._goes_on = file.read(HEAD_BYTES), bool(file.read(1))
         self._check_text(head, 1)
         self.head = head.removeprefix(UTF8_MARK)  # the last line may be cut
-        if self.head.startswith(WIDE_TEXT):
-            self.fail("text of 16-bit characters (UTF-16): save it as UTF-8")
         if not self.head.strip(b" \t\r\n"):
             self.fail("holds nothing but blanks")
         if self.head.lstrip().startswith(b"<"):
@@ -70,19 +123,24 @@ class TextFile(RegularFile):
         where = printable(self.path) + (f", line {line}" if line else "")
         raise SourceError(f"{where}: {what}") from None
 
-    def _unpacked(self, raw: IO[bytes]) -> IO[bytes]:
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if self.is_packed else raw
+    @property
+    def is_packed(self) -> bool:
+        return bool(self._packing)
+
+    def _unpacked(self, raw: IO[bytes]) -> Any:
+        file = self._unpack(raw)
+        return file if self._encoding is None else _Recoded(file, self._encoding)
 
     def head_lines(self) -> list[bytes]:
         """Return the first lines, whole, without line ends."""
         lines = self.head.split(b"\n")
-        if len(lines) > 1 and (len(self.head) >= HEAD_BYTES - len(UTF8_MARK) or not lines[-1]):
+        if len(lines) > 1 and (self._goes_on or not lines[-1]):
             lines.pop()
         return [line.removesuffix(b"\r") for line in lines]
 
     def probes(self, num_probes: int, num_bytes: int) -> Iterator[bytes]:
-        """Yield whole lines from places spread over an uncompressed text."""
-        if self.is_packed or self.num_bytes <= HEAD_BYTES:
+        """Yield whole lines from places spread over an uncompressed text, unless it is of another encoding."""
+        if self.is_packed or self._encoding is not None or self.num_bytes <= HEAD_BYTES:
             return
         with self.reading() as raw:
             for number in range(1, num_probes + 1):
@@ -116,7 +174,7 @@ class TextFile(RegularFile):
                 yield Piece(last + b"\n", line, raw.tell())
 
     def _check_text(self, data: bytes, line: int) -> None:
-        if b"\0" in data and not data.startswith(WIDE_TEXT):
+        if b"\0" in data:
             line += data.count(b"\n", 0, data.index(b"\0"))
             self.fail("holds a zero byte: this is no text, or it is damaged", line)
 
@@ -125,9 +183,11 @@ class TextFile(RegularFile):
         try:
             yield
         except EOFError:
-            self.fail("cut short: its gzip stream has no end; copy or download it again", line())
-        except (gzip.BadGzipFile, zlib.error) as error:
-            self.fail(f"its gzip stream is damaged: {error}", line())
+            self.fail(f"cut short: its {self._packing} stream has no end; copy or download it again", line())
+        except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            self.fail(f"its {self._packing} stream is damaged: {error}", line())
+        except UnicodeError as error:
+            self.fail(f"no text in the encoding {self._encoding}: {error}", line())
         except OSError as error:
             self.fail(f"cannot be read: {error.strerror or error}", line())
 
@@ -139,7 +199,7 @@ class TextSource(SparseSource):
     num_skipped = 0  # lines above the data
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
-        self._text = TextFile(path)
+        self._text = TextFile(path, getattr(options, "encoding", None))
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
 
     def _pieces(self, max_bytes: int) -> Iterator[Piece]:
@@ -172,10 +232,12 @@ class TextSource(SparseSource):
         raise NotImplementedError
 
 
-def read_columns(data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any]) -> list[Any]:
+def read_columns(
+    data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any], decimal: str = "."
+) -> list[Any]:
     """Read columns of whole lines, by number, as Arrow arrays of the given types, or raise ArrowInvalid.
 
-    All lines must have ``width`` columns.
+    All lines must have ``width`` columns, and strings must be UTF-8.
     """
     if not data.strip(b"\r\n"):
         return [pyarrow.array([], kind) for kind in types.values()]
@@ -185,7 +247,7 @@ def read_columns(data: bytes, mark: str, quotes: bool, width: int, types: Mappin
         csv.ReadOptions(column_names=names, block_size=max(1 << 16, len(data) // ARROW_BLOCKS)),
         csv.ParseOptions(delimiter=mark, quote_char='"' if quotes else False),
         csv.ConvertOptions(
-            check_utf8=False,
+            decimal_point=decimal,
             include_columns=[names[number] for number in types],
             column_types={names[number]: kind for number, kind in types.items()},
             null_values=[],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIN_MEMORY_BYTES = 1 << 20
 MAX_SHARDS = 99_999  # their numbers have five digits
 AUTO = "auto"
-UNIQUE = ("csv", "libsvm")  # kinds of sources in which two entries of one place are a mistake, unless told otherwise
+UNIQUE = ("csv", "ratings", "libsvm")  # kinds in which two entries of one place are a mistake, unless told otherwise
 DUPLICATES = {  # what may be done with entries that share a place, as reports say it
     "error": "are an error",
     "sum": "summed",

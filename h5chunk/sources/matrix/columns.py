@@ -1,0 +1,96 @@
+"""Choose the columns for row, column, value and time in a table of entries, such as ratings, by their names.
+
+Names are compared in small letters, without anything between them: ``User-ID`` is ``userid``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from h5chunk.errors import OptionError, printable
+
+ROWS = re.compile(
+    "user|userid|uid|reviewerid|customer|customerid|row|rowid|cell|cellid|barcode|query|doc|document|from|fromnodeid|"
+    "source|src|i|u"
+)
+COLUMNS = re.compile(
+    "item|itemid|iid|movie|movieid|product|productid|isbn|asin|artist|artistid|track|trackid|song|songid|book|bookid|"
+    "business|businessid|column|columnid|col|gene|geneid|feature|term|word|to|tonodeid|target|dst|j"
+)
+VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
+TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
+PARTS = ("row", "column", "value", "time")
+AS_STRING = ":str"
+
+
+def plain(name: str) -> str:
+    """Return a name as the patterns of this module expect it."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def are_entries(names: Sequence[str]) -> bool:
+    """Return whether the names are those of row, column and at most a value and a time, and of nothing else."""
+    known = [[part for part in (ROWS, COLUMNS, VALUES, TIMES) if part.fullmatch(plain(name))] for name in names]
+    parts = [found[0] for found in known if found]
+    return len(parts) == len(names) == len(set(parts)) and {ROWS, COLUMNS} <= set(parts)
+
+
+def order_of_floats(times: np.ndarray) -> np.ndarray:
+    """Return whole numbers in the same order: (n,) int64 for (n,) float64."""
+    bits = (times + 0.0).view(np.int64)  # -0.0 becomes 0.0
+    return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))
+
+
+def without_type(name: str) -> str:
+    return name.removesuffix(AS_STRING)
+
+
+def choose_columns(
+    header: Sequence[str] | None, width: int, given: Sequence[str] | None, path: str, fail: Callable[[str], NoReturn]
+) -> list[int]:
+    """Return the numbers of the columns for row, column[, value[, time]]; a time only if it is among the given names.
+
+    ``given`` are names or numbers; ``fail`` raises the error of a source whose header does not tell.
+    """
+    if given is not None:
+        if not 2 <= len(given) <= len(PARTS):
+            raise OptionError(
+                f"columns names {len(given)} columns: name row, column and, if they exist, value and time"
+            )
+        chosen = [_number(name, header, width, path) for name in given]
+        if len(set(chosen)) < len(chosen):
+            raise OptionError(f"columns {tuple(given)!r} names a column twice")
+        return chosen
+    if header is None:
+        return list(range(min(width, 3)))
+    known = [plain(name) for name in header]
+    parts = [next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)]
+    left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
+    if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or width <= 4):
+        value = parts[2] if parts[2] >= 0 else next((i for i in left if i not in parts), -1)
+        return [i for i in (*parts[:2], value) if i >= 0]
+    if not 2 <= len(left) <= 3:
+        names = ", ".join(repr(name) for name in header)
+        fail(f"it cannot be told which of the columns {names} are row, column and value: say it (--columns)")
+    return left
+
+
+def time_columns(header: Sequence[str], chosen: Sequence[int]) -> list[int]:
+    """Return the numbers of the columns with names of times, besides the chosen ones."""
+    return [i for i, name in enumerate(header) if i not in chosen and TIMES.fullmatch(plain(name))]
+
+
+def _number(name: str, header: Sequence[str] | None, width: int, path: str) -> int:
+    for word in (name, without_type(name)):
+        if header and word in header:
+            return list(header).index(word)
+        if word.isdecimal():
+            if int(word) < width:
+                return int(word)
+            raise OptionError(f"column {word} is not there: {printable(path)} has {width}, from 0")
+    there = ", ".join(header) if header else f"no header, but columns 0 to {width - 1}"
+    raise OptionError(f"column {name!r} is not in {printable(path)}: it has {there}")

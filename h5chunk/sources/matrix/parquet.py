@@ -1,0 +1,165 @@
+"""Read (row, column[, value[, time]]) entries from .parquet files, one file or a folder of files.
+
+A table is recognised if its columns have the names of such parts and there are no others; `choose_columns` tells them
+apart. Ids are integers or strings, values numbers, and times numbers, dates or timestamps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from h5chunk.errors import SourceError, printable
+from h5chunk.source import OpenContext
+from h5chunk.sources.arrow import byte_lengths, is_any, parquet, pyarrow, to_fixed_bytes
+from h5chunk.sources.kinds import EntryOptions
+from h5chunk.sources.matrix.block import Block, SparseSource
+from h5chunk.sources.matrix.columns import (
+    PARTS,
+    are_entries,
+    choose_columns,
+    order_of_floats,
+    time_columns,
+    without_type,
+)
+from h5chunk.sources.matrix.text import MAX_ID_BYTES
+from h5chunk.sources.recognise import is_path
+from h5chunk.sources.table import MAGIC, tables_in
+
+ROW_BYTES = 256  # of memory for a row while it is read
+IDS = ("integer", "string", "large_string", "dictionary")
+TYPES = {  # of Arrow, that each part may have
+    "row": IDS,
+    "column": IDS,
+    "value": ("integer", "floating", "boolean", "decimal"),
+    "time": ("integer", "floating", "timestamp", "date"),
+}
+
+
+class ParquetEntries(SparseSource):
+    """Tables of entries in .parquet files with the same columns; their rows are concatenated."""
+
+    kind = "ratings"
+    shape = (None, None)
+    has_ids = True
+    Options = EntryOptions
+
+    def __init__(self, path: str, options: EntryOptions, context: OpenContext) -> None:
+        self.path, self._paths = path, tables_in(path) or [Path(path)]
+        self.num_bytes = sum(os.path.getsize(each) for each in self._paths)
+        names = _names(self._paths[0])
+        given = None if options.columns is None else [without_type(str(name)) for name in options.columns]
+        chosen = choose_columns(names, len(names), given, path, self._fail)
+        columns = dict(zip(PARTS, chosen, strict=False))
+        if context.with_times and (found := time_columns(names, chosen)):
+            columns.setdefault("time", found[0])
+        elif not context.with_times:
+            columns.pop("time", None)
+        self._columns = {part: names[number] for part, number in columns.items()}
+        self._check_types()
+        self.time_name = self._columns.get("time")
+        self.axes = self._columns["row"], self._columns["column"]
+
+    def _check_types(self) -> None:
+        """Raise SourceError unless all files have the columns, with types that fit their parts and each other."""
+        first = _schema(self._paths[0])
+        for path in self._paths:
+            schema = _schema(path)
+            for part, name in self._columns.items():
+                where = f"{printable(path)}: {part} {name!r}"
+                if name not in schema.names:
+                    raise SourceError(f"{where}: has no such column, unlike {printable(self._paths[0].name)}")
+                kind = schema.field(name).type
+                if not is_any(kind, *TYPES[part]):
+                    raise SourceError(f"{where} is of type {kind}: choose other columns (--columns)")
+                if is_any(kind, "integer") != is_any(first.field(name).type, "integer") and part in PARTS[:2]:
+                    raise SourceError(f"{where} is of type {kind}, but of {first.field(name).type} in the first file")
+
+    @classmethod
+    def recognises(cls, source: Any, head: bytes) -> bool:
+        if not (head.startswith(MAGIC) or (is_path(source) and tables_in(source))):
+            return False
+        try:
+            return are_entries(_names((tables_in(source) or [Path(source)])[0]))
+        except (ImportError, SourceError):  # which reading it as a table says
+            return False
+
+    def files(self) -> Sequence[str]:
+        return [str(path) for path in self._paths]
+
+    def _fail(self, what: str) -> NoReturn:
+        raise SourceError(f"{printable(self.path)}: {what}")
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
+        done = 0
+        for path in self._paths:
+            rows_before = 0
+            try:
+                with parquet.ParquetFile(path) as file:
+                    num_rows = max(1, file.metadata.num_rows)
+                    batches = file.iter_batches(max(1024, max_bytes // ROW_BYTES), columns=[*self._columns.values()])
+                    for batch in batches:
+                        block = self._block(path, batch, rows_before)
+                        rows_before += len(batch)
+                        yield block, done + os.path.getsize(path) * rows_before // num_rows
+            except (OSError, pyarrow.ArrowException) as error:
+                raise _unreadable(path, error) from None
+            done += os.path.getsize(path)
+
+    def _block(self, path: Path, batch: Any, rows_before: int) -> Block:
+        arrays = {}
+        for part, name in self._columns.items():
+            column = batch.column(batch.schema.get_field_index(name))
+            where = f"{printable(path)}: {part} {name!r}"
+            if column.null_count:
+                row = rows_before + column.is_null().index(True).as_py()
+                raise SourceError(f"{where} has no value in row {row}: fill it, or leave the row out")
+            arrays[part] = _to_numpy(part, column, where, rows_before)
+        return Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"))
+
+
+def _names(path: Path) -> list[str]:
+    """Return the names of the columns, except an index that pandas wrote."""
+    return [name for name in _schema(path).names if not name.startswith("__index_level_")]
+
+
+def _schema(path: Path) -> Any:
+    try:
+        return parquet.read_schema(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> SourceError:
+    return SourceError(f"{printable(path)}: cannot be read as .parquet: {printable(str(error))}")
+
+
+def _to_numpy(part: str, column: Any, where: str, rows_before: int) -> np.ndarray:
+    if part in PARTS[:2]:
+        return _ids(column, where)
+    if part == "time" and is_any(column.type, "timestamp", "date"):
+        return column.cast(pyarrow.timestamp("us")).cast(pyarrow.int64()).to_numpy()
+    if is_any(column.type, "integer"):
+        return column.cast(pyarrow.int64()).to_numpy()
+    values = column.cast(pyarrow.float64()).to_numpy()
+    bad = ~np.isfinite(values)
+    if bad.any():
+        row = rows_before + int(bad.argmax())
+        raise SourceError(f"{where} is {values[bad][0]} in row {row}: values must be finite")
+    return values if part == "value" else order_of_floats(values)
+
+
+def _ids(column: Any, where: str) -> np.ndarray:
+    if is_any(column.type, "integer"):
+        return column.cast(pyarrow.int64()).to_numpy()
+    if is_any(column.type, "dictionary"):
+        column = column.dictionary_decode()
+    texts = column.cast(pyarrow.string()).cast(pyarrow.binary())
+    lengths = byte_lengths(texts)
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
+        raise SourceError(f"{where} has an id that is empty or longer than {MAX_ID_BYTES} bytes")
+    return to_fixed_bytes(texts)
