@@ -1,8 +1,8 @@
-"""Choose uint8 codes that represent the values of a sparse matrix exactly.
+"""Choose how the values of a sparse matrix are stored: the smallest of uint8 codes, float16 and float32 that is exact.
 
-A value is ``code / scale``. While entries are read they are counted in *units*, a fraction that all candidate scales
-share: 1/400 (or 1/scale, if a scale is given), so that duplicates are summed exactly. The sums decide the scale: the
-smallest scale that makes all of them whole numbers up to 255.
+A value with a code is ``code / scale``. While entries are read they are counted in *units*, a fraction that all
+candidate scales share: 1/400 (or 1/scale, if a scale is given), so that duplicates are summed exactly. The sums decide
+the scale: the smallest scale that makes all of them whole numbers up to 255.
 
 >>> coding = Coding()
 >>> units, unfit = coding.units(np.array([0.5, 3.0, 5.0]))
@@ -12,13 +12,21 @@ smallest scale that makes all of them whole numbers up to 255.
 (2.0, [1, 6, 10])
 >>> coding.units(np.array([0.5, 0.3333]))[1]
 1
+
+Values without codes are counted as float64, and stored as float16 or float32.
+
+>>> coding = coding.otherwise()
+>>> tally = coding.tally()
+>>> tally.add(coding.settle(np.array([-0.5, 300.0]))[0])
+>>> tally.storage().dtype
+dtype('float16')
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +34,12 @@ import numpy.typing as npt
 from h5chunk.errors import OptionError
 
 SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100)
+MAX_WHOLE = 1 << 53  # up to here, float64 holds all whole numbers
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 UNITS = math.lcm(*SCALES)  # in a one
 MAX_CODE = 255
 ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions: 0.7 + 0.1 is to be 0.8
+NOT_FINITE = "is not finite", "remove it from the source"
 HUGE = float(1 << 40)  # with clip: far above any code, and small enough that sums of entries do not overflow
 
 Values = npt.NDArray[Any]
@@ -45,6 +56,7 @@ class Coding:
     scale: float | None = None  # a value is its code over this; chosen among `SCALES` if not given
     clip: bool = False
     binarize: float | None = None  # values of at least this become 1, all others 0
+    strict: bool = False  # a value without a code is an error
 
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), ("binarize", self.binarize)):
@@ -132,19 +144,29 @@ class Coding:
                 return float(scale)
         return None
 
-    def unfit_units(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the units that keep the others from having a scale, where `choose_scale` found none.
+    def tally(self) -> CodeTally:
+        """Return an empty tally of units."""
+        return CodeTally(self)
 
-        If a smallest scale makes all units whole, these are the units above 255 with it. Otherwise it is the first unit
-        that shares no scale with the smaller units.
-        """
-        scales = list(SCALES)
-        for unit in units.tolist():
-            fitting = [scale for scale in scales if unit * scale % UNITS == 0]
-            if not fitting:
-                return np.array([unit], np.int64)
-            scales = fitting
-        return units[units // (UNITS // scales[0]) > MAX_CODE]
+    def otherwise(self) -> FloatCoding | None:
+        """Return how values are stored if some have no code; None if that is an error."""
+        is_strict = self.strict or self.scale is not None or self.binarize is not None
+        return None if is_strict else FloatCoding(None, self.clip)
+
+    def why_unfit(self, value: float) -> tuple[str, str]:
+        """Say why a value has no code, and what to do about it."""
+        scale = self.scale
+        if not math.isfinite(value):
+            return NOT_FINITE
+        if scale is not None and value * scale != round(value * scale):
+            return f"times the scale {scale:g} is not a whole number", "leave out --scale, or use --binarize MIN"
+        if value < 0:
+            return "is negative", "use --clip to make such values 0, --values auto, or --binarize MIN"
+        if value * (scale or 1) > MAX_CODE:
+            times = f"times the scale {scale:g} " if scale else ""
+            remedy = f"use --clip to make such values {MAX_CODE}, --values auto without --scale, or --binarize MIN"
+            return f"{times}is more than {MAX_CODE}", remedy
+        return f"has no exact code from 1 to {MAX_CODE}", "use --values auto, or --binarize MIN"
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
         """Return the code of every number of units: (max_unit + 1,) uint8; arbitrary for a unit without a code."""
@@ -152,3 +174,100 @@ class Coding:
         if self.scale is None and self.binarize is None:
             units //= UNITS // int(scale)
         return np.minimum(units, MAX_CODE).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How values are stored: as codes, each value times ``scale``, or as they are; a pattern stores none."""
+
+    dtype: np.dtype[Any]
+    scale: float = 1.0
+    pattern: bool = False
+    codes: npt.NDArray[np.uint8] | None = None  # of every number of units
+
+    def encode(self, units: Values) -> Values:
+        """Return the stored numbers of (n,) units."""
+        return units.astype(self.dtype) if self.codes is None else self.codes[units]
+
+
+class CodeTally:
+    """The units that occur in a matrix."""
+
+    def __init__(self, coding: Coding) -> None:
+        self._coding, self._seen = coding, np.zeros(coding.max_unit + 1, bool)
+
+    def add(self, units: Values) -> None:
+        self._seen[units] = True
+
+    def storage(self) -> Storage | None:
+        """Return how all units can be stored; None if they have no common scale."""
+        units = np.flatnonzero(self._seen)
+        scale = self._coding.choose_scale(units)
+        if scale is None:
+            return None
+        codes = self._coding.codes(scale)
+        pattern = scale == 1 and len(units) > 0 and bool((codes[units] == 1).all())
+        return Storage(np.dtype(np.uint8), scale, pattern, codes)
+
+
+@dataclass(frozen=True)
+class FloatCoding:
+    """Keep values as floats, with the interface of `Coding`; their units are the values, in float64.
+
+    Without ``dtype_name`` a value that float32 does not hold exactly is unfit. With it, ``float16`` or ``float32``,
+    values are rounded, and only those beyond the range of the type are unfit.
+    """
+
+    dtype_name: str | None = None
+    clip: bool = False  # to the range of codes
+    units_per_one: ClassVar[float] = 1.0
+    max_unit: ClassVar[int] = MAX_CODE
+    num_bits: ClassVar[None] = None
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float64)
+
+    def units(self, values: Values) -> tuple[Values, int | None]:
+        """See `Coding.units`."""
+        real = values.astype(np.float64)
+        unfit = ~np.isfinite(real)
+        if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and self.dtype_name is None:
+            unfit |= (values > MAX_WHOLE) | (values < -MAX_WHOLE)  # neighbours of such a number are the same float64
+        return real, int(unfit.argmax()) if unfit.any() else None
+
+    def settle(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
+        """Clip and round (n,) sums: (n,) float64, and (n,) bool, whether they are unfit."""
+        wanted = np.clip(sums, 0, MAX_CODE) if self.clip else sums
+        with np.errstate(over="ignore"):
+            stored = wanted.astype(self.dtype_name or np.float32).astype(np.float64)
+        return stored, stored != wanted if self.dtype_name is None else ~np.isfinite(stored)
+
+    def tally(self) -> FloatTally:
+        """Return an empty tally of values."""
+        return FloatTally(self.dtype_name)
+
+    def otherwise(self) -> None:
+        """Return None: values that are unfit are an error."""
+
+    def why_unfit(self, value: float) -> tuple[str, str]:
+        """Say why a value is unfit, and what to do about it."""
+        if not math.isfinite(value):
+            return NOT_FINITE
+        if self.dtype_name is None and abs(value) <= MAX_FLOAT32:
+            rounded = float(np.float32(value))
+            return "is not exact in float32", f"use --values float32 to round values (this one to {rounded:.10g})"
+        wider = "--values float32, or " if self.dtype_name == "float16" and abs(value) <= MAX_FLOAT32 else ""
+        return f"is beyond the range of {self.dtype_name or 'float32'}", f"use {wider}--binarize MIN"
+
+
+class FloatTally:
+    """Whether float16 holds all values."""
+
+    def __init__(self, dtype_name: str | None) -> None:
+        self._dtype_name, self._fits_half = dtype_name, True
+
+    def add(self, values: Values) -> None:
+        if self._dtype_name is None and self._fits_half:
+            with np.errstate(over="ignore"):
+                self._fits_half = bool((values.astype(np.float16) == values).all())
+
+    def storage(self) -> Storage:
+        return Storage(np.dtype(self._dtype_name or ("float16" if self._fits_half else "float32")))

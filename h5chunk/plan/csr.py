@@ -1,7 +1,8 @@
 """Lay out a sparse matrix in a file: types, chunks, and the rows that a window shuffles.
 
->>> plan_csr(138_493, 26_744, 20_000_263, pattern=False)
-CsrLayout(num_rows=138493, num_columns=26744, num_entries=20000263, pattern=False, chunk_samples=512, window_chunks=49)
+>>> layout = plan_csr(138_493, 26_744, 20_000_263)
+>>> layout.chunk_samples, layout.window_chunks
+(512, 49)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ INDEX_CHUNK_BYTES = 1 << 20  # of one HDF5 chunk of indices
 ROW_CHUNK_BYTES = 256 << 10  # of the entries of one nominal chunk of rows
 MIN_ROW_CHUNK_BYTES = 16 << 10
 POINTER_BYTES = 8  # of indptr, a row
+CODE = np.dtype(np.uint8)
 WINDOW_SKEW = 2  # entries of the fullest window there may be, over those of an average one
 
 
@@ -31,7 +33,7 @@ class CsrLayout:
     num_rows: int
     num_columns: int
     num_entries: int
-    pattern: bool  # all values are one, and none is stored
+    value_dtype: np.dtype | None  # as stored; None for a pattern: all values are one, and none is stored
     chunk_samples: int  # rows of a nominal chunk of rows, which an order permutes
     window_chunks: int  # recommended number of those that are shuffled together
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # one sentence each
@@ -41,9 +43,14 @@ class CsrLayout:
         return index_dtype(self.num_columns)
 
     @property
+    def pattern(self) -> bool:
+        """Whether no values are stored."""
+        return self.value_dtype is None
+
+    @property
     def entry_bytes(self) -> int:
         """Stored bytes of one entry."""
-        return self.index_dtype.itemsize + (not self.pattern)
+        return self.index_dtype.itemsize + (self.value_dtype.itemsize if self.value_dtype else 0)
 
     @property
     def chunk_entries(self) -> int:
@@ -71,10 +78,15 @@ class CsrLayout:
 
 
 def plan_csr(
-    num_rows: int, num_columns: int, num_entries: int, *, pattern: bool, chunk_samples: int | None = None
+    num_rows: int,
+    num_columns: int,
+    num_entries: int,
+    *,
+    value_dtype: np.dtype | None = CODE,
+    chunk_samples: int | None = None,
 ) -> CsrLayout:
     """Choose the nominal chunk of rows, or use the given size. Raises OptionError if the given size is below 1."""
-    whole = CsrLayout(num_rows, num_columns, num_entries, pattern, num_rows, 1)
+    whole = CsrLayout(num_rows, num_columns, num_entries, value_dtype, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:
         by_bytes = power_of_two_below(ROW_CHUNK_BYTES / row_bytes)
@@ -89,7 +101,7 @@ def plan_csr(
         reason = f"{chunk_samples} rows a nominal chunk of rows, as asked: {human_bytes(chunk_samples * row_bytes)}"
     window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
     reasons = (reason, f"windows of {window_chunks} of them are shuffled together")
-    return CsrLayout(num_rows, num_columns, num_entries, pattern, chunk_samples, window_chunks, reasons)
+    return CsrLayout(num_rows, num_columns, num_entries, value_dtype, chunk_samples, window_chunks, reasons)
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:

@@ -36,13 +36,13 @@ def rows(label: str, values: str | Iterable[object], most: int | None = None) ->
     return [f"  {label} {value}" for value in [*values[:most], *more]]
 
 
-def codes_text(scale: float) -> str:
+def values_text(dtype: str, scale: float) -> str:
     """Describe how the values of a matrix are stored.
 
-    >>> codes_text(1.0), codes_text(2.0)
-    ('stored as they are', 'stored times 2')
+    >>> values_text("float32", 1.0), values_text("uint8", 2.0)
+    ('stored as float32', 'stored times 2 as uint8')
     """
-    return "stored as they are" if scale == 1 else f"stored times {scale:g}"
+    return f"stored as {dtype}" if scale == 1 else f"stored times {scale:g} as {dtype}"
 
 
 class Report:

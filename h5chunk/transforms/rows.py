@@ -156,7 +156,7 @@ ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p)
 class RowConverter:
     """Convert stored rows of a matrix, sparse, or dense with a scale, to batches.
 
-    The file stores codes, and a value is the code over the file's scale. Arithmetic is in float32, or in float64 if
+    A value is the stored number over the file's scale. Arithmetic is in float32, or in float64 if
     that is the result. The transforms are of this module, at most one of them `Dense` or `Csr`; raise `OptionError` if
     one does not fit the field. ``allocate`` gives host memory for dense batches.
     """
@@ -251,7 +251,8 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, 
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
         if steps and isinstance(steps[0], Binarize):
-            return ValueRule(None, steps[0].threshold, 1.0, steps[1:], dtype)
+            least = float(field.dtype.type(steps[0].threshold)) if field.dtype.kind == "f" else steps[0].threshold
+            return ValueRule(None, least, 1.0, steps[1:], dtype)
         return ValueRule(None, None, 1.0, steps, dtype)
     values = np.arange(NUM_CODES) / (field.scale or 1.0)
     while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):

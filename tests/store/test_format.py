@@ -117,10 +117,10 @@ def test_files_of_others_have_no_header(tmp_path: Path) -> None:
 
 
 def test_newer_format_is_refused(tmp_path: Path) -> None:
-    create_file(tmp_path / "x.h5", spec(format_version=np.int64(2)))
+    create_file(tmp_path / "x.h5", spec(format_version=np.int64(3)))
     with (
         open_file(tmp_path / "x.h5") as file,
-        pytest.raises(FileError, match=r"x\.h5: format version 2 but this h5chunk reads up to 1: install a newer one"),
+        pytest.raises(FileError, match=r"x\.h5: format version 3 but this h5chunk reads up to 2: install a newer one"),
     ):
         read_header(file)
 

@@ -14,7 +14,7 @@ from support.csr_files import write_csr
 from support.csr_specification import check_csr_file
 
 from h5chunk.errors import FileError, OptionError
-from h5chunk.plan.csr import ROW_CHUNK_BYTES, plan_csr
+from h5chunk.plan.csr import CODE, ROW_CHUNK_BYTES, plan_csr
 from h5chunk.store.format.header import read_header, read_matrix
 from h5chunk.store.format.spec import create_file
 from h5chunk.store.hdf5.open import open_file
@@ -88,7 +88,7 @@ def test_a_pattern_stores_no_values(tmp_path: Path) -> None:
 def test_parts_of_any_size_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5chunk.plan.csr.INDEX_CHUNK_BYTES", 100)
     it = matrix(60, 40)
-    layout = plan_csr(60, 40, it.nnz, pattern=False)
+    layout = plan_csr(60, 40, it.nnz)
     digests = []
     for step in (1, 7, 100, 10_000):
         with NewFile(tmp_path / f"{step}.h5") as new:
@@ -104,7 +104,7 @@ def test_parts_of_any_size_give_the_same_bytes(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_missing_or_of_another_type_is_noticed(tmp_path: Path) -> None:
-    layout = plan_csr(2, 300, 4, pattern=False)
+    layout = plan_csr(2, 300, 4)
     with NewFile(tmp_path / "x.h5") as new:
         new.allocate(csr_spec(layout, scale=1.0, attributes=ATTRIBUTES, fields={}, tables={}))
         writer = CsrWriter(new, layout)
@@ -112,7 +112,7 @@ def test_what_is_missing_or_of_another_type_is_noticed(tmp_path: Path) -> None:
             writer.append(np.zeros(1, np.uint8), np.ones(1, np.uint8))
         with pytest.raises(TypeError):
             writer.append(np.zeros(1, np.uint16), None)
-        with pytest.raises(TypeError, match="2 codes"):
+        with pytest.raises(TypeError, match="2 values"):
             writer.append(np.zeros(1, np.uint16), np.ones(2, np.uint8))
         writer.append(np.zeros(1, np.uint16), np.ones(1, np.uint8))
         with pytest.raises(ValueError, match="3 entries in the rows, 4 in the matrix"):
@@ -168,7 +168,9 @@ def test_what_cannot_be_is_an_error_of_ours(tmp_path: Path, how: str) -> None:
     pattern=st.booleans(),
 )
 def test_the_plan(num_rows: int, num_columns: int, per_row: float, pattern: bool) -> None:
-    layout = plan_csr(num_rows, num_columns, int(num_rows * min(per_row, num_columns)), pattern=pattern)
+    layout = plan_csr(
+        num_rows, num_columns, int(num_rows * min(per_row, num_columns)), value_dtype=None if pattern else CODE
+    )
     size = layout.chunk_samples
     assert 1 <= size <= num_rows and (size == num_rows or size & (size - 1) == 0)
     assert size == 1 or size * layout.row_bytes <= ROW_CHUNK_BYTES
@@ -179,15 +181,15 @@ def test_the_plan(num_rows: int, num_columns: int, per_row: float, pattern: bool
 
 
 def test_the_size_of_a_chunk_that_is_asked_for() -> None:
-    assert plan_csr(100, 10, 50, pattern=False, chunk_samples=7).chunk_samples == 7
-    assert plan_csr(5, 10, 50, pattern=False, chunk_samples=7).chunk_samples == 5
+    assert plan_csr(100, 10, 50, chunk_samples=7).chunk_samples == 7
+    assert plan_csr(5, 10, 50, chunk_samples=7).chunk_samples == 5
     with pytest.raises(OptionError, match="chunk_samples is 0"):
-        plan_csr(100, 10, 50, pattern=False, chunk_samples=0)
+        plan_csr(100, 10, 50, chunk_samples=0)
 
 
 def test_num_bytes_is_near_that_of_the_file(tmp_path: Path) -> None:
     for pattern in (False, True):
-        layout = plan_csr(1000, 300, 700_000, pattern=pattern)
+        layout = plan_csr(1000, 300, 700_000, value_dtype=None if pattern else CODE)
         spec = csr_spec(layout, scale=1.0, attributes=ATTRIBUTES, fields={}, tables={})
         create_file(tmp_path / "x.h5", spec)
         real = (tmp_path / "x.h5").stat().st_size

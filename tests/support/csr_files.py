@@ -36,7 +36,7 @@ def write_csr(
     indptr : (rows + 1,) int64
     indices : (entries,) unsigned integers
         Ascending within a row.
-    codes : (entries,) uint8, or None
+    codes : (entries,) uint8, float16 or float32, or None
         None for a pattern.
     num_columns : int
     scale : float
@@ -51,7 +51,13 @@ def write_csr(
     overwrite : bool
     """
     num_rows = len(indptr) - 1
-    layout = plan_csr(num_rows, num_columns, len(indices), pattern=codes is None, chunk_samples=chunk_samples)
+    layout = plan_csr(
+        num_rows,
+        num_columns,
+        len(indices),
+        value_dtype=None if codes is None else codes.dtype,
+        chunk_samples=chunk_samples,
+    )
     fields = fields or {}
     tables = {"source_index": np.arange(num_rows, dtype=np.int64), **(tables or {})}
     attributes = {"seed": seed, "shuffled": shuffled, "options": {}}

@@ -16,7 +16,7 @@ sp = pytest.importorskip("scipy.sparse")
 
 
 def check_csr_file(path: Path) -> sp.csr_matrix:
-    """Everything that the specification says of a CSR file; returns the matrix of codes."""
+    """Everything that the specification says of a CSR file; returns the matrix of stored numbers."""
     data = path.read_bytes()
     check_fixed_types_only(path)
     with h5py.File(path) as file:
@@ -25,7 +25,10 @@ def check_csr_file(path: Path) -> sp.csr_matrix:
         num_rows, num_columns = group.attrs["shape"].tolist()
         indptr, indices, codes = (group[name] for name in ("indptr", "indices", "data"))
         assert indptr.shape == (num_rows + 1,) and indptr.dtype == np.int64 and indptr.chunks is None
-        assert indices.dtype == index_dtype(num_columns) and codes.dtype == np.uint8
+        assert indices.dtype == index_dtype(num_columns)
+        floats = codes.dtype in (np.float16, np.float32)
+        assert floats or codes.dtype == np.uint8
+        assert not floats or (group.attrs["scale"], group.attrs["pattern"]) == (1, 0)
         assert indices.shape == codes.shape == (indptr[-1],) and indices.chunks == codes.chunks
         assert own.attrs["kind"] == b"csr" and own.attrs["num_samples"] == num_rows
         expected = {"indptr", "indices"} | (set() if group.attrs["pattern"] else {"data"})
@@ -47,6 +50,7 @@ def check_csr_file(path: Path) -> sp.csr_matrix:
         if group.attrs["pattern"]:
             assert codes.id.get_storage_size() == 0 and (codes[()] == 1).all()
         assert indptr[0] == 0 and (np.diff(indptr[()]) >= 0).all()
-        it = sp.csr_matrix((codes[()], indices[()].astype(np.int64), indptr[()]), (num_rows, num_columns))
-        assert it.has_canonical_format and (not it.nnz or it.data.min() >= 1)
+        values = codes[()].astype(np.float32 if floats else np.uint8)
+        it = sp.csr_matrix((values, indices[()].astype(np.int64), indptr[()]), (num_rows, num_columns))
+        assert it.has_canonical_format and it.data.all() and np.isfinite(it.data).all()
         return it

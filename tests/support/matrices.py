@@ -28,8 +28,8 @@ def random_matrix(num_rows: int, num_columns: int, per_row: float, seed: int = 0
     return scipy.sparse.csr_matrix((data, indices, indptr), (num_rows, num_columns))
 
 
-def write(path: Path, matrix: scipy.sparse.csr_matrix, *, pattern: bool = False, **options) -> Path:
-    codes = None if pattern else matrix.data
+def write(path: Path, matrix: scipy.sparse.csr_matrix, *, pattern: bool = False, dtype: str = "", **options) -> Path:
+    codes = None if pattern else matrix.data.astype(dtype or matrix.data.dtype)
     indptr, indices = matrix.indptr.astype(np.int64), matrix.indices.astype(np.uint64)
     write_csr(path, indptr, indices, codes, matrix.shape[1], overwrite=True, **options)
     return path

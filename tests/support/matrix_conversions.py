@@ -48,8 +48,9 @@ class Source(SparseSource):
             yield Block(self.rows[part], self.columns[part], values, times), start * self.num_bytes // len(self.rows)
 
 
-def run(source: Source, path: Path, *, overwrite: bool = False, **options: Any) -> Any:
-    return convert_matrix(source, path, MatrixOptions(**{"duplicates": "sum", **options}), overwrite=overwrite)
+def run(source: Source, path: Path, *, overwrite: bool = False, dry_run: bool = False, **options: Any) -> Any:
+    given = MatrixOptions(**{"duplicates": "sum", **options})
+    return convert_matrix(source, path, given, overwrite=overwrite, dry_run=dry_run)
 
 
 def read_back(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -100,7 +100,7 @@ def test_attributes(class_folder: Make, tmp_path: Path) -> None:
         "shuffle": True, "split_folders": "auto",
     }  # fmt: skip
     assert attrs["h5chunk_version"] == h5chunk.__version__.encode()
-    assert (attrs["format_version"], attrs["num_samples"], attrs["chunk_samples"], attrs["seed"]) == (1, 20, 4, 5)
+    assert (attrs["format_version"], attrs["num_samples"], attrs["chunk_samples"], attrs["seed"]) == (2, 20, 4, 5)
     assert attrs["shuffled"] == 1 and attrs["window_chunks"] >= 1
     assert attrs["rdcc_nbytes"] >= 4 * 360 and attrs["rdcc_nslots"] >= 1 and 0 <= attrs["rdcc_w0"] < 1
 

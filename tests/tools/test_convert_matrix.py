@@ -109,7 +109,14 @@ def test_against_scipy(tmp_path: Path, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"clip": True}, {"binarize": 3}, {"scale": 2, "min_row_count": 20, "min_column_count": 257}]
+    "options",
+    [
+        {},
+        {"clip": True},
+        {"binarize": 3},
+        {"values": "float16"},
+        {"scale": 2, "min_row_count": 20, "min_column_count": 257},
+    ],
 )
 def test_bytes_depend_neither_on_memory_nor_on_blocks(tmp_path: Path, ids: bool, options: dict[str, Any]) -> None:
     contents, ranges = set(), set()
@@ -297,24 +304,26 @@ def test_values_of_any_type_that_fit(tmp_path: Path) -> None:
         np.testing.assert_allclose(read_back(tmp_path / f"{number}")[0].diagonal(), values.astype(float), rtol=1e-3)
 
 
+STRICT = {"values": "uint8"}
 WRONG = {
-    "fraction": ([1, 0.3333], {}, r"row 8, column 6: value 0\.3333 has no exact code .*--scale S .*--binarize MIN"),
-    "too large": ([1, 256], {}, r"row 8, column 6: value 256\.0 is more than 255: use --clip .*--scale S .*--binarize"),
-    "negative": ([1, -1], {}, r"row 8, column 6: value -1\.0 is negative: use --clip .* or --binarize MIN"),
+    "fraction": ([1, 0.3333], STRICT, r"value 0\.3333 has no exact code from 1 to 255: use --values auto"),
+    "too large": ([1, 256], STRICT, r"row 8, column 6: value 256\.0 is more than 255: use --clip .*--values auto"),
+    "negative": ([1, -1], STRICT, r"row 8, column 6: value -1\.0 is negative: use --clip .* or --binarize MIN"),
     "nan": ([1, np.nan], {}, r"row 8, column 6: value nan is not finite"),
     "infinite": ([1, np.inf], {"clip": True}, r"row 8, column 6: value inf is not finite"),
     "infinite too": ([1, -np.inf], {"binarize": 1}, r"row 8, column 6: value -inf is not finite"),
     "scale": ([1, 0.3], {"scale": 2}, r"row 8, column 6: value 0\.3 times the scale 2 is not a whole number"),
     "scaled": ([1, 200], {"scale": 2}, r"row 8, column 6: value 200\.0 times the scale 2 is more than 255: use --clip"),
-    "no common scale": ([0.3, 0.125], {}, r"column \d: value 0\.\d+ has no exact code .*others, such as 0\.\d+, need"),
-    "large with halves": ([0.5, 200], {}, r"row 8, column 6: value 200\.0 has no exact code .* such as 0\.5, need"),
-    "halves to clip": (
-        [0.5, 200],
-        {"clip": True},
-        r"row 8, column 6: value 200\.0 has no exact code .*--scale S with --clip",
+    "no common scale": ([0.5, 200], STRICT, r"no scale makes all values whole numbers up to 255: use --values auto"),
+    "decimal": ([1, 0.3333], {}, r"row 8, column 6: .* not exact in float32: use --values float32 .*0\.3332999945\)"),
+    "time": (
+        [1, 978300760 + 2**24],
+        {},
+        r"row 8, column 6: value \d+\.0 is not exact in float32: use --values float32",
     ),
-    "clipped with halves": ([0.5, 300], {"clip": True}, r"row 8, column 6: value 255\.0 has no exact code .* as 0\.5"),
-    "fraction to clip": ([1, 0.3333], {"clip": True}, r"value 0\.3333 has no exact code"),
+    "huge": ([1, 1e39], {}, r"row 8, column 6: value 1e\+39 is beyond the range of float32: use --binarize MIN"),
+    "half": ([1, 7e4], {"values": "float16"}, r"value 70000\.0 is beyond the range of float16: use --values float32"),
+    "not finite": ([1, np.nan], {"values": "float32"}, r"row 8, column 6: value nan is not finite"),
 }
 
 
@@ -332,9 +341,59 @@ def test_values_that_do_not_fit_are_named(tmp_path: Path, what: str, ids: bool) 
 def test_sums_that_do_not_fit_are_named(tmp_path: Path) -> None:
     source = Source(np.array([0, 2, 2]), np.array([0, 5, 5]), np.array([1, 200, 100], np.uint8), (9, 7))
     with pytest.raises(SourceError, match=r"row 2, column 5: value 300\.0 is more than 255: use --clip"):
-        run(source, tmp_path / "x.h5")
+        run(source, tmp_path / "x.h5", values="uint8")
     run(source, tmp_path / "x.h5", clip=True, shuffle=False)
     assert read_back(tmp_path / "x.h5")[0][2, 5] == 255
+    assert run(source, tmp_path / "y.h5", shuffle=False).dtype == "float16", "a sum that has no code"
+    assert read_back(tmp_path / "y.h5")[0][2, 5] == 300
+
+
+FLOATS = {
+    "negative": ([-1, 2.5], {}, "float16"),
+    "whole": ([1, 2048], {}, "float16"),
+    "large": ([1, 2049], {}, "float32"),
+    "largest": ([1, 2**24], {}, "float32"),
+    "float32": (np.float32([0.3333, 1]), {}, "float32"),
+    "no common scale": ([0.5, 200], {}, "float16"),
+    "clipped": ([0.5, 300], {"clip": True}, "float16"),
+    "whole as floats": ([1, 1], {"values": "float32"}, "float32"),
+    "rounded": ([1 / 3, 1e-9], {"values": "float32"}, "float32"),
+    "rounded to half": ([1 / 3, 70], {"values": "float16"}, "float16"),
+}
+
+
+@pytest.mark.parametrize("form", ["csr", "dense"])
+@pytest.mark.parametrize("what", FLOATS)
+def test_values_without_codes_are_floats(tmp_path: Path, what: str, form: str) -> None:
+    values, options, dtype = FLOATS[what]
+    source = Source(np.array([2, 8]), np.array([5, 6]), np.asarray(values, getattr(values, "dtype", float)), (9, 7))
+    options = {**options, "shuffle": False, "dense": form == "dense"}
+    plan = run(source, tmp_path / "x.h5", dry_run=True, **options)
+    report = run(source, tmp_path / "x.h5", **options)
+    assert plan.dtype == report.dtype == dtype and f"stored as {dtype}" in str(plan) and f"as {dtype}" in str(report)
+    expected = np.clip(source.values, 0, 255) if "clip" in options else source.values
+    with h5py.File(tmp_path / "x.h5") as file:
+        found = file["X"][()][[2, 8], [5, 6]] if form == "dense" else file["X/data"][()]
+        assert found.dtype == dtype and np.array_equal(found, expected.astype(dtype))
+    if form == "csr":
+        read_back(tmp_path / "x.h5")
+    rounded = int((expected.astype(dtype) != expected).sum())
+    assert report.counts.get("values rounded", 0) == rounded == (2 if what == "rounded" else what == "rounded to half")
+    assert h5chunk.verify(tmp_path / "x.h5").ok
+
+
+def test_values_that_round_to_zero_are_dropped_and_counted(tmp_path: Path) -> None:
+    source = Source(np.arange(3), np.arange(3), np.array([1, 1e-9, 1e-60]), (3, 3))
+    report = run(source, tmp_path / "x.h5", values="float16", shuffle=False)
+    assert report.counts["entries dropped by their values"] == 2 and report.num_entries == 1
+    assert read_back(tmp_path / "x.h5")[0].diagonal().tolist() == [1, 0, 0]
+
+
+def test_whole_numbers_beyond_float64_are_named(tmp_path: Path) -> None:
+    """Two numbers of 64 bits that are the same float64 must not be taken for it."""
+    source = Source(np.arange(2), np.arange(2), np.array([1, 2**53 + 1]), (2, 2))
+    with pytest.raises(SourceError, match="row 1, column 1: value 9007199254740993 is not exact in float32"):
+        run(source, tmp_path / "x.h5")
 
 
 def test_clip(tmp_path: Path) -> None:
@@ -401,7 +460,9 @@ def test_a_value_has_a_code_or_none(value: float) -> None:
     ("options", "message"),
     [
         ({"scale": 0}, "scale is 0"), ({"scale": float("nan")}, "scale is nan"), ({"binarize": 0}, "binarize is 0"),
-        ({"binarize": 1, "clip": True}, "no scale and no clip"), ({"min_row_count": -1}, "min_row_count is -1"),
+        ({"binarize": 1, "clip": True}, "no scale and no clip"),
+        ({"values": "float32", "scale": 2}, "values is 'float32': give no scale"), ({"values": "f4"}, "values is 'f4'"),
+        ({"min_row_count": -1}, "min_row_count is -1"),
         ({"memory_bytes": 1000}, "memory_bytes is 1000: give at least 1048576"), ({"seed": -1}, "seed is -1"),
         ({"compression": "lzf", "dense": True}, "compression is 'lzf'"), ({"chunk_samples": 0}, "chunk_samples is 0"),
     ],
@@ -676,7 +737,7 @@ def test_info(tmp_path: Path) -> None:
         "matrix 300 x 40" in text
         and "part of the matrix" in text
         and "values from 0.5 to " in text
-        and ", stored times 2, " in text
+        and ", stored times 2 as uint8, " in text
     )
     assert json.loads(cli("info", tmp_path / "x.h5", "--json").stdout)["matrices"][0]["kind"] == "csr"
     run(source, tmp_path / "y.h5", dense=True)

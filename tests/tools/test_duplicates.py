@@ -124,10 +124,12 @@ def test_means_are_exact_or_an_error(tmp_path: Path) -> None:
     report = run(source(3, 4), tmp_path / "a.h5", duplicates="mean")
     assert report.scale == 2 and read_back(tmp_path / "a.h5")[0].tolist() == [[3.5]]
     assert run(source(0.1, 0.2), tmp_path / "b.h5", duplicates="mean").scale == 20
-    with pytest.raises(
-        SourceError, match=r"row 0, column 0 \(the mean of 3 entries\): value 1\.33.* has no exact code"
-    ):
+    with pytest.raises(SourceError, match=r"\(the mean of 3 entries\): value 1\.33.* has no exact code"):
+        run(source(1, 1, 2), tmp_path / "c.h5", duplicates="mean", values="uint8")
+    with pytest.raises(SourceError, match=r"row 0, column 0: value 1\.33.* is not exact in float32"):
         run(source(1, 1, 2), tmp_path / "c.h5", duplicates="mean")
+    run(source(1, 1, 2), tmp_path / "f.h5", duplicates="mean", values="float32")
+    assert read_back(tmp_path / "f.h5")[0].tolist() == [[np.float32(4 / 3)]]
     with pytest.raises(SourceError, match=r"\(the mean of 2 entries\): value 3\.25 times the scale 2 is not a whole"):
         run(source(3, 3.5), tmp_path / "c.h5", duplicates="mean", scale=2)
     run(source(-4, 600), tmp_path / "d.h5", duplicates="mean", clip=True)

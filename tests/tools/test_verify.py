@@ -171,7 +171,14 @@ def test_unsorted_rows_of_others(tmp_path: Path) -> None:
 
 
 def test_zero_codes_and_scale(tmp_path: Path) -> None:
-    assert "has the code 0" in h5chunk.verify(write_matrix(tmp_path / "a.h5", code=0)).problems[0]
+    assert "is stored as 0" in h5chunk.verify(write_matrix(tmp_path / "a.h5", code=0)).problems[0]
+    for value, message in ((np.nan, "is not finite"), (np.inf, "is not finite"), (0, "is stored as 0")):
+        floats = np.full(MATRIX.nnz, 1.5, "f4")
+        floats[70] = value
+        path = tmp_path / "f.h5"
+        write_csr(path, MATRIX.indptr.astype("i8"), MATRIX.indices.astype("u1"), floats, 70, overwrite=True)
+        [problem] = h5chunk.verify(path).problems
+        assert f"the value of entry 70 {message}" in problem
     path = write_matrix(tmp_path / "b.h5")
     with h5py.File(path, "r+") as file:
         file["X"].attrs["scale"] = np.nan

@@ -287,19 +287,23 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3}
 
 
 def matrix_file(folder: Path, kind: str) -> tuple[Path, np.ndarray]:
-    """A file of codes over a scale, of a pattern, or of another program's floats; and its values."""
+    """A file of codes over a scale, of a pattern, of floats, or of another program's floats; and its values."""
     matrix = random_matrix(90, 50, 9)  # with rows that are empty
     if kind == "pattern":
         matrix.data[:] = 1
         return write(folder / "a.h5", matrix, pattern=True), matrix.toarray().astype(np.float64)
     if kind == "codes":
         return write(folder / "a.h5", matrix, scale=2.0), matrix.toarray() / 2
+    if kind in ("float16", "float32"):
+        matrix = scipy.sparse.csr_matrix(matrix.astype(np.float64) / 7)
+        matrix.data = matrix.data.astype(kind).astype(np.float64)
+        return write(folder / "a.h5", matrix, dtype=kind), matrix.toarray()
     matrix = scipy.sparse.csr_matrix(matrix.astype(np.float64) * 1.7)
     return write_anndata(folder / "a.h5ad", matrix), matrix.toarray()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["codes", "pattern", "floats"])
+@pytest.mark.parametrize("kind", ["codes", "pattern", "float16", "float32", "floats"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("steps", VALUES, ids=repr)
 def test_values_and_layouts(tmp_path, device, kind, steps, layout):
@@ -351,6 +355,10 @@ def test_a_threshold_is_compared_with_what_is_stored(tmp_path):
     with ChunkLoader(write_anndata(tmp_path / "a.h5ad", matrix), 1, transforms=[Binarize(0.1)]) as loader:
         [(found,)] = loader
     assert found.tolist() == [[0, 1, 1]]
+    rounded = write(tmp_path / "b.h5", matrix, dtype="float16")  # 0.1 of float16 is less than 0.1
+    with ChunkLoader(rounded, 1, transforms=[Binarize(0.1)]) as loader:
+        [(found,)] = loader
+    assert found.tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize("transforms", [[Binarize(3), Dense(torch.uint8)], [Csr(torch.int32), Binarize(3)]])

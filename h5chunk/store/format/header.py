@@ -23,6 +23,8 @@ from h5chunk.store.hdf5.open import damages_are
 MATRIX = "X"  # name of the group, or of the dataset of dense rows
 CSR, DENSE = "csr", "dense"  # kinds
 
+VALUE_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32))  # of the matrix of an h5chunk file
+
 _NUMBERS = {
     "num_samples": np.int64,
     "chunk_samples": np.int64,
@@ -131,14 +133,24 @@ def checksums_of(file: h5py.File, start: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix of an h5chunk file; dense rows have no ``num_entries``; a value is its code divided by ``scale``."""
+    """The matrix of an h5chunk file; dense rows have no ``num_entries``.
+
+    A value is the stored number, of ``dtype``, divided by ``scale``.
+    """
 
     kind: str
     num_rows: int
     num_columns: int
     num_entries: int | None
+    dtype: str
     scale: float
     pattern: bool
+
+
+def check_values(dtype: np.dtype, scale: float, pattern: bool) -> None:
+    """Raise ValueError unless the values of a matrix of an h5chunk file are as the specification says."""
+    if dtype not in VALUE_DTYPES or (dtype != np.uint8 and (scale != 1 or pattern)):
+        raise ValueError(f"its values are {dtype}, scale {scale:g}{', a pattern' if pattern else ''}")
 
 
 def read_matrix(file: h5py.File) -> Matrix | None:
@@ -157,14 +169,16 @@ def read_matrix(file: h5py.File) -> Matrix | None:
         scale, pattern = float(matrix.attrs["scale"]), bool(matrix.attrs["pattern"])
         if not 0 < scale < float("inf"):
             raise ValueError(f"its scale is {scale}")
+        dtype = (matrix if kind == DENSE else matrix["data"]).dtype
+        check_values(dtype, scale, pattern)
         if kind == DENSE:
             num_rows, num_columns = map(int, matrix.shape)
-            if matrix.dtype != np.uint8 or num_rows != int(group.attrs["num_samples"]):
+            if num_rows != int(group.attrs["num_samples"]):
                 raise ValueError(f"/{MATRIX} is {matrix.dtype} of {matrix.shape}")
-            return Matrix(kind, num_rows, num_columns, None, scale, pattern)
+            return Matrix(kind, num_rows, num_columns, None, str(dtype), scale, pattern)
         num_rows, num_columns = (int(size) for size in matrix.attrs["shape"])
         num_entries = _check_csr(matrix, num_rows, num_columns, int(group.attrs["num_samples"]))
-        return Matrix(kind, num_rows, num_columns, num_entries, scale, pattern)
+        return Matrix(kind, num_rows, num_columns, num_entries, str(dtype), scale, pattern)
 
 
 def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: int) -> int:
@@ -173,7 +187,7 @@ def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: 
     expected = (
         (indptr, (num_rows + 1,), np.dtype(np.int64)),
         (indices, (num_entries,), index_dtype(num_columns)),
-        (data, (num_entries,), np.dtype(np.uint8)),
+        (data, (num_entries,), data.dtype),
     )
     if num_rows != num_samples or num_columns < 1:
         raise ValueError(f"{num_rows} x {num_columns} of {num_samples} samples")

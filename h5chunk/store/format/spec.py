@@ -1,4 +1,4 @@
-"""Specification of the files that h5chunk writes, version 1.
+"""Specification of the files that h5chunk writes, version 2.
 
 A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. Files that
 `h5chunk convert` and `append` write have no variable-length types, no links other than hard ones, and no time stamps:
@@ -37,15 +37,17 @@ writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in ro
 
 ``/X``
     Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
-    (2,): rows, columns; ``scale`` float64: value = code / ``scale``; ``pattern`` uint8: 1 if all values are one.
+    (2,): rows, columns; ``scale`` float64: value = stored number / ``scale``; ``pattern`` uint8: 1 if all values are
+    one and none is stored.
 ``/X/indptr``
     int64, (N + 1,), contiguous: the entries of row i run from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
 ``/X/indices``
     (num_entries,): the column of each entry, ascending within a row, without repetition; the type is the narrowest of
     uint8, uint16, uint32 and uint64 that holds columns - 1.
 ``/X/data``
-    uint8, (num_entries,): the code of each entry, 1 to 255. In a pattern, no chunk was ever written and the fill value
-    is 1: HDF5 returns ones without reading the file.
+    (num_entries,), uint8: the code of each entry, 1 to 255; or, since version 2, float16 or float32: the value of each
+    entry, finite and not zero, where ``scale`` is 1. In a pattern, which is uint8, no chunk was ever written and the
+    fill value is 1: HDF5 returns ones without reading the file.
 
 ``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are), which
 are not aligned with rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
@@ -67,19 +69,20 @@ fields is cut there. The cache is that of a process that reads rows through HDF5
 ``source_index`` counts the rows of the source from 0, all of them: as they are numbered there, or, where they have ids,
 in ascending order of all ids of the source. So does ``column_index``. Rows that were filtered away leave gaps.
 
-A file of dense rows has, in place of the group, the dataset ``/X``: uint8, (N, columns), the codes, with the attributes
-``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is ``dense``. If
-it is compressed, HDF5 keeps an index of its chunks, which lie in order.
+A file of dense rows has, in place of the group, the dataset ``/X``: (N, columns), of a type of ``/X/data``, with the
+attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
+``dense``. If it is compressed, HDF5 keeps an index of its chunks, which lie in order.
 
 Beside the data, in the group ``/h5chunk``
 ------------------------------------------
 attributes
-    ``format_version`` int64: 1. ``h5chunk_version``: the writing version. ``kind``: ``csr`` or ``dense``; absent if
-    samples are not rows of a matrix. ``num_samples``, ``chunk_samples``, ``window_chunks`` int64: N, k, and how many
-    chunks should be shuffled together. ``rdcc_nslots``, ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended
-    chunk cache of one process that reads all open windows (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled``
-    uint8: how samples were permuted. ``options``: JSON, the options of the command; in a shard also ``shard`` and
-    ``shards``: its number, from 0, and the number of shards. All strings have fixed length.
+    ``format_version`` int64: 2, or 1, in which matrices hold no floats. ``h5chunk_version``: the writing version.
+    ``kind``: ``csr`` or ``dense``; absent if samples are not rows of a matrix. ``num_samples``, ``chunk_samples``,
+    ``window_chunks`` int64: N, k, and how many chunks should be shuffled together. ``rdcc_nslots``, ``rdcc_nbytes``
+    int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads all open windows (see
+    `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted. ``options``: JSON, the
+    options of the command; in a shard also ``shard`` and ``shards``: its number, from 0, and the number of shards. All
+    strings have fixed length.
 ``checksums/<field>``
     uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. For a sparse matrix,
     ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, except for a pattern, ``checksums/X/data``.
@@ -130,7 +133,7 @@ import numpy as np
 
 from h5chunk.store.hdf5.chunk_table import list_chunks
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 GROUP = "h5chunk"
 LIBVER = ("v110", "v110")
 ALIGNMENT = 4096

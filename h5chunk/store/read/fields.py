@@ -18,7 +18,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
-from h5chunk.store.format.header import CSR, DENSE, Header
+from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.claims import MAX_RATIO, small_attribute
 from h5chunk.store.hdf5.guard import Guard
@@ -163,7 +163,7 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 
 
 def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
-    """Describe the CSR matrix in a group; with ``chunk_samples``, the file is an h5chunk file and values are codes.
+    """Describe the CSR matrix in a group; with ``chunk_samples``, the file is an h5chunk file and values may be codes.
 
     Raises FieldError if it is not a CSR matrix, and FileError if it is damaged.
     """
@@ -185,14 +185,14 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         scale, pattern = _scale(group, where), small_attribute(group, "pattern")
         if not isinstance(pattern, np.generic) or pattern not in (0, 1):
             raise FileError(f"{where} is damaged: it does not say whether it is a pattern")
-        if group["data"].dtype != np.uint8:
-            raise FileError(f"{where} is damaged: its codes are {group['data'].dtype}, not uint8")
+        with damages_are(FileError, f"{where} is damaged"):
+            check_values(group["data"].dtype, scale, bool(pattern))
     values = None if pattern else group["data"].dtype.newbyteorder("=")
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
     indices = group["indices"]
     index_dtype = indices.dtype.newbyteorder("=")
     if chunk_samples is None:  # as in h5chunk files, but no fewer than a compressed chunk holds
-        chosen = plan_csr(max(1, num_rows), num_columns, num_entries, pattern=False).chunk_samples
+        chosen = plan_csr(max(1, num_rows), num_columns, num_entries, value_dtype=values).chunk_samples
         if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
             chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
         chunk_samples = max(1, min(chosen, num_rows))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.plan.csr import CsrLayout
+from h5chunk.plan.csr import CODE, CsrLayout
 from h5chunk.store.format.header import CSR, MATRIX, header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec
 from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs
@@ -24,13 +24,13 @@ def csr_spec(
 ) -> FileSpec:
     """Return the file to write; fields and tables, by path below the root and ``/h5chunk``, only give types.
 
-    ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is its code divided by ``scale``.
+    ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is the stored number divided by ``scale``.
     """
     entries = (layout.num_entries,)
     chunks = (layout.chunk_entries,)
     arrays = {
         f"{MATRIX}/indices": ArraySpec(entries, layout.index_dtype, chunks),
-        f"{MATRIX}/data": ArraySpec(entries, np.dtype(np.uint8), chunks, fill=1 if layout.pattern else None),
+        f"{MATRIX}/data": ArraySpec(entries, layout.value_dtype or CODE, chunks, fill=1 if layout.pattern else None),
         f"{MATRIX}/indptr": ArraySpec((layout.num_rows + 1,), np.dtype(np.int64)),
     }
     num_chunks = -(-layout.num_entries // layout.chunk_entries)
@@ -74,19 +74,20 @@ class CsrWriter:
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
         self._new = new
         self._layout = layout
-        size = layout.chunk_entries
+        size, dtype = layout.chunk_entries, layout.value_dtype
         self._indices = _RunWriter(new, f"{MATRIX}/indices", size * layout.index_dtype.itemsize)
-        self._data = None if layout.pattern else _RunWriter(new, f"{MATRIX}/data", size)
+        self._data = None if dtype is None else _RunWriter(new, f"{MATRIX}/data", size * dtype.itemsize)
 
-    def append(self, indices: np.ndarray, codes: np.ndarray | None) -> None:
+    def append(self, indices: np.ndarray, values: np.ndarray | None) -> None:
         """Write the next entries."""
-        if indices.dtype != self._layout.index_dtype or (codes is None) != (self._data is None):
-            raise TypeError(f"indices are {indices.dtype}, codes {None if codes is None else codes.dtype}")
-        if codes is not None and (codes.dtype != np.uint8 or len(codes) != len(indices)):
-            raise TypeError(f"{len(codes)} codes of {codes.dtype} for {len(indices)} indices")
+        dtype = None if values is None else values.dtype
+        if indices.dtype != self._layout.index_dtype or dtype != self._layout.value_dtype:
+            raise TypeError(f"indices are {indices.dtype}, values {dtype}")
+        if values is not None and len(values) != len(indices):
+            raise TypeError(f"{len(values)} values for {len(indices)} indices")
         self._indices.append(indices)
-        if self._data is not None and codes is not None:
-            self._data.append(codes)
+        if self._data is not None and values is not None:
+            self._data.append(values)
 
     def finish(self, row_entries: np.ndarray) -> None:
         """Write ``indptr`` and the checksums."""
@@ -98,8 +99,8 @@ class CsrWriter:
         checksum = zlib.crc32(indptr.tobytes())
         self._new.write(f"{GROUP}/checksums/{MATRIX}/indptr", np.array([checksum], np.uint32))
         self._indices.finish(self._layout.num_entries * self._layout.index_dtype.itemsize)
-        if self._data is not None:
-            self._data.finish(self._layout.num_entries)
+        if self._data is not None and self._layout.value_dtype is not None:
+            self._data.finish(self._layout.num_entries * self._layout.value_dtype.itemsize)
 
 
 class _RunWriter:

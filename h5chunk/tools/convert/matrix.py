@@ -1,4 +1,4 @@
-"""Convert a sparse matrix into one HDF5 file: read, sort by row, choose the codes, write.
+"""Convert a sparse matrix into one HDF5 file: read, sort by row, choose how values are stored, write.
 
 Entries are read once and sorted within ``memory_bytes``; the rest waits on disk beside the output, in unnamed files
 that the system removes when the process ends. The bytes of the output do not depend on the memory.
@@ -16,15 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, human_bytes, printable
 from h5chunk.machine import available_cores
+from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
-from h5chunk.sources.matrix.block import SparseSource, Transposed
+from h5chunk.sources.matrix.block import Block, SparseSource, Transposed
 from h5chunk.store.format.header import CSR, DENSE, MATRIX, header_attributes, read_matrix
 from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec
 from h5chunk.store.hdf5.open import opened
@@ -33,7 +34,17 @@ from h5chunk.store.write.journal import is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs, write_columns
 from h5chunk.store.write.part_file import check_output
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
-from h5chunk.tools.convert.matrix_read import READ_SHARE, SORT_SHARE, SPOOL_SHARE, SortedMatrix, check_shape
+from h5chunk.tools.convert.matrix_read import (
+    READ_SHARE,
+    SORT_SHARE,
+    SPOOL_SHARE,
+    SortedMatrix,
+    check_shape,
+    first_that_fits,
+    no_scale,
+    place_text,
+    unfit_error,
+)
 from h5chunk.tools.convert.matrix_select import Selection, select
 from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.report import MatrixReport
@@ -100,8 +111,7 @@ def _write(
             progress("read", done, source.num_bytes)
 
     with NewFile(path, overwrite) as new, ExitStack() as stack:
-        matrix = SortedMatrix(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
-        kept = select(matrix)
+        kept = _select(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
         if kept.num_columns < 1 or not kept.num_rows:
             raise SourceError(f"{printable(source.path)}: nothing is left of it")
         fields, tables = fields_of(kept), tables_of(kept)
@@ -112,8 +122,20 @@ def _write(
             new.write(f"{GROUP}/{name}", values)
         new.command_id = command_id
         new.commit()
-        known = {"num_entries": kept.num_entries, "counts": kept.counts, "num_ranges": matrix.entries.num_ranges}
+        known = {"num_entries": kept.num_entries, "counts": kept.counts, "num_ranges": kept.matrix.entries.num_ranges}
         return {**known, "fields": {name: str(values.dtype) for name, values in fields.items()}}
+
+
+def _select(
+    source: SparseSource, options: MatrixOptions, folder: Path, stack: ExitStack, report_read: Callable[[int], None]
+) -> Selection:
+    """Read and sort the entries, and choose how they are stored."""
+
+    def attempt(coding: Coding | FloatCoding) -> Selection:
+        stack.close()
+        return select(SortedMatrix(source, options, coding, folder, stack, report_read))
+
+    return first_that_fits(options, attempt)
 
 
 def _facts_of_file(path: Path) -> dict[str, Any]:
@@ -203,14 +225,15 @@ def _write_csr(
 ) -> int:
     """Write compressed rows; return the number of rows in a nominal chunk."""
     options = kept.matrix.options
-    layout = plan_csr(
-        kept.num_rows, kept.num_columns, kept.num_entries, pattern=kept.pattern, chunk_samples=options.chunk_samples
-    )
-    new.allocate(csr_spec(layout, scale=kept.scale, attributes=_attributes(options), fields=fields, tables=tables))
+    sizes = kept.num_rows, kept.num_columns, kept.num_entries
+    dtype = None if kept.storage.pattern else kept.storage.dtype
+    layout = plan_csr(*sizes, value_dtype=dtype, chunk_samples=options.chunk_samples)
+    spec = csr_spec(layout, scale=kept.storage.scale, attributes=_attributes(options), fields=fields, tables=tables)
+    new.allocate(spec)
     writer = CsrWriter(new, layout)
     with new.flusher():
-        for rows, columns, codes in kept.parts(layout.index_dtype):
-            writer.append(columns, None if layout.pattern else codes)
+        for rows, columns, values in kept.parts(layout.index_dtype):
+            writer.append(columns, None if layout.pattern else values)
             report_written(len(rows))
         writer.finish(kept.row_entries)
     return layout.chunk_samples
@@ -219,9 +242,9 @@ def _write_csr(
 def _write_dense(
     new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
 ) -> int:
-    """Write rows of uint8, in compressed chunks of whole rows; return the number of rows in a chunk."""
+    """Write dense rows, in compressed chunks of whole rows; return the number of rows in a chunk."""
     options = kept.matrix.options
-    layout = plan_layout(kept.num_rows, kept.num_columns, options.chunk_samples)
+    layout = plan_layout(kept.num_rows, kept.num_columns * kept.storage.dtype.itemsize, options.chunk_samples)
     threads, memory_bytes = available_cores(), options.memory_bytes
     need = layout.chunk_bytes * 3 * (threads + 1)
     if need > memory_bytes // 2:
@@ -230,7 +253,7 @@ def _write_dense(
             f"of memory_bytes is {human_bytes(memory_bytes // 2)}: allow more, or give a smaller chunk_samples"
         )
     is_compressed = options.compression != "none"
-    rows = FieldSpec(MATRIX, (kept.num_columns,), np.dtype(np.uint8), gzip=is_compressed)
+    rows = FieldSpec(MATRIX, (kept.num_columns,), kept.storage.dtype, gzip=is_compressed)
     spec = FileSpec(
         num_samples=layout.num_samples,
         chunk_samples=layout.chunk_samples,
@@ -247,7 +270,7 @@ def _write_dense(
             kind=DENSE,
             **_attributes(options),
         ),
-        field_attributes={MATRIX: {"scale": np.float64(kept.scale), "pattern": np.uint8(kept.pattern)}},
+        field_attributes={MATRIX: {"scale": np.float64(kept.storage.scale), "pattern": np.uint8(kept.storage.pattern)}},
     )
     new.allocate(spec)
     target: Target
@@ -258,17 +281,17 @@ def _write_dense(
         target = PlainTarget(new, MATRIX, num_bytes=num_bytes, chunk_bytes=layout.chunk_bytes, checked=True)
     with target:
         for number, chunk in enumerate(_dense_chunks(layout, kept, report_written)):
-            target.put(number * layout.chunk_bytes, chunk.reshape(-1))
+            target.put(number * layout.chunk_bytes, chunk.reshape(-1).view(np.uint8))
         checksums = target.finish()
     new.write(f"{GROUP}/checksums/{MATRIX}", checksums)
     return layout.chunk_samples
 
 
 def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """Yield chunks, (chunk_samples, columns) uint8, in one reused buffer; rows after the last row are zero."""
+    """Yield chunks, (chunk_samples, columns), in one reused buffer; rows after the last row are zero."""
     size, number = layout.chunk_samples, 0
-    chunk = np.zeros((size, kept.num_columns), np.uint8)
-    for rows, columns, codes in kept.parts(index_dtype(kept.num_columns)):
+    chunk = np.zeros((size, kept.num_columns), kept.storage.dtype)
+    for rows, columns, values in kept.parts(index_dtype(kept.num_columns)):
         start = 0
         while start < len(rows):
             while rows[start] >= (number + 1) * size:
@@ -276,7 +299,7 @@ def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int
                 number += 1
                 chunk[...] = 0
             stop = int(np.searchsorted(rows, (number + 1) * size, "left"))
-            chunk[rows[start:stop] - number * size, columns[start:stop]] = codes[start:stop]
+            chunk[rows[start:stop] - number * size, columns[start:stop]] = values[start:stop]
             start = stop
         report_written(len(rows))
     for _ in range(number, layout.num_chunks):
@@ -291,30 +314,60 @@ def _attributes(options: MatrixOptions) -> dict[str, Any]:
 # ---- planning
 
 
-def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
-    """Predict the report from the start of the source. Raises the errors that this start shows."""
-    coding, memory_bytes = options.coding(), options.memory_bytes
-    check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
-    started = time.perf_counter()
+class _Start(NamedTuple):
+    """What the start of a source shows of all of it."""
+
+    num_entries: int  # about, unless it is whole
+    seconds: float  # of reading all
+    whole: bool
+    num_columns: int  # at least
+    coding: Coding | FloatCoding
+    storage: Storage
+
+
+def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Start:
+    """Read for `PROBE_S` seconds. Raises UnfitError for a value that ``coding`` cannot store."""
+    occurring, started = coding.tally(), time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, 0
-    for block, done in source.blocks(memory_bytes // READ_SHARE):
-        num_entries += len(block.rows)
-        if block.values is not None:
-            coding.units(block.values)
+    for block, done in source.blocks(options.memory_bytes // READ_SHARE):
+        num_entries += len(block)
+        occurring.add(_settled_values(source, block, coding))
         if not source.has_ids:
             largest = max(largest, int(block.columns.max(initial=0)))
         if time.perf_counter() - started > PROBE_S:
             whole = done >= source.num_bytes
             break
-    seconds = time.perf_counter() - started
-    if not whole:
-        share = source.num_bytes / max(1, done)
-        num_entries, seconds = int(num_entries * share), seconds * share
+    storage = occurring.storage()
+    if storage is None:
+        raise no_scale(source)
+    share = 1.0 if whole else source.num_bytes / max(1, done)
+    seconds = (time.perf_counter() - started) * share
+    return _Start(int(num_entries * share), seconds, whole, largest + 1, coding, storage)
+
+
+def _settled_values(source: SparseSource, block: Block, coding: Coding | FloatCoding) -> np.ndarray:
+    """Return the units of a block's entries as if no two of them shared a place."""
+    values = np.ones(len(block), np.uint8) if block.values is None else block.values
+    units, unfit = coding.units(values)
+    if unfit is None:
+        units, wrong = coding.settle(units)
+        unfit = int(wrong.argmax()) if wrong.any() else None
+    if unfit is not None:
+        raise unfit_error(source, coding, place_text(block.rows[unfit], block.columns[unfit]), values[unfit].item())
+    return units
+
+
+def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
+    """Predict the report from the start of the source. Raises the errors that this start shows."""
+    memory_bytes = options.memory_bytes
+    check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
+    start = first_that_fits(options, lambda coding: _read_start(source, options, coding))
+    num_entries, coding, value_bytes = start.num_entries, start.coding, start.storage.dtype.itemsize
     rows, num_columns = source.shape
-    width = index_dtype(num_columns or max(largest + 1, 1 << 16)).itemsize + 1
+    width = index_dtype(num_columns or max(start.num_columns, 1 << 16)).itemsize + value_bytes
     num_bytes = num_entries * width + 24 * (rows or 0)
     if options.dense:
-        num_bytes = (rows or 0) * (num_columns or 0)
+        num_bytes = (rows or 0) * (num_columns or 0) * value_bytes
     sorted_bytes = num_entries * (8 + (coding.dtype.itemsize if coding.num_bits is None else 0))
     spooled_bytes = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
     temporary = sorted_bytes if sorted_bytes > memory_bytes // SORT_SHARE // 2 else 0
@@ -324,9 +377,12 @@ def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[s
         "num_rows": rows,
         "num_columns": num_columns,
         "num_entries": num_entries,
-        "is_exact": whole,
+        "is_exact": start.whole,
+        "dtype": str(start.storage.dtype),
+        "scale": start.storage.scale,
+        "pattern": start.storage.pattern,
         "num_bytes": num_bytes,
-        "seconds": seconds * 2,  # sorting and writing take about as long as reading
+        "seconds": start.seconds * 2,  # sorting and writing take about as long as reading
         "fields": {field_name(name): str(values.dtype) for name, values in source.row_fields.items()},
         "free_bytes": shutil.disk_usage(path.absolute().parent).free,
         "memory_bytes": memory_bytes,

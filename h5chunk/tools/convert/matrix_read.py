@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.plan.codes import MAX_CODE
+from h5chunk.plan.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries
 from h5chunk.tools.convert.options import IN_ORDER, MatrixOptions
+
+T = TypeVar("T")
 
 # Shares of the memory limit, which do not peak at the same time: one eighth for reading, and so on.
 READ_SHARE, SPOOL_SHARE, SORT_SHARE, TABLE_SHARE = 8, 4, 2, 16
@@ -49,11 +52,41 @@ def check_shape(
     )
 
 
+class UnfitError(SourceError):
+    """A value cannot be stored in the way that was tried."""
+
+
+def unfit_error(source: SparseSource, coding: Coding | FloatCoding, place: str, value: float) -> UnfitError:
+    """Return the error of a value that cannot be stored, with the remedy."""
+    reason, remedy = coding.why_unfit(value)
+    return UnfitError(f"{printable(source.path)}: {place}: value {value} {reason}: {remedy}")
+
+
+def no_scale(source: SparseSource) -> UnfitError:
+    """Return the error of values that have codes, but no common scale."""
+    return UnfitError(
+        f"{printable(source.path)}: no scale makes all values whole numbers up to {MAX_CODE}: use --values auto, "
+        "--scale S with --clip, or --binarize MIN"
+    )
+
+
+def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCoding], T]) -> T:
+    """Call ``attempt`` with the coding of the options, and again with floats if it raises UnfitError."""
+    coding = options.coding()
+    try:
+        return attempt(coding)
+    except UnfitError:
+        otherwise = coding.otherwise()
+        if otherwise is None:
+            raise
+    return attempt(otherwise)
+
+
 class SortedMatrix:
     """The entries of a source, sorted into the order of the file.
 
-    Temporary data go to ``folder``; ``stack`` removes them. Raises SourceError for a value that has no code, for more
-    rows and columns than fit in memory, and for errors of the source.
+    Temporary data go to ``folder``; ``stack`` removes them. Raises UnfitError for a value that ``coding`` cannot store,
+    and SourceError for more rows and columns than fit in memory, and for errors of the source.
     """
 
     entries: Entries  # their rows are those of the file, before any is left out
@@ -64,11 +97,12 @@ class SortedMatrix:
         self,
         source: SparseSource,
         options: MatrixOptions,
+        coding: Coding | FloatCoding,
         folder: Path,
         stack: ExitStack,
         report_read: Callable[[int], None],
     ) -> None:
-        self.source, self.options, self.coding = source, options, options.coding()
+        self.source, self.options, self.coding = source, options, coding
         self._folder, self._stack = folder, stack
         self._uses_times = source.time_name is not None and options.duplicates in IN_ORDER
         self.row_ids: np.ndarray | None = None  # of all rows of the source, ascending; None where it has no ids
@@ -175,26 +209,9 @@ class SortedMatrix:
         """Describe a place in a message; ``row`` is a row of the file."""
         return place_text(*self.ids_of(int(self.order[row]), column))
 
-    def unfit_error(self, place: str, value: float, *, why: str = "") -> SourceError:
-        """Return the error of a value that has no code, with the remedy."""
-        scale = self.coding.scale
-        if not np.isfinite(value):
-            reason, remedy = "is not finite", "remove it from the source"
-        elif scale is not None and value * scale != round(value * scale):
-            reason = f"times the scale {scale:g} is not a whole number"
-            remedy = "use another --scale, or --binarize MIN"
-        elif value < 0:
-            reason, remedy = "is negative", "use --clip to make such values 0, or --binarize MIN"
-        elif value * (scale or 1) > MAX_CODE:
-            times = f"times the scale {scale:g} " if scale else ""
-            reason = f"{times}is more than {MAX_CODE}"
-            remedy = f"use --clip to make such values {MAX_CODE}, --scale S with a smaller S, or --binarize MIN"
-        else:
-            reason = f"has no exact code from 1 to 255{why}"
-            remedy = "use --scale S if S makes all values whole numbers up to 255, or --binarize MIN"
-            if why:
-                remedy = f"use --scale S with --clip, which makes what is above {MAX_CODE} / S that, or --binarize MIN"
-        return SourceError(f"{printable(self.source.path)}: {place}: value {value} {reason}: {remedy}")
+    def unfit_error(self, place: str, value: float) -> UnfitError:
+        """Return the error of a value that cannot be stored."""
+        return unfit_error(self.source, self.coding, place, value)
 
 
 def place_text(row: object, column: object) -> str:

@@ -1,4 +1,4 @@
-"""Select the entries, rows and columns of a sparse matrix that go into the file, and their codes."""
+"""Select the entries, rows and columns of a sparse matrix that go into the file, and how values are stored."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.plan.codes import MAX_CODE, UNITS
-from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, place_text
+from h5chunk.plan.codes import FloatCoding, Storage
+from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, no_scale, place_text
 from h5chunk.tools.convert.matrix_sort import Places
 
 Part = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Entries in the order of the file: rows (n,) int64, columns (n,) integers, and units or codes (n,)."""
+"""Entries in the order of the file: rows (n,) int64, columns (n,) integers, and units or stored numbers (n,)."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Selection:
     rows: np.ndarray  # (rows,) bool: of the rows in the order of the file
     columns: np.ndarray | None  # (columns,) bool; None where all are kept
     row_entries: np.ndarray  # (kept rows,) int64
-    scale: float
-    pattern: bool
+    storage: Storage
     counts: dict[str, int]  # of what was left out, for the report
 
     @property
@@ -42,8 +41,7 @@ class Selection:
         return int(self.row_entries.sum())
 
     def parts(self, index_dtype: np.dtype) -> Iterator[Part]:
-        """Yield the entries: rows as in the file, columns of ``index_dtype``, codes uint8."""
-        codes = self.matrix.coding.codes(self.scale)
+        """Yield the entries: rows as in the file, columns of ``index_dtype``, and the stored numbers."""
         new_rows = None if self.rows.all() else np.cumsum(self.rows) - 1
         new_columns = None if self.columns is None else (np.cumsum(self.columns) - 1).astype(index_dtype)
         for rows, columns, units in _settled(self.matrix, self.columns):
@@ -51,31 +49,31 @@ class Selection:
                 keep = self.rows[rows]
                 rows, columns, units = new_rows[rows[keep]], columns[keep], units[keep]
             indices = columns.astype(index_dtype) if new_columns is None else new_columns[columns]
-            yield rows, indices, codes[units]
+            yield rows, indices, self.storage.encode(units)
 
 
 def select(matrix: SortedMatrix) -> Selection:
-    """Count entries, choose the scale, and leave out columns, then rows, with too few entries.
+    """Count entries, choose the storage, and leave out columns, then rows, with too few entries.
 
-    The scale is chosen before any columns or rows are left out. If a source has ids, rows and columns without entries
-    do not exist. Raises SourceError if a value has no code, or if no rows or columns remain.
+    The storage is chosen before any columns or rows are left out. If a source has ids, rows and columns without entries
+    do not exist. Raises UnfitError if a value cannot be stored, and SourceError if no rows or columns remain.
     """
     coding, options, source = matrix.coding, matrix.options, matrix.source
     least = int(source.has_ids)
     min_column_count = max(options.min_column_count, least)
-    unit_counts = np.zeros(coding.max_unit + 1, np.int64)
     row_entries = np.zeros(len(matrix.order), np.int64)
     column_entries = np.zeros(matrix.num_columns, np.int64) if min_column_count else None
     tally: Counter[str] = Counter()
+    occurring = coding.tally()
     for rows, columns, units in _settled(matrix, None, tally):
-        unit_counts += np.bincount(units, minlength=len(unit_counts))
+        occurring.add(units)
         _count_rows(rows, row_entries)
         if column_entries is not None:
             np.add.at(column_entries, columns, 1)
-    seen = np.flatnonzero(unit_counts)
-    scale = coding.choose_scale(seen)
-    if scale is None:
-        raise _no_scale(matrix, seen)
+    storage = occurring.storage()
+    if storage is None:
+        raise no_scale(source)
+    num_entries = int(row_entries.sum())
     columns_kept = None
     if column_entries is not None and not (kept := column_entries >= min_column_count).all():
         columns_kept = kept
@@ -90,14 +88,14 @@ def select(matrix: SortedMatrix) -> Selection:
         "entries read": matrix.num_read,
         f"duplicates {options.duplicates_text(source.time_name)}": tally["duplicates"],
         "explicit zeros dropped": tally["zeros"],
-        "entries dropped by their values": tally["places"] - tally["zeros"] - int(unit_counts.sum()),
+        "entries dropped by their values": tally["places"] - tally["zeros"] - num_entries,
         "values clipped": tally["clipped"],
+        "values rounded": tally["rounded"],
         "rows left out": int((~rows_kept).sum()),
         "columns left out": 0 if columns_kept is None else int((~columns_kept).sum()),
     }
     counts = {what: count for what, count in counts.items() if count}
-    pattern = scale == 1 and len(seen) > 0 and bool((coding.codes(scale)[seen] == 1).all())
-    return Selection(matrix, rows_kept, columns_kept, row_entries[rows_kept], scale, pattern, counts)
+    return Selection(matrix, rows_kept, columns_kept, row_entries[rows_kept], storage, counts)
 
 
 def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
@@ -119,12 +117,15 @@ def _settled(
             tally["places"] += len(rows)
             tally["zeros"] += int((values == 0).sum())
             tally["duplicates"] += 0 if places.counts is None else int(places.counts.sum()) - len(rows)
-            tally["clipped"] += int(((values < 0) | (values > coding.max_unit)).sum()) if coding.clip else 0
+            clipped = (values < 0) | (values > coding.max_unit) if coding.clip else np.zeros(len(rows), bool)
+            tally["clipped"] += int(clipped.sum())
+            if isinstance(coding, FloatCoding):
+                tally["rounded"] += int(((units != values) & ~clipped).sum())
         if unfit.any():
             first = int(unfit.argmax())
             place = matrix.place(int(rows[first]), int(columns[first]))
             raise matrix.unfit_error(place, float(values[first]) / coding.units_per_one)
-        keep = units > 0
+        keep = units != 0
         if columns_kept is not None:
             keep &= columns_kept[columns]
         yield (rows, columns, units) if keep.all() else (rows[keep], columns[keep], units[keep])
@@ -139,7 +140,7 @@ def _combined(matrix: SortedMatrix, places: Places) -> np.ndarray:
         raise _duplicate_error(matrix)
     if matrix.options.duplicates != "mean":
         return values
-    if values.dtype.kind == "f":  # to be binarized
+    if values.dtype.kind == "f":
         return values / counts
     means, rest = np.divmod(values.astype(np.int64), counts)
     if rest.any():
@@ -182,20 +183,6 @@ def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
                 return entries
         num_before += len(block)
     return entries
-
-
-def _no_scale(matrix: SortedMatrix, units: np.ndarray) -> SourceError:
-    """Return the error for values that have codes, but no common scale; it names the first value that does not fit."""
-    unfit = np.zeros(matrix.coding.max_unit + 1, bool)
-    unfit[matrix.coding.unfit_units(units)] = True
-    found = []
-    for rows, columns, values in _settled(matrix, None):
-        if (bad := unfit[values]).any():
-            found.append(_first_of(matrix, rows[bad], columns[bad], values[bad]))
-    row, column, unit = min(found)
-    other = int(units[units != unit][0]) / UNITS if len(units) > 1 else 0
-    why = f" with the scale that others, such as {other:g}, need (codes end at {MAX_CODE})"
-    return matrix.unfit_error(place_text(*matrix.ids_of(row, column)), unit / UNITS, why=why)
 
 
 def _first_of(matrix: SortedMatrix, *entries: np.ndarray) -> tuple[int, int, int]:

@@ -11,11 +11,12 @@ from h5chunk.sources.kinds import KIND_OPTIONS as KIND_OPTIONS
 from h5chunk.sources.options import Options, option
 
 if TYPE_CHECKING:
-    from h5chunk.plan.codes import Coding
+    from h5chunk.plan.codes import Coding, FloatCoding
 
 MIN_MEMORY_BYTES = 1 << 20
 MAX_SHARDS = 99_999  # their numbers have five digits
 AUTO = "auto"
+FLOATS = ("float16", "float32")  # that the values of a matrix may be stored as
 UNIQUE = ("csv", "ratings", "libsvm")  # kinds in which two entries of one place are a mistake, unless told otherwise
 DUPLICATES = {  # what may be done with entries that share a place, as reports say it
     "error": "are an error",
@@ -96,7 +97,15 @@ class MatrixOptions(WriteOptions):
     heading: ClassVar[str] = MATRICES
     noun: ClassVar[str] = "sparse matrices"
 
-    scale: float | None = option(None, "Store value * S.", metavar="S", shown_default="the smallest S that is exact")
+    values: str = option(
+        AUTO,
+        "How values are stored. auto: the smallest type that holds all exactly, of uint8 (with --scale), float16 and "
+        "float32. uint8: exact, or an error. float16, float32: rounded.",
+        choices=(AUTO, "uint8", *FLOATS),
+    )
+    scale: float | None = option(
+        None, "Store value * S as uint8.", metavar="S", shown_default="the smallest S that is exact"
+    )
     clip: bool = option(False, "Clip values to the range 0 to 255 (255 / S with --scale).")
     binarize: float | None = option(None, "Make values of at least MIN 1, and drop all others.", metavar="MIN")
     min_row_count: int = option(0, "Leave out rows of fewer entries.", minimum=0)
@@ -128,11 +137,16 @@ class MatrixOptions(WriteOptions):
             )
         self.coding()
 
-    def coding(self) -> Coding:
-        """Return the conversion of values to codes."""
-        from h5chunk.plan.codes import Coding
+    def coding(self) -> Coding | FloatCoding:
+        """Return how values are stored; `Coding.otherwise` if some do not fit."""
+        from h5chunk.plan.codes import Coding, FloatCoding
 
-        return Coding(self.scale, self.clip, self.binarize)
+        codes = Coding(self.scale, self.clip, self.binarize, strict=self.values != AUTO)
+        if self.values not in FLOATS:
+            return codes
+        if self.scale is not None or self.binarize is not None:
+            raise OptionError(f"values is {self.values!r}: give no scale and no binarize with it, which make uint8")
+        return FloatCoding(self.values, self.clip)
 
     def for_kind(self, kind: str) -> MatrixOptions:
         """Return the same options with a policy for duplicates that fits a kind of source."""

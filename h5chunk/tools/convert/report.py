@@ -9,7 +9,7 @@ from typing import Any
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.layout import Layout
 from h5chunk.source import shape_text
-from h5chunk.tools.report import Report, codes_text, list_some, rows
+from h5chunk.tools.report import Report, list_some, rows, values_text
 
 COMPLETE = "already complete"
 
@@ -98,9 +98,12 @@ class MatrixReport(Report):
     fields: dict[str, str]  # dtypes
     axes: tuple[str, str]  # what rows, which are the samples, and columns are in the source
     duplicates: str  # what is done about entries that share a place
-    scale: float | None = None  # a value is its code over this; this and the next two: None of a dry run
-    pattern: bool | None = None  # all values are one
-    chunk_samples: int | None = None
+    dtype: (
+        str  # of the stored values: uint8, float16 or float32; of a dry run, as far as its start shows, as the next two
+    )
+    scale: float  # a value is the stored number over this
+    pattern: bool  # all values are one
+    chunk_samples: int | None = None  # None of a dry run
     counts: dict[str, int] = field(default_factory=dict)  # what was done to entries, rows and columns; none that is 0
     num_ranges: int = 1  # parts that were sorted one after the other; 1 where memory sufficed for all
     free_bytes: int | None = None  # on the disk of the output; this and the next two: None unless it would be written
@@ -132,8 +135,7 @@ class MatrixReport(Report):
         about = "" if self.is_exact else "about "
         if self.num_entries is not None:
             parts.append(f"{about}{count_text(self.num_entries, 'entry')} ({self.source_kind})")
-        if self.scale is not None:
-            parts.append("a pattern of ones" if self.pattern else f"values {codes_text(self.scale)}")
+        parts.append("a pattern of ones" if self.pattern else f"values {values_text(self.dtype, self.scale)}")
         if self.kind == "dense":
             parts.append("as dense rows")
         size, rate = human_bytes(self.num_bytes), f"{self.counts.get('entries read', 0) / self.seconds:,.0f} entries/s"

@@ -30,8 +30,8 @@ from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, Machine
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.report import shell_command
 
-PART_ROWS = 1 << 20  # of a matrix' codes, read at a time
-LOOK_BYTES = 256 << 20  # codes of more than this are not read
+PART_ROWS = 1 << 20  # of a matrix' values, read at a time
+LOOK_BYTES = 256 << 20  # values of more than this are not read
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -239,7 +239,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         matrix.num_rows,
         matrix.num_columns,
         matrix.num_entries,
-        "uint8",
+        matrix.dtype,
         _stored_bytes(item),
         scale=matrix.scale,
         pattern=matrix.pattern,
@@ -252,7 +252,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
     data, value_range = item["data"], None
     if data.size and data.nbytes <= LOOK_BYTES:
         parts = (data[start : start + PART_ROWS] for start in range(0, len(data), PART_ROWS))
-        lows, highs = zip(*((int(part.min()), int(part.max())) for part in parts), strict=True)
+        lows, highs = zip(*((float(part.min()), float(part.max())) for part in parts), strict=True)
         value_range = min(lows) / matrix.scale, max(highs) / matrix.scale
     return replace(
         about,

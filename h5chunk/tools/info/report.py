@@ -10,7 +10,7 @@ from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
-from h5chunk.tools.report import Report, codes_text, list_some, shell_command
+from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
 SHOWN = 20  # files in what people read; JSON has all
 
@@ -77,7 +77,7 @@ class MatrixInfo(Report):
         if self.verdict:
             about = f"sparse matrix {self.name!r}: {shape}{self.num_entries:,} entries, values {self.dtype}, {size}"
             return [about, f"    {self.verdict}"]
-        values = codes_text(self.scale)
+        values = values_text(self.dtype, self.scale)
         if self.num_entries is None:
             return [f"matrix {shape}dense rows, values {values}, {size}"]
         if self.pattern:

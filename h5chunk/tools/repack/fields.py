@@ -156,8 +156,8 @@ def _plan(
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:
         entry_bytes = group.indices.item_bytes + (group.data.item_bytes if group.data.stored_bytes else 0)
         if group.num_entries * entry_bytes >= largest:
-            pattern = not group.data.stored_bytes
-            return plan_csr(num_rows, group.shape[1], group.num_entries, pattern=pattern, chunk_samples=chunk_samples)
+            dtype = np.dtype(f"V{group.data.item_bytes}") if group.data.stored_bytes else None
+            return plan_csr(num_rows, group.shape[1], group.num_entries, value_dtype=dtype, chunk_samples=chunk_samples)
     return plan_layout(num_rows, max(1, largest // num_rows), chunk_samples)
 
 

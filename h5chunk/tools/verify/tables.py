@@ -71,18 +71,19 @@ def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterat
 class MatrixCheck:
     """Check a sparse matrix whose chunks are read, part by part, from any thread.
 
-    In a matrix of an h5chunk file (``ours``), columns ascend in each row, and codes are 1 to 255.
+    In a matrix of an h5chunk file (``ours``), columns ascend in each row, and no value is zero, infinite or NaN.
     """
 
     def __init__(self, file: h5py.File, path: Path, prefix: str, ours: bool) -> None:
         self.prefix, self.ours, self._indices = prefix, ours, file[f"{prefix}/indices"]
-        self._dtype = self._indices.dtype
+        self._dtype, self._value_dtype = self._indices.dtype, file[f"{prefix}/data"].dtype
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if it is too damaged, or no matrix
         self._num_columns = 0
         self._ends: list[tuple[int, int, int, int]] = []  # first entry, the one behind the last, and their columns
-        self._faults: dict[str, list[int]] = {"outside": [], "twice": [], "falls": [], "zero": []}  # entries
+        # The first entries with a fault.
+        self._faults: dict[str, list[int]] = {"outside": [], "twice": [], "falls": [], "zero": [], "infinite": []}
         try:
             if ours:
                 read_matrix(file)
@@ -112,10 +113,13 @@ class MatrixCheck:
         self._note("falls", (columns[1:] < columns[:-1]) & inside, first + 1)
         self._ends.append((first, first + len(columns), int(columns[0]), int(columns[-1])))
 
-    def look_at_codes(self, first: int, data: np.ndarray) -> None:
-        """Check the codes of a run of entries of an h5chunk file."""
+    def look_at_values(self, first: int, data: np.ndarray) -> None:
+        """Check the bytes of a run of stored values of an h5chunk file."""
         assert self.indptr is not None
-        self._note("zero", data[: max(0, int(self.indptr[-1]) - first)] == 0, first)
+        values = data.view(self._value_dtype)[: max(0, int(self.indptr[-1]) - first)]
+        self._note("zero", values == 0, first)
+        if self._value_dtype.kind == "f":
+            self._note("infinite", ~np.isfinite(values), first)
 
     def _note(self, kind: str, wrong: np.ndarray, first: int) -> None:
         if wrong.any():
@@ -144,7 +148,9 @@ class MatrixCheck:
         if "falls" in rows and self.ours:
             self.problems.append(f"{name}: the columns of row {rows['falls']} do not ascend")
         if "zero" in firsts:
-            self.problems.append(f"{name}: entry {firsts['zero']} has the code 0: codes are from 1 to 255")
+            self.problems.append(f"{name}: the value of entry {firsts['zero']} is stored as 0, which no entry may be")
+        if "infinite" in firsts:
+            self.problems.append(f"{name}: the value of entry {firsts['infinite']} is not finite")
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
         """Return the rows of entries ``first`` to ``stop`` of a part; None if they are unknown."""

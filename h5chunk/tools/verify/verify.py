@@ -265,7 +265,7 @@ class _FileCheck:
             return None
         if part == "indices":
             return matrix.look_at_columns
-        return matrix.look_at_codes if part == "data" and matrix.ours else None
+        return matrix.look_at_values if part == "data" and matrix.ours else None
 
     def _read_checksums(self, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
         table = found.get(f"{CHECKSUMS}{name}")

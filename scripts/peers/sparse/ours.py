@@ -22,7 +22,7 @@ from peers.sparse.matrix import Source
 
 def write(source: Source, path: Path) -> None:
     indptr, indices, values = source.shuffled()
-    layout = plan_csr(len(indptr) - 1, source.num_columns, len(indices), pattern=False)
+    layout = plan_csr(len(indptr) - 1, source.num_columns, len(indices))
     header = {"seed": source.seed, "shuffled": True, "options": {}}
     with NewFile(path) as new:
         new.allocate(csr_spec(layout, scale=1.0, attributes=header, fields={}, tables={}))
