@@ -8,29 +8,30 @@ The layout is that of `h5chunk convert`; pixels are random, labels count up. Pri
 from __future__ import annotations
 
 import argparse
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from h5chunk.plan.layout import human_bytes, plan_layout
-from h5chunk.store.format.spec import FORMAT_VERSION, FieldSpec, FileSpec
+from h5chunk.store.format.spec import FORMAT_VERSION, GROUP, FileSpec, field_spec
 from h5chunk.store.write.new_file import NewFile
 
 BLOCK = 32 << 20
 
 
 def spec_of(count: int, shape: tuple[int, ...], num_classes: int) -> FileSpec:
-    images = FieldSpec("images", shape, np.dtype(np.uint8))
-    layout = plan_layout(count, images.sample_bytes)
+    layout = plan_layout(count, math.prod(shape))
     cache = layout.cache
     numbers = {"num_samples": count, "chunk_samples": layout.chunk_samples, "window_chunks": layout.window_chunks}
     numbers |= {"format_version": FORMAT_VERSION, "rdcc_nslots": cache.nslots, "rdcc_nbytes": cache.nbytes}
     attributes = {name: np.int64(value) for name, value in numbers.items()}
     attributes |= {"rdcc_w0": cache.w0, "seed": np.uint64(0), "shuffled": np.uint8(0), "options": "{}"}
     attributes["h5chunk_version"] = "make_packed"
-    labels = FieldSpec("labels", (), np.dtype(np.int64))
-    return FileSpec(count, layout.chunk_samples, (images, labels), {}, attributes, {"images": {"axes": "NCHW"}})
+    images = field_spec(count, layout.chunk_samples, shape, np.dtype(np.uint8))
+    labels = field_spec(count, layout.chunk_samples, (), np.dtype(np.int64))
+    return FileSpec({"images": images, "labels": labels}, {"images": {"axes": "NCHW"}, GROUP: attributes})
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from make_packed import spec_of
 
 import h5chunk
+from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.new_file import NewFile
 from peers import REUSED, Source
 from peers.reading import Batch
@@ -46,7 +46,7 @@ class Contender:
         images = source.images
         order = np.random.default_rng(source.seed).permutation(source.count)
         spec = spec_of(source.count, source.sample_shape, source.count)
-        spec = replace(spec, attributes=dict(spec.attributes) | {"shuffled": np.uint8(1)})
+        spec.attributes[GROUP] = {**spec.attributes[GROUP], "shuffled": np.uint8(1)}
         with NewFile(path, overwrite=True) as new:
             new.allocate(spec)
             for start in range(0, source.count, BLOCK):

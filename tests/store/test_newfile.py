@@ -18,18 +18,19 @@ from support.full_disk import failing
 
 import h5chunk.store.write.new_file as newfile_module
 from h5chunk.errors import OutputError
-from h5chunk.store.format.spec import FieldSpec, FileSpec
+from h5chunk.store.format.spec import ArraySpec, FileSpec, field_spec
 from h5chunk.store.write.new_file import NewFile, check_output, write_at
 from h5chunk.store.write.output import NewFolder
 
 
-def spec(num_samples: int = 10, height: int = 5) -> FileSpec:
+def spec(num_samples: int = 10, height: int = 5, chunk: int = 4) -> FileSpec:
     return FileSpec(
-        num_samples=num_samples,
-        chunk_samples=4,
-        fields=(FieldSpec("images", (1, height, 8), np.dtype(np.uint8)), FieldSpec("n", (), np.dtype(np.int64))),
-        tables={"source_index": ((num_samples,), np.dtype(np.int64))},
-        attributes={"format_version": np.int64(1)},
+        {
+            "images": field_spec(num_samples, chunk, (1, height, 8), np.dtype(np.uint8)),
+            "n": field_spec(num_samples, chunk, (), np.dtype(np.int64)),
+            "h5chunk/source_index": ArraySpec((num_samples,), np.dtype(np.int64)),
+        },
+        {"h5chunk": {"format_version": np.int64(1)}},
     )
 
 
@@ -302,7 +303,7 @@ def test_flusher_flushes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_header_of_fewer_samples(tmp_path: Path, num_samples: int, height: int) -> None:
     """The same bytes as a file that had the fewer samples from the start."""
     chunk = 4 if num_samples >= 4 else num_samples
-    fewer = FileSpec(**{**vars(spec(num_samples, height)), "chunk_samples": chunk})
+    fewer = spec(num_samples, height, chunk)
     with NewFile(tmp_path / "direct.h5") as new:
         new.allocate(fewer)
         values = write_values(new, num_samples, height)

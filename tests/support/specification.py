@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.store.format.spec import FieldSpec, FileSpec
+from h5chunk.store.format.spec import ArraySpec, FileSpec, field_spec
 
 ATTRIBUTES = {
     "format_version": np.int64(1), "h5chunk_version": "0.1", "num_samples": np.int64(10), "chunk_samples": np.int64(4),
@@ -18,16 +18,14 @@ ATTRIBUTES = {
 
 def spec(num_samples: int = 10, height: int = 5, **attributes: object) -> FileSpec:
     return FileSpec(
-        num_samples=num_samples,
-        chunk_samples=4,
-        fields=(
-            FieldSpec("images", (3, height, 7), np.dtype(np.uint8)),
-            FieldSpec("score", (), np.dtype(np.float64)),
-            FieldSpec("word", (), np.dtype("S5")),
-        ),
-        tables={"source_index": ((num_samples,), np.dtype(np.int64)), "class_names": ((2,), np.dtype("S3"))},
-        attributes={**ATTRIBUTES, **attributes},
-        field_attributes={"images": {"axes": "NCHW"}},
+        {
+            "images": field_spec(num_samples, 4, (3, height, 7), np.dtype(np.uint8)),
+            "score": field_spec(num_samples, 4, (), np.dtype(np.float64)),
+            "word": field_spec(num_samples, 4, (), np.dtype("S5")),
+            "h5chunk/source_index": ArraySpec((num_samples,), np.dtype(np.int64)),
+            "h5chunk/class_names": ArraySpec((2,), np.dtype("S3")),
+        },
+        {"images": {"axes": "NCHW"}, "h5chunk": {**ATTRIBUTES, **attributes}},
     )
 
 

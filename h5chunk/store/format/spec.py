@@ -125,7 +125,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -143,23 +143,8 @@ GZIP_LEVEL = 1  # of dense rows, mostly zeros: higher ones take three times the 
 
 
 @dataclass(frozen=True)
-class FieldSpec:
-    """A field to write: its name, shape and dtype of one sample, and whether its chunks are compressed."""
-
-    name: str
-    sample_shape: tuple[int, ...]
-    dtype: np.dtype
-    gzip: bool = False
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one sample."""
-        return math.prod(self.sample_shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class ArraySpec:
-    """A dataset to write that is not a field; contiguous without ``chunks``.
+    """A dataset to write; contiguous without ``chunks``.
 
     With a ``fill`` value, the dataset is never written: all elements read as this value, and take no bytes. With
     ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.targets.CompressedTarget`).
@@ -173,8 +158,8 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dataset in the file."""
-        if self.fill is not None:
+        """Bytes of the dataset in the file; 0 if they are not known before."""
+        if self.fill is not None or self.gzip:
             return 0
         shape = self.shape
         if self.chunks:
@@ -182,31 +167,27 @@ class ArraySpec:
         return math.prod(shape) * self.dtype.itemsize
 
 
+def field_spec(
+    num_samples: int, chunk_samples: int, sample_shape: tuple[int, ...], dtype: np.dtype, *, gzip: bool = False
+) -> ArraySpec:
+    """Return the dataset of a field."""
+    return ArraySpec((num_samples, *sample_shape), dtype, (chunk_samples, *sample_shape), gzip=gzip)
+
+
 @dataclass(frozen=True)
 class FileSpec:
-    """The layout of a file, which must be known before its first sample is written.
+    """The layout of a file, which must be known before its first sample is written: its objects by path.
 
-    The field with the largest samples comes first: it then lies at the start of the file. ``tables`` are datasets below
-    ``/h5chunk``; ``arrays`` are further datasets, by path, stored after the fields. ``attributes`` belong to
-    ``/h5chunk``, ``field_attributes`` to the fields, and to groups that hold arrays.
+    The field with the largest samples comes first: it then lies at the start of the file.
     """
 
-    num_samples: int
-    chunk_samples: int
-    fields: tuple[FieldSpec, ...]
-    tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
-    attributes: Mapping[str, Any]
-    field_attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    arrays: Mapping[str, ArraySpec] = field(default_factory=dict)
+    datasets: dict[str, ArraySpec]
+    attributes: dict[str, Mapping[str, Any]]
 
     @property
     def num_bytes(self) -> int:
         """Approximate bytes of the file, without alignment, part of the metadata, and compressed data."""
-        num_rows = -(-self.num_samples // self.chunk_samples) * self.chunk_samples
-        tables = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tables.values())
-        arrays = sum(each.num_bytes for each in self.arrays.values())
-        fields = num_rows * sum(each.sample_bytes for each in self.fields if not each.gzip)
-        return HEADER_BYTES + fields + arrays + tables
+        return HEADER_BYTES + sum(each.num_bytes for each in self.datasets.values())
 
 
 @dataclass(frozen=True)
@@ -249,41 +230,21 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
     """
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     with h5py.File(new_file(path, creation, LIBVER, ALIGNMENT)) as file:
-        datasets = {}
-        for each in spec.fields:
-            shape = (spec.num_samples, *each.sample_shape)
-            array = ArraySpec(shape, each.dtype, (spec.chunk_samples, *each.sample_shape), gzip=each.gzip)
-            datasets[each.name] = _create_dataset(file, each.name, array)
-        for path_of, array in spec.arrays.items():
-            datasets[path_of] = _create_array(file, path_of, array)
-        for path_of, attributes in spec.field_attributes.items():
-            for name, value in attributes.items():
-                file[path_of].attrs[name] = _fixed(value)
-        datasets |= write_group(file, spec.attributes, spec.tables)
+        datasets = create_objects(file, spec)
         return {name: region_of(dataset) for name, dataset in datasets.items() if dataset.id.get_storage_size()}
 
 
-def write_group(
-    file: h5py.File, attributes: Mapping[str, Any], tables: Mapping[str, tuple[tuple[int, ...], np.dtype]]
-) -> dict[str, h5py.Dataset]:
-    """Create or update ``/h5chunk``; return its new datasets, of these shapes and types, by their paths in the file."""
-    group = make_group(file, GROUP)
-    for name, value in attributes.items():
-        group.attrs[name] = _fixed(value)
-    make_group(group, "checksums")
-    return {
-        f"{GROUP}/{name}": _create_array(group, name, ArraySpec(shape, dtype))
-        for name, (shape, dtype) in tables.items()
-    }
+def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
+    """Create the objects of a specification in a file; return the datasets, by path."""
+    datasets = {path: _create_dataset(file, path, array) for path, array in spec.datasets.items()}
+    make_group(file, f"{GROUP}/checksums")
+    for path, attributes in spec.attributes.items():
+        for name, value in attributes.items():  # h5py makes a ``str`` variable-length
+            file[path].attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
+    return datasets
 
 
-def _create_array(group: h5py.Group, path: str, array: ArraySpec) -> h5py.Dataset:
-    parent, _, name = path.rpartition("/")
-    group = make_group(group, parent) if parent else group
-    return _create_dataset(group, name, array)
-
-
-def _create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Dataset:
+def _create_dataset(file: h5py.File, path: str, array: ArraySpec) -> h5py.Dataset:
     """Create a dataset, allocating all its space without writing it; with a fill value or filter, allocate nothing."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
@@ -305,12 +266,9 @@ def _create_dataset(group: h5py.Group, name: str, array: ArraySpec) -> h5py.Data
         dtype = h5py.string_dtype("utf-8", dtype.itemsize)
     kind = h5py.h5t.py_create(dtype, logical=True)
     space = h5py.h5s.create_simple(array.shape)
+    parent, _, name = path.rpartition("/")
+    group = make_group(file, parent) if parent else file
     return h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space, properties))
-
-
-def _fixed(value: Any) -> Any:
-    """Convert a string to fixed length: h5py makes a ``str`` variable-length."""
-    return np.bytes_(value.encode()) if isinstance(value, str) else value
 
 
 def region_of(dataset: h5py.Dataset) -> Region:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from h5py import h5a, h5d, h5g, h5o, h5p, h5r, h5s, h5t, h5z
 
 from h5chunk.errors import FileError, printable
-from h5chunk.store.format.spec import ALIGNMENT, GROUP, Region, new_file, region_of, write_group
+from h5chunk.store.format.spec import ALIGNMENT, GROUP, FileSpec, Region, create_objects, new_file, region_of
 from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
@@ -48,19 +48,11 @@ class NewLayout:
 
 
 @dataclass(frozen=True)
-class NewHeader:
-    """The group ``/h5chunk`` of the new file; other content of the old group stays."""
-
-    attributes: dict[str, Any]
-    tables: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)  # shapes and types of datasets
-
-
-@dataclass(frozen=True)
 class Changes:
     """The parts of a file that are not copied unchanged."""
 
     layouts: Mapping[bytes, NewLayout]  # of datasets that are laid out anew, by path
-    header: NewHeader | None
+    header: FileSpec | None  # what is new in the group ``/h5chunk``
     order: NewOrder | None
     permuted: Sequence[bytes]  # datasets of other values than plain bytes that are put in this order
     memory_bytes: int  # for their values
@@ -88,7 +80,7 @@ def create_replica(
             maker.copy_values()
             datasets = {region_key(name): h5py.Dataset(each) for name, each in maker.new.items()}
             if changes.header is not None:
-                datasets |= write_group(target, changes.header.attributes, changes.header.tables)
+                datasets |= create_objects(target, changes.header)
             target.flush()
             regions = {
                 name: region_of(dataset)
@@ -256,7 +248,7 @@ class _Maker:
         """Copy attributes that HDF5 did not copy, or that refer to objects."""
         self.copier.attributes(h5g.open(self._source, b"/"), h5g.open(self._target, b"/"), "the root")
         header = self._changes.header
-        replaced = {GROUP.encode(): {name.encode() for name in header.attributes}} if header is not None else {}
+        replaced = {GROUP.encode(): {name.encode() for name in header.attributes[GROUP]}} if header is not None else {}
         for node in self._nodes:
             if node.kind in ("soft", "again"):
                 continue

@@ -11,7 +11,7 @@ import numpy as np
 from h5chunk.plan.csr import CODE, CsrLayout
 from h5chunk.store.format.header import CSR, MATRIX, header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec
-from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs
+from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs
 
 
 def csr_spec(
@@ -28,44 +28,37 @@ def csr_spec(
     """
     entries = (layout.num_entries,)
     chunks = (layout.chunk_entries,)
+    num_rows, num_chunks = layout.num_rows, -(-layout.num_entries // layout.chunk_entries)
     arrays = {
         f"{MATRIX}/indices": ArraySpec(entries, layout.index_dtype, chunks),
         f"{MATRIX}/data": ArraySpec(entries, layout.value_dtype or CODE, chunks, fill=1 if layout.pattern else None),
-        f"{MATRIX}/indptr": ArraySpec((layout.num_rows + 1,), np.dtype(np.int64)),
+        f"{MATRIX}/indptr": ArraySpec((num_rows + 1,), np.dtype(np.int64)),
     }
-    num_chunks = -(-layout.num_entries // layout.chunk_entries)
-    checksums = {f"checksums/{MATRIX}/indices": (num_chunks,), f"checksums/{MATRIX}/indptr": (1,)}
-    if not layout.pattern:
-        checksums[f"checksums/{MATRIX}/data"] = (num_chunks,)
-    shape = np.array([layout.num_rows, layout.num_columns], np.int64)
-    return FileSpec(
-        num_samples=layout.num_rows,
+    lists = [f"{MATRIX}/indices"] if layout.pattern else [f"{MATRIX}/indices", f"{MATRIX}/data"]
+    header = header_attributes(
+        num_samples=num_rows,
         chunk_samples=layout.chunk_samples,
-        fields=column_specs(fields),
-        tables={
-            **{name: (shape_of, np.dtype(np.uint32)) for name, shape_of in checksums.items()},
-            **checksum_tables(fields, layout.num_chunks),
-            **{name: (values.shape, values.dtype) for name, values in tables.items()},
-        },
-        attributes=header_attributes(
-            num_samples=layout.num_rows,
-            chunk_samples=layout.chunk_samples,
-            window_chunks=layout.window_chunks,
-            cache=layout.cache,
-            kind=CSR,
-            **attributes,
-        ),
-        field_attributes={
-            MATRIX: {
-                "encoding-type": "csr_matrix",
-                "encoding-version": "0.1.0",
-                "shape": shape,
-                "scale": np.float64(scale),
-                "pattern": np.uint8(layout.pattern),
-            }
-        },
-        arrays=arrays,
+        window_chunks=layout.window_chunks,
+        cache=layout.cache,
+        kind=CSR,
+        **attributes,
     )
+    matrix = {
+        "encoding-type": "csr_matrix",
+        "encoding-version": "0.1.0",
+        "shape": np.array([num_rows, layout.num_columns], np.int64),
+        "scale": np.float64(scale),
+        "pattern": np.uint8(layout.pattern),
+    }
+    datasets = {
+        **column_specs(fields, num_rows, layout.chunk_samples),
+        **arrays,
+        **checksum_specs(lists, num_chunks),
+        **checksum_specs([f"{MATRIX}/indptr"], 1),
+        **checksum_specs(fields, layout.num_chunks),
+        **table_specs(tables),
+    }
+    return FileSpec(datasets, {MATRIX: matrix, GROUP: header})
 
 
 class CsrWriter:

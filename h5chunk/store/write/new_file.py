@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
-from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec, Region, create_file
+from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, create_file, field_spec
 from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
@@ -189,14 +189,19 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
         write_at(descriptor, data, offset)
 
 
-def column_specs(columns: Mapping[str, np.ndarray]) -> tuple[FieldSpec, ...]:
+def column_specs(columns: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> dict[str, ArraySpec]:
     """Return the fields that hold columns, with one value per sample; only types are used."""
-    return tuple(FieldSpec(name, (), values.dtype) for name, values in columns.items())
+    return {name: field_spec(num_samples, chunk_samples, (), values.dtype) for name, values in columns.items()}
 
 
-def checksum_tables(fields: Iterable[str], num_chunks: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the tables below ``/h5chunk`` for the checksums of these fields."""
-    return {f"checksums/{name}": ((num_chunks,), np.dtype(np.uint32)) for name in fields}
+def table_specs(tables: Mapping[str, np.ndarray]) -> dict[str, ArraySpec]:
+    """Return the datasets of tables below ``/h5chunk``."""
+    return {f"{GROUP}/{name}": ArraySpec(values.shape, values.dtype) for name, values in tables.items()}
+
+
+def checksum_specs(fields: Iterable[str], num_chunks: int) -> dict[str, ArraySpec]:
+    """Return the datasets of the checksums of these fields."""
+    return {f"{GROUP}/checksums/{name}": ArraySpec((num_chunks,), np.dtype(np.uint32)) for name in fields}
 
 
 def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples: int) -> None:

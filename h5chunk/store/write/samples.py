@@ -20,9 +20,9 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import Layout
 from h5chunk.source import SampleField, SampleReader, SampleSource
 from h5chunk.store.format.header import header_attributes
-from h5chunk.store.format.spec import GROUP, FieldSpec, FileSpec, Region
+from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
 from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill
-from h5chunk.store.write.new_file import NewFile, checksum_tables, column_specs, write_columns
+from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset
 
 Told = Callable[[int], None]  # told a number of samples, or bytes, since the last call
@@ -113,40 +113,37 @@ class SampleJob:
     def spec(self) -> FileSpec:
         """Return the file to write."""
         layout, is_appended = self.layout, self.old.num_samples > 0
-        fields = [FieldSpec(name, each.shape, each.dtype) for name, each in self.fields.items()]
-        fields += column_specs(self.columns)
+        size = layout.num_samples, layout.chunk_samples
+        fields = {name: field_spec(*size, each.shape, each.dtype) for name, each in self.fields.items()}
+        fields |= column_specs(self.columns, *size)
         axes = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
-        header, options = self.old.attributes.get(GROUP, {}), self.options
+        options = self.options
         if is_appended:
             before = self.old.options.get("appended")
             record = {"samples": len(self.order), "first_index": self.old.first_index, **self.options}
             options = {**self.old.options, "appended": [*(before if isinstance(before, list) else []), record]}
-        return FileSpec(
+        header = header_attributes(
             num_samples=layout.num_samples,
             chunk_samples=layout.chunk_samples,
-            fields=tuple(fields),
-            tables=self._table_shapes() | checksum_tables((each.name for each in fields), layout.num_chunks),
-            attributes=header
-            | header_attributes(
-                num_samples=layout.num_samples,
-                chunk_samples=layout.chunk_samples,
-                window_chunks=layout.window_chunks,
-                cache=self.old.cache or layout.cache,
-                seed=self.old.seed if is_appended else self.options["seed"],
-                shuffled=self.options["shuffle"] and not is_appended,
-                options=options,
-            ),
-            field_attributes={name: each for name, each in self.old.attributes.items() if name != GROUP} or axes,
+            window_chunks=layout.window_chunks,
+            cache=self.old.cache or layout.cache,
+            seed=self.old.seed if is_appended else self.options["seed"],
+            shuffled=self.options["shuffle"] and not is_appended,
+            options=options,
         )
+        kept = {name: each for name, each in self.old.attributes.items() if name != GROUP}
+        header = {**self.old.attributes.get(GROUP, {}), **header}
+        datasets = fields | self._table_specs() | checksum_specs(fields, layout.num_chunks)
+        return FileSpec(datasets, {**(kept or axes), GROUP: header})
 
-    def _table_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        int64, num_samples = np.dtype(np.int64), self.layout.num_samples
-        shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {"source_index": ((num_samples,), int64)}
+    def _table_specs(self) -> dict[str, ArraySpec]:
+        each_sample = ArraySpec((self.layout.num_samples,), np.dtype(np.int64))
+        specs = {f"{GROUP}/source_index": each_sample}
         if self.source.names is not None:
             num_bytes = len(self.old.names) + int(self._name_lengths().sum())
-            shapes["source_name_ends"] = ((num_samples,), int64)
-            shapes["source_names"] = ((num_bytes,), np.dtype(np.uint8))
-        return shapes | {name: (table.shape, table.dtype) for name, table in self.category_tables().items()}
+            specs[f"{GROUP}/source_name_ends"] = each_sample
+            specs[f"{GROUP}/source_names"] = ArraySpec((num_bytes,), np.dtype(np.uint8))
+        return specs | table_specs(self.category_tables())
 
     def _name_lengths(self) -> np.ndarray:
         assert self.source.names is not None

@@ -15,10 +15,10 @@ from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.csr import CsrLayout
 from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
-from h5chunk.store.format.spec import GROUP, HEADER_BYTES
+from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
 from h5chunk.store.hdf5.claims import check_claims, check_filters
 from h5chunk.store.hdf5.codecs import SHUFFLE
-from h5chunk.store.rewrite.replica import NewHeader, NewLayout
+from h5chunk.store.rewrite.replica import CHECKSUMS, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
 from h5chunk.tools.repack.compression import parse_compression
 from h5chunk.tools.repack.fields import Samples
@@ -77,7 +77,7 @@ class RepackPlan:
     options: RepackOptions
     survey: Survey
     samples: Samples
-    header: NewHeader | None
+    header: FileSpec | None
     moves: list[Move]
     shares: Shares
     notes: list[str]
@@ -113,7 +113,7 @@ def plan_moves(
     file: h5py.File,
     survey: Survey,
     samples: Samples,
-    header: NewHeader | None,
+    header: FileSpec | None,
     options: RepackOptions,
     num_threads: int,
     notes: list[str],
@@ -144,12 +144,12 @@ def plan_moves(
             check_claims(dataset, properties, where)
         if header is not None and move.checked:
             try:
-                table = f"checksums/{move.facts.path.decode()}"
+                table = f"{CHECKSUMS}/{move.facts.path.decode()}"
             except UnicodeDecodeError:
                 raise FileError(
                     f"{shown}: the name {move.facts.name!r} is not UTF-8, and checksums are kept by name: rename it"
                 ) from None
-            header.tables[table] = ((move.num_chunks,), np.dtype(np.uint32))
+            header.datasets[table] = ArraySpec((move.num_chunks,), np.dtype(np.uint32))
     runs = sum(move.kind == "pointers" for move in moves)
     memory_bytes = check_memory(options.memory_bytes, samples.num_samples * (1 + 2 * runs) if options.shuffle else 0)
     shares = Shares(memory_bytes, num_threads)
@@ -168,7 +168,7 @@ def _check_samples(moves: list[Move], shares: Shares, shown: str) -> None:
         )
 
 
-def _field_moves(samples: Samples, header: NewHeader | None, options: RepackOptions) -> Iterator[Move]:
+def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptions) -> Iterator[Move]:
     for facts in samples.fields:
         chunk_samples = min(samples.layouts[facts.num_rows].chunk_samples, facts.num_rows)
         layout = _layout(facts, (chunk_samples, *facts.grid.shape[1:]), options)
@@ -184,7 +184,7 @@ def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions
     return NewLayout(chunks, parse_compression(options.compression) if written and large else (), written)
 
 
-def _sparse_moves(samples: Samples, header: NewHeader | None, options: RepackOptions) -> Iterator[Move]:
+def _sparse_moves(samples: Samples, header: FileSpec | None, options: RepackOptions) -> Iterator[Move]:
     for group in samples.sparse:
         by_sample = options.shuffle and group.kind == "csr" and group.shape[0] == samples.num_samples
         for facts in (group.indices, group.data):
@@ -245,7 +245,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
 
 def plan_header(
     header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
-) -> NewHeader | None:
+) -> FileSpec | None:
     """Plan the group ``/h5chunk`` of the new file; None if it does not need this group.
 
     An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
@@ -276,7 +276,8 @@ def plan_header(
     if header is None or options.shuffle:
         numbers |= {"seed": options.seed if options.shuffle else 0, "shuffled": options.shuffle}
     recorded = {**(header.options if header is not None else {}), "repack": options.recorded()}
-    new = NewHeader(header_attributes(cache=options.cache or layout.cache, options=recorded, **numbers))
+    attributes = header_attributes(cache=options.cache or layout.cache, options=recorded, **numbers)
+    new = FileSpec({}, {GROUP: attributes})
     if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
-        new.tables["source_index"] = ((samples.num_samples,), np.dtype(np.int64))
+        new.datasets[SOURCE_INDEX] = ArraySpec((samples.num_samples,), np.dtype(np.int64))
     return new

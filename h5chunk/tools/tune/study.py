@@ -15,7 +15,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, OutputError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.header import header_attributes
-from h5chunk.store.format.spec import FieldSpec, FileSpec, create_file
+from h5chunk.store.format.spec import GROUP, FileSpec, create_file, field_spec
 from h5chunk.store.hdf5.child import limited_memory
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
@@ -208,16 +208,17 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
     The bytes of uncompressed samples do not matter: reading takes the same time.
     """
     chunk_samples = min(chunk_samples, num_samples)
-    specs = tuple(FieldSpec(f"f{number}", each.shape[1:], each.dtype) for number, each in enumerate(rows.values()))
+    fields = {f"f{number}": each for number, each in enumerate(rows.values())}
+    specs = {name: field_spec(num_samples, chunk_samples, each.shape[1:], each.dtype) for name, each in fields.items()}
     numbers = {"num_samples": num_samples, "chunk_samples": chunk_samples, "window_chunks": 1}
     attributes = header_attributes(cache=CacheSettings(1, 0), options={}, kind="", seed=0, shuffled=1, **numbers)
     try:
-        regions = create_file(path, FileSpec(num_samples, chunk_samples, specs, {}, attributes))
+        regions = create_file(path, FileSpec(specs, {GROUP: attributes}))
         with path.open("r+b") as file:
-            for one, each in zip(specs, rows.values(), strict=True):
+            for name, each in fields.items():
                 flat = each.reshape(len(each), -1).view(np.uint8)
-                for start in range(0, num_samples if one.sample_bytes else 0, len(flat)):
-                    file.seek(regions[one.name].offset + start * one.sample_bytes)
+                for start in range(0, num_samples if flat.size else 0, len(flat)):
+                    file.seek(regions[name].offset + start * flat.shape[1])
                     file.write(flat[: num_samples - start].data)
     except (OSError, RuntimeError) as error:  # HDF5 has its own for a full disk
         path.unlink(missing_ok=True)
