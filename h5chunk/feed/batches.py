@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -73,9 +75,23 @@ class BatchMaker:
         self._pipelines, self._keep = pipelines, keep
         self._finishes = any(pipeline.others for pipeline in pipelines)
 
-    def open(self, window: Fields, batch_size: int) -> WindowBatches:
-        """Return the batches of a window, to be taken one by one."""
-        return WindowBatches(window, batch_size, self._pipelines, keep=self._keep)
+    def open(self, window: Fields, batch_size: int) -> Iterator[Tensors]:
+        """Yield the batches of a window; empty ones after the last, where other ranks may have samples.
+
+        No batch that was taken is kept here, also not by a ``zip``, so that its memory can be used again.
+        """
+        fields = zip(self._pipelines, window, strict=True)
+        batches = [self._split(pipeline, samples, batch_size) for pipeline, samples in fields]
+        while True:
+            yield tuple(map(next, batches))
+
+    def _split(self, pipeline: FieldPipeline, samples: Any, batch_size: int) -> Iterator[torch.Tensor]:
+        step = batch_size * pipeline.num_together(batch_size, keep=self._keep)
+        for first in count(0, step):
+            some = samples if not first and step >= len(samples) else samples[first : first + step]
+            made = deque(pipeline.batches(some, batch_size, keep=self._keep))
+            while made:
+                yield made.popleft()
 
     def make(self, samples: Fields, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
@@ -96,33 +112,3 @@ class BatchMaker:
                 field = transform(field)
             finished.append(field)
         return tuple(finished)
-
-
-class WindowBatches:
-    """The batches of one window, of which several small ones are made at a time."""
-
-    def __init__(self, window: Fields, batch_size: int, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
-        self._window, self._batch_size, self._pipelines, self._keep = window, batch_size, pipelines, keep
-        self._together = [pipeline.num_together(batch_size, keep=keep) for pipeline in pipelines]
-        self._made: list[dict[int, torch.Tensor]] = [{} for _ in pipelines]
-
-    def take(self, number: int) -> Tensors:
-        """Return batch ``number`` of the window, once; empty beyond the last, where other ranks may have samples."""
-        return tuple(self._take(field, made, number) for field, made in enumerate(self._made))
-
-    def _take(self, field: int, made: dict[int, torch.Tensor], number: int) -> torch.Tensor:
-        if number not in made:
-            together = self._together[field]
-            self._make(field, number - number % together, together)
-        if number not in made:
-            self._make(field, number, 1)
-        return made.pop(number)
-
-    def _make(self, field: int, first: int, count: int) -> None:
-        """Make up to ``count`` batches of a field, starting with batch ``first``."""
-        samples = self._window[field]
-        start, stop = first * self._batch_size, (first + count) * self._batch_size
-        if start or stop < len(samples):
-            samples = samples[start:stop]
-        batches = self._pipelines[field].batches(samples, self._batch_size, keep=self._keep)
-        self._made[field].update(enumerate(batches, first))

@@ -95,7 +95,7 @@ class WindowStream:
         self._lends_slot, self._echo, self._once = lends_slot, echo, once
         self._process = os.getpid()
         self._open: dict[_OpenWindow, None] = {}  # in the order in which they are read
-        self._batches: dict[tuple[int, int], tuple[_OpenWindow, int]] = {}
+        self._batches: dict[tuple[int, int], _OpenWindow] = {}  # by epoch and number
         self._free: SimpleQueue[Any] = SimpleQueue()  # slots
         self._opened: SimpleQueue[_OpenWindow | BaseException] = SimpleQueue()  # by the thread, or what ended it
         self._stop = threading.Event()
@@ -214,8 +214,7 @@ class WindowStream:
         if isinstance(opened, BaseException):
             raise opened
         self._open[opened] = None
-        for number, batch in enumerate(opened.read.window.batches):
-            self._batches[opened.epoch, batch] = opened, number
+        self._batches.update(((opened.epoch, batch), opened) for batch in opened.read.window.batches)
 
     def windows(self, order: Order) -> Iterator[Fields]:
         """Yield the windows of the first epoch, whole; each is valid until the next is requested."""
@@ -234,16 +233,16 @@ class WindowStream:
             self._begin_again(order, start)
         self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
-        windows: dict[_OpenWindow, Any] = {}  # those that were read, as batches
+        windows: dict[_OpenWindow, Iterator[Tensors]] = {}  # the batches of those that were read
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch was used
         for number in range(start, order.num_batches):
             while (order.epoch, number) not in self._batches:
                 self._receive_window()
-            opened, place = self._batches.pop((order.epoch, number))
+            opened = self._batches.pop((order.epoch, number))
             if opened not in windows:
                 self._wait_for(opened.read)
                 windows[opened] = maker.open(opened.read.slot.window, order.batch_size)
-            batch = windows[opened].take(place)
+            batch = next(windows[opened])
             opened.left -= 1
             if last := opened.left == 0:
                 del windows[opened]
