@@ -7,8 +7,9 @@
 
 Limits, measured in turn in the same run: reading the file from the page cache into pinned memory (preadv of 8 MB with
 the best number of threads); copying pinned memory to the GPU; and both at once by a bare loop, in which threads in C
-read windows of one batch into pinned buffers, with each row at its place in a shuffled batch, and each buffer is copied
-to the GPU once it is full. The tables of all windows are made before the clock starts, and nothing is normalised.
+read windows of one, four or eight batches (whichever is fastest) into pinned buffers, with each row at its place in a
+shuffled batch, and each buffer is copied to the GPU once it is full. The tables of all windows are made before the
+clock starts, and nothing is normalised.
 Delivery: whole epochs of normalised batches on the GPU, the second of each loader; nothing is resident.
 First batch: the time from construction, on this file and on a sparse file of 100 GB, and after a break between epochs.
 Utilisation: images/s of whole training epochs with the loader over as many steps on one cached real batch. Epochs of
@@ -50,6 +51,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PIECE = 8 << 20
 SPARSE_BYTES = 100 << 30
 BARE_SLOTS = 6
+BARE_BYTES = 64 << 20  # of a window of the bare loop, unless a batch has more
 PYTHON_S = 0.01
 WARM_STEPS = 30
 
@@ -101,10 +103,10 @@ def copy_rate() -> float:
 class BareLoop:
     """Reads shuffled windows of one batch into pinned buffers by threads in C, and copies each to the GPU at once.
 
-    Every sample comes once. A window has the chunks of one batch, drawn from the whole file.
+    Every sample comes once. A window has chunks from all over the file that hold ``window_samples``.
     """
 
-    def __init__(self, path: Path, batch_size: int) -> None:
+    def __init__(self, path: Path, window_samples: int) -> None:
         self._path = path
         with open_file(path) as file:
             dataset = file["images"]
@@ -112,9 +114,9 @@ class BareLoop:
             per_chunk = dataset.chunks[0]
             chunks = np.random.default_rng(0).permutation(len(dataset) // per_chunk)
             offsets = np.array([dataset.id.get_chunk_info(int(chunk)).byte_offset for chunk in chunks])
-        at_once = max(1, batch_size // per_chunk)
+        at_once = max(1, window_samples // per_chunk)
         self._windows = offsets[: len(offsets) // at_once * at_once].reshape(-1, at_once)
-        self._per_chunk, self._window_bytes = per_chunk, at_once * per_chunk * self._row_bytes
+        self._per_chunk, self.window_bytes = per_chunk, at_once * per_chunk * self._row_bytes
 
     def _jobs(self, number: int, descriptor: int, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the jobs of a window and the I/O vectors that they point to."""
@@ -130,7 +132,7 @@ class BareLoop:
 
     def rate(self, num_threads: int) -> float:
         """Return bytes/s of an epoch."""
-        num_slots, size = min(BARE_SLOTS, len(self._windows)), self._window_bytes
+        num_slots, size = min(BARE_SLOTS, len(self._windows)), self.window_bytes
         descriptor, pinned = os.open(self._path, os.O_RDONLY), PinnedMemory(num_slots * size)
         hosts = pinned.bytes[: num_slots * size].reshape(num_slots, size)
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(num_slots)]
@@ -210,12 +212,18 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure the limits and the loader's delivery, round by round."""
     with open_file(path) as file:
         num_bytes, image_bytes = file["images"].nbytes, file["images"].nbytes // len(file["images"])
+    bare_bytes = args.batch_size * image_bytes
     cores = os.cpu_count() or 1
     counts = [n for n in (1, 2, 4, 8, 12, 16, 32) if n <= cores]
     read_rate(path, counts[-1], num_bytes)  # into the page cache
     best = max(counts, key=lambda threads: read_rate(path, threads, num_bytes))
-    bare = BareLoop(path, args.batch_size)
-    bare_threads = max({cores * 3 // 4, max(1, cores - 1), cores}, key=bare.rate)
+    loops = [
+        BareLoop(path, args.batch_size * batches)
+        for batches in (1, 4, 8)
+        if batches == 1 or batches * bare_bytes <= BARE_BYTES
+    ]
+    tried = [(loop, threads) for loop in loops for threads in {cores * 3 // 4, max(1, cores - 1), cores}]
+    bare, bare_threads = max(tried, key=lambda each: each[0].rate(each[1]))
     rates: dict[str, list[float]] = {"read": [], "copy": [], "bare": [], "bfloat16": [], "float32": []}
     dtypes = ("bfloat16", "float32")
     print(make_loader(path, args), flush=True)
@@ -231,7 +239,8 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     limit = middle["bare"]
     print(f"page cache to pinned memory {middle['read'] / 1e9:6.1f} GB/s ({best} threads)")
     print(f"pinned memory to the GPU    {middle['copy'] / 1e9:6.1f} GB/s")
-    print(f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({bare_threads} threads)")
+    batches = bare.window_bytes // bare_bytes
+    print(f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({bare_threads} threads, windows of {batches} batches)")
     for name in dtypes:
         print(
             f"delivered {name:9s} {middle[name] / image_bytes:>9,.0f} images/s, {middle[name] / limit:.3f} of the loop"

@@ -37,6 +37,7 @@ WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole,
 WHOLE_BYTES = 64 << 20  # up to this size
 QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
 FOREVER_S = 1e9
+SIGNALS_S = 0.1  # how long a signal, such as Ctrl-C, may have to wait
 TIMEOUT_S = 120.0  # without any finished task, an error is raised
 
 
@@ -134,11 +135,10 @@ class WindowRead:
         """
         if os.getpid() != self._process:
             raise self._pool.lost_by_fork()
-        if self._ready.is_set():
-            return
         done = self._pool.progress
-        while not self._ready.wait(timeout_s):
-            if self._pool.progress == done:
+        while not self._ready.is_set():
+            came = self._pool.hand_on(timeout_s) if self._native else self._ready.wait(timeout_s)
+            if not came and self._pool.progress == done:
                 raise self._pool.hang(timeout_s)
             done = self._pool.progress
 
@@ -168,8 +168,9 @@ class RowGather:
 class ReadPool:
     """Threads that run the tasks of windows. The pool holds its files open until it is closed.
 
-    Where `h5chunk.native` was built, threads in C read byte ranges; Python threads are started only for other tasks,
-    and one hands on the ranges that were read.
+    Where `h5chunk.native` was built, threads in C read byte ranges, and the caller hands on the windows that they have
+    read: a Python thread that did would wait for Python's lock at each step. Python threads are started only for other
+    tasks.
 
     ``direct`` reads fields by byte ranges, ``numbered`` computes the fields that are not in the file from sample
     numbers, and ``reader`` reads the others through HDF5, in one thread at a time. Raise `WorkerError` if no task
@@ -189,11 +190,12 @@ class ReadPool:
         self.path, self.timeout_s = reader.path, timeout_s
         self.tasks_done = 0  # by threads of Python
         self._hangs = False  # whether a wait has run into its timeout
+        self.has_ended = threading.Event()  # once it is closed, and no thread is left
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
         self._tasks: SimpleQueue[tuple[WindowRead, ReadTask] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._num_threads, self._has_workers = num_threads, False
+        self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
         several = isinstance(reader, FileSet)
@@ -205,7 +207,6 @@ class ReadPool:
             self._whole = read_whole_fields(reader, direct, self.descriptor)
             if available():
                 self._native = NativePool(num_threads)
-                self._start_thread(self._hand_on)
             else:
                 self._start_workers()
         except BaseException:
@@ -228,12 +229,31 @@ class ReadPool:
             load.run(task)
             del queued, load, task  # they hold a slot
 
-    def _hand_on(self) -> None:
+    def hand_on(self, timeout_s: float | None) -> bool:
+        """Wait until native threads have read a window, and hand it on; return False if none comes in time.
+
+        Signals are handled meanwhile. All windows end with an error if the pool is closed.
+        """
         assert self._native is not None
-        with suppress(EOFError):  # closed
-            while True:
-                if (result := self._native.wait(FOREVER_S)) is not None:
-                    self._native_reads.pop(result.ticket).end_native(result)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = end - time.monotonic()
+            try:
+                result = self._native.wait(max(0.0, min(left, SIGNALS_S)))
+            except EOFError:
+                for ticket in list(self._native_reads):
+                    self._native_reads.pop(ticket).end_native(Result(ticket, CANCELLED, 0, 0, 0))
+                return True
+            if result is not None:
+                self._native_reads.pop(result.ticket).end_native(result)
+                return True
+            if left <= SIGNALS_S:
+                return False
+
+    def hand_on_all(self) -> None:
+        """Hand on the windows that native threads have read, without waiting."""
+        while self._native_reads and self.hand_on(0):
+            pass
 
     @property
     def progress(self) -> int:
@@ -273,13 +293,13 @@ class ReadPool:
         load = WindowRead(self, slot, window, len(tasks), native)
         if native:
             self._submit(load)
-        if tasks and self._threads and not self._has_workers:
+        if tasks and not self._has_workers and not self._is_closed:
             self._start_workers()
         for task in tasks:
             self._tasks.put((load, task))
         if not all_tasks:
             load.finish()
-        if not self._threads:  # closed: the consumer shall not wait
+        if self._is_closed:  # the consumer shall not wait
             self.cancel()
         return load
 
@@ -340,34 +360,42 @@ class ReadPool:
         """
         if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
             close_descriptors(self.descriptor)
+            self.has_ended.set()
             return
         if threading.current_thread() in self._threads:  # the garbage collector's call, in the middle of a task
             threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
             return
+        self._is_closed = True
         self.cancel()
         threads, self._threads = self._threads, []
         for _ in threads:
             self._tasks.put(None)
-        wait_s = self.wait_s
-        if self._native is not None:
-            self._native.close(FOREVER_S if wait_s is None else wait_s)
-        end = None if wait_s is None else time.monotonic() + wait_s
-        for thread in threads:
-            thread.join(None if end is None else max(0.0, end - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
+        end = math.inf if self.wait_s is None else time.monotonic() + self.wait_s
+        if not self._join(threads, end):
             threading.Thread(target=self._end, args=(threads,), name="h5chunk-closer", daemon=True).start()
         else:
             self._end(threads)
 
-    def _end(self, threads: list[threading.Thread]) -> None:
+    def _join(self, threads: list[threading.Thread], end: float) -> bool:
+        """Wait for all threads, and return whether they have ended."""
+
+        def left() -> float:
+            return max(0.0, min(end - time.monotonic(), FOREVER_S))
+
+        have_ended = self._native is None or self._native.close(left())
         for thread in threads:
-            thread.join()
+            thread.join(left())
+        return have_ended and not any(thread.is_alive() for thread in threads)
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        self._join(threads, math.inf)
         if self._native is not None:
-            self._native.close(FOREVER_S)
             self._native.free()
+        self._native_reads.clear()  # which refer to this pool
         close_descriptors(self.descriptor)
         self._reader.close()
         self._forget()
+        self.has_ended.set()
 
     def _forget(self) -> None:
         for field in self._direct.values():

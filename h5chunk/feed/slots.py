@@ -202,6 +202,8 @@ class CpuSlot:
         self._windows: Windows = {}
         self.window: Fields = ()
 
+    is_free = True  # whether `begin` returns at once
+
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Prepare for a window of these samples, and return the destinations of all fields for readers."""
         self._windows = windows = _windows_of(self._layouts, samples)
@@ -250,6 +252,11 @@ class CudaSlot:
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
         self.release()  # who had the memory of the device buffer before may still be using it on the current stream
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the copy out of the pinned buffer is done, so that `begin` returns at once."""
+        return self._copied.query()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Wait until the pinned buffer may be overwritten, and return the destinations of all fields for readers."""

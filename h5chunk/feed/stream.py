@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -20,8 +21,10 @@ from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.memory import PinnedMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
+
+PLANNED = 24  # windows that are planned ahead, at least
 
 
 @dataclass
@@ -72,11 +75,56 @@ class _OpenWindow:
     left: int  # batches
 
 
+class _Planner:
+    """A thread that plans windows ahead. It touches nothing but numbers."""
+
+    def __init__(self, order: Order, start: int, *, once: bool, most: int) -> None:
+        self._planned: SimpleQueue[tuple[int, Window] | BaseException] = SimpleQueue()  # windows, with their epoch
+        self._room, self._stop = threading.Semaphore(most), threading.Event()
+        self._thread = threading.Thread(
+            target=self._plan, args=(order, start, once), name="h5chunk-planner", daemon=True
+        )
+        self._thread.start()
+
+    def _plan(self, order: Order, start: int, once: bool) -> None:
+        try:
+            while order.num_batches:
+                for window in order.windows(start):
+                    self._room.acquire()
+                    if self._stop.is_set():
+                        return
+                    self._planned.put((order.epoch, window))
+                if once:
+                    return
+                order, start = replace(order, epoch=order.epoch + 1), 0
+        except BaseException as error:  # raised again in the consumer's thread
+            self._planned.put(error)
+
+    def take(self, timeout_s: float | None) -> tuple[int, Window] | None:
+        """Return the next window and its epoch; None if it is not planned in time. Raise the error of the thread."""
+        try:
+            planned = self._planned.get(timeout=timeout_s) if timeout_s != 0 else self._planned.get_nowait()
+        except Empty:
+            return None
+        if isinstance(planned, BaseException):
+            raise planned
+        self._room.release()
+        return planned
+
+    def close(self, error: BaseException, timeout_s: float | None) -> None:
+        """End the thread, and wait for it so long; a caller that waits for a window gets the error."""
+        self._stop.set()
+        self._room.release()
+        self._planned.put(error)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+
 class WindowStream:
     """Read the windows of a plan ahead, and yield their batches.
 
-    A thread starts reading windows as slots become free, which spares the consumer's thread. The stream keeps no
-    reference to the batch maker: transforms may refer to the loader, whose finalizer refers to the stream.
+    The consumer's thread starts reading a window when a slot becomes free. The stream keeps no reference to the batch
+    maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
     With ``lends_slot`` a batch lies in its slot, which stays until the next batch is requested; otherwise batches have
     memory of their own. The order of an ``echo`` has ``interleave=1``; ``once``: read no further epoch.
@@ -96,16 +144,16 @@ class WindowStream:
         self._process = os.getpid()
         self._open: dict[_OpenWindow, None] = {}  # in the order in which they are read
         self._batches: dict[tuple[int, int], _OpenWindow] = {}  # by epoch and number
-        self._free: SimpleQueue[Any] = SimpleQueue()  # slots
-        self._opened: SimpleQueue[_OpenWindow | BaseException] = SimpleQueue()  # by the thread, or what ended it
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._pinned: PinnedMemory | None = None
+        self._free: deque[Any] = deque()  # slots
+        self._unmade: Iterator[Any] = iter(())  # slots
+        self._planner: _Planner | None = None
+        self._pinned: list[PinnedMemory] = []
         self._copies: Any = None  # the stream of copies to a GPU
         self._pool: Any = None
         try:
-            for slot in self._make_slots(source, plan):
-                self._free.put(slot)
+            self._unmade = self._make_slots(source, plan)
+            if source.device.type == "cpu":
+                self._free.extend(self._unmade)
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
             self._pool = ReadPool(source.reader, source.direct, source.num_threads, **how)
             self._begin(plan.order, start)
@@ -113,18 +161,19 @@ class WindowStream:
             self.close()
             raise
 
-    def _make_slots(self, source: DataSource, plan: SlotPlan) -> list[Any]:
+    def _make_slots(self, source: DataSource, plan: SlotPlan) -> Iterator[Any]:
         layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
             memory = None if self._lends_slot else BatchMemory()
             gathered = BatchMemory()
-            return [CpuSlot(layouts, num_samples, memory, gathered) for _ in range(plan.num_slots)]
+            for _ in range(plan.num_slots):
+                yield CpuSlot(layouts, num_samples, memory, gathered)
+            return
         self._copies = torch.cuda.Stream(source.device)
-        num_bytes = slot_bytes(layouts, num_samples)
-        with torch.cuda.device(source.device):
-            self._pinned = PinnedMemory(plan.num_slots * num_bytes)
-        parts = self._pinned.bytes[: plan.num_slots * num_bytes].reshape(plan.num_slots, num_bytes)
-        return [CudaSlot(layouts, num_samples, part, self._copies) for part in parts]
+        for _ in range(plan.num_slots):
+            with torch.cuda.device(source.device):
+                self._pinned.append(PinnedMemory(slot_bytes(layouts, num_samples)))
+            yield CudaSlot(layouts, num_samples, self._pinned[-1].bytes, self._copies)
 
     @property
     def is_usable(self) -> bool:
@@ -137,91 +186,76 @@ class WindowStream:
         This happens in the background if the opening thread hangs, or calls this itself (in the garbage collector).
         """
         if self._pool is not None:
-            self._ask_to_end()
-            has_ended = self._thread is not threading.current_thread() and self._join(self._pool.wait_s)
-            self._opened.put(FileError(f"{printable(self._pool.path)}: closed while it was read"))
-            if not has_ended:
-                threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
-                return
-        self._give_back()
+            self._end_planner()
+            self._pool.close()
+        if self._pool is None or self._pool.has_ended.is_set():
+            self._give_back()
+        else:
+            threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
 
     def _give_back(self) -> None:
-        self._join(None)
+        self._unmade = iter(())  # which refers to this stream
         if self._pool is not None:
-            self._pool.close()
-        if self._pinned is not None:
+            self._pool.has_ended.wait()
+        while self._pinned:
             self._copies.synchronize()
-            self._pinned.close()
-            self._pinned = None
+            self._pinned.pop().close()
+
+    def _end_planner(self) -> None:
+        if self._planner is not None:
+            closed = FileError(f"{printable(self._pool.path)}: closed while it was read")
+            self._planner.close(closed, self._pool.wait_s)
 
     def _begin(self, order: Order, start: int) -> None:
         """Start reading the windows of an order, from batch ``start`` on."""
         self._next: tuple[int, int] | None = (order.epoch, start)
-        self._stop.clear()
-        thread = threading.Thread(target=self._open_windows, args=(order, start), name="h5chunk-planner", daemon=True)
-        thread.start()
-        self._thread = thread
-
-    def _open_windows(self, order: Order, start: int) -> None:
-        try:
-            while order.num_batches:
-                for window in order.windows(start):
-                    slot = self._free.get()
-                    if self._stop.is_set():
-                        self._free.put(slot)
-                        return
-                    self._opened.put(_OpenWindow(self._pool.load(window, slot), order.epoch, len(window.batches)))
-                if self._once:
-                    return
-                order, start = replace(order, epoch=order.epoch + 1), 0
-        except BaseException as error:  # raised again in the consumer's thread
-            self._opened.put(error)
-
-    def _ask_to_end(self) -> None:
-        self._stop.set()
-        self._free.put(None)  # the thread may be waiting for a slot
-
-    def _join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread that opens windows, and return whether it has ended."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
+        self._planner = _Planner(order, start, once=self._once, most=PLANNED)
+        self._fill()
 
     def _begin_again(self, order: Order, start: int) -> None:
         """Restart at another position, with the same threads and memory. Reads under way are awaited and dropped."""
-        self._ask_to_end()
-        if not self._join(self._pool.timeout_s):
-            raise self._pool.hang(self._pool.timeout_s)
-        for slot in filter(None, [self._free.get() for _ in range(self._free.qsize())]):
-            self._free.put(slot)
-        while not self._opened.empty():
-            self._receive_window()
+        self._end_planner()
         self._pool.cancel()
         self._batches.clear()
         for opened in list(self._open):
             opened.read.settle(self._pool.timeout_s)
-            self._release(opened)
+            self._put_back(opened)
         self._begin(order, start)
 
-    def _receive_window(self) -> None:
-        """Receive the next opened window. Raises WorkerError if that takes too long."""
+    def _fill(self) -> None:
+        """Start reading planned windows into free slots, without waiting, and make one more slot if there shall be one.
+
+        Pinning memory takes longer than reading into it: this spreads it over the first windows.
+        """
+        assert self._planner is not None
+        if (slot := next(self._unmade, None)) is not None:
+            self._free.append(slot)
+        while self._free and self._free[0].is_free and (planned := self._planner.take(0)) is not None:
+            self._load(*planned)
+
+    def _load(self, epoch: int, window: Window) -> None:
+        opened = _OpenWindow(self._pool.load(window, self._free.popleft()), epoch, len(window.batches))
+        self._open[opened] = None
+        self._batches.update(((epoch, batch), opened) for batch in window.batches)
+
+    def _load_next(self) -> None:
+        """Start reading the next window, once it is planned. Raises WorkerError if that takes too long."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
-        try:
-            opened = self._opened.get(timeout=self._pool.timeout_s)
-        except Empty:
-            raise self._pool.hang(self._pool.timeout_s) from None
-        if isinstance(opened, BaseException):
-            raise opened
-        self._open[opened] = None
-        self._batches.update(((opened.epoch, batch), opened) for batch in opened.read.window.batches)
+        if not self._free:
+            self._free.append(next(self._unmade))
+        assert self._planner is not None
+        if (planned := self._planner.take(self._pool.timeout_s)) is None:
+            raise self._pool.hang(self._pool.timeout_s)
+        self._load(*planned)
 
     def windows(self, order: Order) -> Iterator[Fields]:
         """Yield the windows of the first epoch, whole; each is valid until the next is requested."""
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
-            self._receive_window()
-            (opened,) = self._open
+            if not self._open:
+                self._load_next()
+            opened = next(iter(self._open))
             self._wait_for(opened.read)
             left -= opened.left
             yield opened.read.slot.window
@@ -237,11 +271,12 @@ class WindowStream:
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch was used
         for number in range(start, order.num_batches):
             while (order.epoch, number) not in self._batches:
-                self._receive_window()
+                self._load_next()
             opened = self._batches.pop((order.epoch, number))
             if opened not in windows:
                 self._wait_for(opened.read)
                 windows[opened] = maker.open(opened.read.slot.window, order.batch_size)
+                self._fill()
             batch = next(windows[opened])
             opened.left -= 1
             if last := opened.left == 0:
@@ -263,6 +298,7 @@ class WindowStream:
 
     def _wait_for(self, read: WindowRead) -> None:
         """Wait until a window is read, and raise its error, if any."""
+        self._pool.hand_on_all()
         if not read.is_ready:
             waits = time.perf_counter()
             read.wait(self._pool.timeout_s)
@@ -279,7 +315,11 @@ class WindowStream:
                 yield from maker.make(opened.read.slot.gather(samples[first : first + size]), size)
 
     def _release(self, opened: _OpenWindow) -> None:
-        """Release the slot of a window."""
+        """Release the slot of a window, for the next window."""
+        self._put_back(opened)
+        self._fill()
+
+    def _put_back(self, opened: _OpenWindow) -> None:
         del self._open[opened]
         opened.read.slot.release()
-        self._free.put(opened.read.slot)
+        self._free.append(opened.read.slot)

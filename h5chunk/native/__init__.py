@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 3  # of the functions and structures of core.c
+VERSION = 4  # of the functions and structures of core.c
 PART_BYTES = 2 << 20  # what a thread takes at a time
 JOB = np.dtype(
     [
@@ -88,6 +88,12 @@ def _library() -> Any:
     return None
 
 
+@functools.cache
+def _quick() -> Any:
+    """The library for functions that take microseconds: calls keep Python's lock, which is slow to win back."""
+    return _declare(ctypes.PyDLL(_library()._name))
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pool, address, number = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
@@ -96,6 +102,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number)),
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(_Result))),
         ("run", None, (address, number, ctypes.POINTER(_Result))),
+        ("plan", number, (address, address, address, number, number, address, address, address)),
         ("progress", number, (pool,)),
         ("num_open", number, (pool,)),
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
@@ -137,7 +144,7 @@ class NativePool:
 
     def _ask(self, what: str) -> int:
         with self._lock:
-            return int(getattr(self._library, f"h5chunk_{what}")(self._pool)) if self._pool else 0
+            return int(getattr(_quick(), f"h5chunk_{what}")(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
         """Queue jobs, (n,) JOB, C-contiguous, after earlier ones; `wait` returns ``ticket`` when all have ended.
@@ -146,7 +153,7 @@ class NativePool:
         """
         with self._lock:
             self._kept[ticket] = jobs
-            if not self._pool or self._library.h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs)):
+            if not self._pool or _quick().h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs)):
                 del self._kept[ticket]
                 raise OSError("the pool of reading threads is closed")
 
@@ -200,6 +207,22 @@ def run(jobs: np.ndarray) -> Result:
     found = _Result()
     _library().h5chunk_run(jobs.ctypes.data, len(jobs), found)
     return Result(found.ticket, found.status, found.error, found.job, found.offset)
+
+
+def plan_reads(
+    offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, run_bytes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Make the jobs that read ``sizes[i]`` bytes at ``offsets[i]`` of a file to byte ``places[i]`` of ``out``.
+
+    All are (n,) int64. Adjacent ranges share a job of about ``run_bytes``. Return the jobs, (num_jobs,) JOB without a
+    descriptor, and the vectors that they refer to, (n, 2) uintp, which the caller must keep.
+    """
+    offsets, sizes, places = (np.ascontiguousarray(each, np.int64) for each in (offsets, sizes, places))
+    count = len(offsets)
+    vectors, jobs = np.empty((count, 2), np.uintp), np.empty(count, JOB)
+    arrays = (offsets.ctypes.data, sizes.ctypes.data, places.ctypes.data, count)
+    num_jobs = _quick().h5chunk_plan(*arrays, run_bytes, out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
+    return jobs[:num_jobs], vectors
 
 
 def crc32(data: np.ndarray, start: int = 0) -> int:

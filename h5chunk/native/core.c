@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 3
+#define VERSION 4
 
 enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* what a job does */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* what became of a ticket */
@@ -262,6 +262,25 @@ EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
     for (int64_t i = 0; scratch && i < num_jobs && !result->status; i++)
         if (do_job(jobs + i, scratch, result)) result->job = i;
     free(scratch);
+}
+
+/* Write the tables of jobs that fill `out + places[i]` with `sizes[i]` bytes from `offsets[i]` of a file: a vector for each
+ * range, and a job for each run of adjacent ranges, of about `run_bytes`. Return the number of jobs, at most `count`. */
+EXPORT int64_t h5chunk_plan(const int64_t *offsets, const int64_t *sizes, const int64_t *places, int64_t count,
+                            int64_t run_bytes, uint8_t *out, struct iovec *vectors, Job *jobs) {
+    int64_t num_jobs = 0, end = 0;
+    Job *job = jobs;
+    for (int64_t i = 0; i < count; i++) {
+        vectors[i] = (struct iovec){.iov_base = out + places[i], .iov_len = (size_t)sizes[i]};
+        if (!num_jobs || offsets[i] != end || job->count == MAX_VECTORS || job->num_bytes >= run_bytes) {
+            job = jobs + num_jobs++;
+            *job = (Job){.kind = READ, .offset = offsets[i], .source = vectors + i};
+        }
+        job->count++;
+        job->num_bytes += sizes[i];
+        end = offsets[i] + sizes[i];
+    }
+    return num_jobs;
 }
 
 /* ---- The pool ---- */

@@ -46,7 +46,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch, python_threads: None) -> Iterato
     run, decode = VectorPart.__call__, DecodedChunks._decode
 
     def count_runs(part: VectorPart, descriptor: int) -> None:
-        found.extend(num_bytes for *_, num_bytes in part._runs)
+        found.extend(part.jobs(descriptor)["num_bytes"].tolist())
         run(part, descriptor)
 
     def count_chunk(chunks: DecodedChunks, descriptor: int, chunk: int, out: np.ndarray) -> None:

@@ -255,15 +255,15 @@ def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
 def test_slow_reading_is_no_error(path):
     readers = make_readers(path)
     load = WindowRead(readers, MemorySlot(), window([0]), 4)
-    waits = iter([False, False, False, True])
+    waits = [False, False, False, True]
 
     class Slowly:
         def is_set(self):
-            return False
+            return not waits
 
         def wait(self, _):
             readers.tasks_done += 1
-            return next(waits)
+            return waits.pop(0)
 
     load._ready = Slowly()
     load.wait(0.01)

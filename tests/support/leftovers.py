@@ -36,6 +36,11 @@ def readers_of_files() -> set[threading.Thread]:
     return {thread for thread in reading_threads() if thread.name == "h5chunk-reader"}
 
 
+def native_threads() -> set[int]:
+    """The numbers of threads that Python does not know."""
+    return {int(name) for name in os.listdir("/proc/self/task")} - {each.native_id for each in threading.enumerate()}
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """Neither threads nor open files, beyond those of a test that failed before."""

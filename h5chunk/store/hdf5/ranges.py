@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.native import CUT_SHORT, DONE, JOB, READ, SYSTEM, Result, available, run
+from h5chunk.native import CUT_SHORT, DONE, JOB, READ, SYSTEM, Result, available, plan_reads, run
 
 RUN_BYTES = 2 << 20  # of one call, about; long ranges are cut into such runs, so that threads can share them
-NATIVE_RUNS = 8  # so many are read sooner in C, once their table is made
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
 CUT = "the file ends in the middle of its data: it was cut short"
 PART_BYTES = 8 << 20  # what a thread does at a time: large enough not to fight for the GIL; scripts/LOG.md
@@ -39,35 +38,30 @@ def open_descriptor(path: Path) -> int:
 
 
 class VectorPart:
-    """A task that reads runs of bytes and scatters each run to several places.
+    """A task that reads runs of bytes, and scatters each run to several places in memory that ``out`` keeps alive.
 
-    A run has a first vector, a number of vectors, an offset in the file and a number of bytes; a vector, in (n, 2)
-    uintp, is the address and the length of a place in the memory that ``out`` keeps alive.
+    ``jobs`` has a job for each run (`h5chunk.native.JOB`, without descriptors), and ``vectors``, (n, 2) uintp, the
+    address and the length of each place.
     """
 
-    def __init__(self, runs: list[tuple[int, int, int, int]], vectors: np.ndarray, out: object, where: Where) -> None:
-        self._runs, self._vectors, self._out, self._where = runs, vectors, out, where
+    def __init__(self, jobs: np.ndarray, vectors: np.ndarray, out: object, where: Where) -> None:
+        self._jobs, self._vectors, self._out, self._where = jobs, vectors, out, where
 
     def __call__(self, descriptor: int) -> None:
-        if len(self._runs) >= NATIVE_RUNS and available():
+        if available():
             result = run(self.jobs(descriptor))
             if result.status != DONE:
                 raise self.error_of(result)
             return
-        table, stride = self._vectors.ctypes.data, self._vectors.strides[0]
-        for first, count, offset, num_bytes in self._runs:
-            got = _preadv(descriptor, table + first * stride, min(count, MAX_VECTORS), offset)
+        for source, count, offset, num_bytes in self._runs():
+            got = _preadv(descriptor, source, min(count, MAX_VECTORS), offset)
             if got != num_bytes:  # an error of the system comes again, from read_bytes
-                self._read_rest(descriptor, first, count, offset, max(0, got))
+                self._read_rest(descriptor, self._places(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
         """Return the task as jobs of a `h5chunk.native.NativePool`: (num_runs,) JOB."""
-        first, count, offset, num_bytes = np.array(self._runs, np.int64).T
-        jobs = np.zeros(len(self._runs), JOB)
-        jobs["kind"], jobs["descriptor"] = READ, descriptor
-        jobs["offset"], jobs["count"], jobs["num_bytes"] = offset, count, num_bytes
-        jobs["source"] = self._vectors.ctypes.data + first * self._vectors.strides[0]
-        return jobs
+        self._jobs["descriptor"] = descriptor
+        return self._jobs
 
     def end(self) -> None:
         """Finish the task, after all its jobs have succeeded."""
@@ -76,9 +70,17 @@ class VectorPart:
         """Return the error of a failed job of this task."""
         return read_error(self._where(result.offset), result)
 
-    def _read_rest(self, descriptor: int, first: int, count: int, offset: int, got: int) -> None:
+    def _runs(self) -> Iterator[tuple[int, int, int, int]]:
+        return zip(*(self._jobs[name].tolist() for name in ("source", "count", "offset", "num_bytes")), strict=True)
+
+    def _places(self, source: int, count: int) -> list[list[int]]:
+        first = (source - self._vectors.ctypes.data) // self._vectors.strides[0]
+        places: list[list[int]] = self._vectors[first : first + count].tolist()
+        return places
+
+    def _read_rest(self, descriptor: int, places: list[list[int]], offset: int, got: int) -> None:
         """Read the remaining bytes: preadv may read less than requested, for large requests or after a signal."""
-        for address, length in self._vectors[first : first + count].tolist():
+        for address, length in places:
             if got < length:
                 place = (ctypes.c_char * length).from_address(address)
                 read_bytes(descriptor, offset + got, memoryview(place).cast("B")[got:], self._where)
@@ -107,19 +109,32 @@ def vector_parts(
 ) -> Iterator[VectorPart]:
     """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` in the file to byte ``places[i]`` of ``out``.
 
-    Adjacent ranges in the file share a system call.
+    All are (n,) int64, with n > 0. Adjacent ranges in the file share a system call. Native threads share one task; for
+    Python threads there are several.
     """
+    if available():
+        yield VectorPart(*plan_reads(offsets, sizes, places, out, RUN_BYTES), out, where)
+        return
     vectors = vectors_of(sizes, places, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
     apart = (offsets[1:] != offsets[:-1] + sizes[:-1]) | (groups[1:] != groups[:-1])
     apart[MAX_VECTORS - 1 :: MAX_VECTORS] = True
     firsts = np.append(0, np.flatnonzero(apart) + 1)
     counts = np.diff(np.append(firsts, len(sizes)))
-    num_bytes = np.add.reduceat(sizes, firsts)
-    runs = list(zip(firsts.tolist(), counts.tolist(), offsets[firsts].tolist(), num_bytes.tolist(), strict=True))
-    per_part = max(1, PART_BYTES * len(runs) // max(1, int(sizes.sum())))
-    for first in range(0, len(runs), per_part):
-        yield VectorPart(runs[first : first + per_part], vectors, out, where)
+    jobs = read_jobs(vectors, firsts, counts, offsets[firsts], np.add.reduceat(sizes, firsts))
+    per_part = max(1, PART_BYTES * len(jobs) // max(1, int(sizes.sum())))
+    for first in range(0, len(jobs), per_part):
+        yield VectorPart(jobs[first : first + per_part], vectors, out, where)
+
+
+def read_jobs(
+    vectors: np.ndarray, firsts: np.ndarray, counts: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """Return jobs that read ``sizes[i]`` bytes at ``offsets[i]`` to ``counts[i]`` vectors from ``firsts[i]`` on."""
+    jobs = np.zeros(len(firsts), JOB)
+    jobs["kind"], jobs["offset"], jobs["count"], jobs["num_bytes"] = READ, offsets, counts, sizes
+    jobs["source"] = vectors.ctypes.data + firsts * vectors.strides[0]
+    return jobs
 
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:

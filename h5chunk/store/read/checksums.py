@@ -24,7 +24,7 @@ from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
-from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_error
+from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_error, read_jobs
 from h5chunk.store.read.fields import Field, MatrixField
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
@@ -100,9 +100,8 @@ class ChunkChecks:
         chunks = rows[::count] // count
         firsts, offsets, sizes = np.arange(len(chunks)) * count, self.table.offsets[chunks], self.table.sizes[chunks]
         for some in self._divided(np.arange(len(chunks))):
-            columns = (firsts[some], np.full(len(some), count), offsets[some], sizes[some])
-            runs = list(zip(*(column.tolist() for column in columns), strict=True))
-            yield WholeChunks(self, chunks[some], VectorPart(runs, vectors, out, self._where_at))
+            jobs = read_jobs(vectors, firsts[some], np.full(len(some), count), offsets[some], sizes[some])
+            yield WholeChunks(self, chunks[some], VectorPart(jobs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
         """Divide an array with one number per chunk into arrays for tasks."""
