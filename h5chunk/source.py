@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+ENDS_IN_NULL = "ends in a null byte, which strings in a file do not keep: remove it"
+
 
 @dataclass(frozen=True)
 class SampleField:

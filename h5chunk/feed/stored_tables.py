@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.read.reader import H5Reader
 
@@ -79,8 +79,10 @@ def _read(reader: H5Reader, name: str) -> np.ndarray:
         )
     try:
         table = H5Reader(reader.path, {name: f"{GROUP}/{name}"}, trusted=reader.trusted)
-    except FieldError as error:
-        raise FieldError(f"{printable(reader.path)}: has no {name}: its source had none ({error})") from None
+    except (TrustError, UnsupportedError):
+        raise
+    except FieldError:
+        raise FieldError(f"{printable(reader.path)}: has no {name}: the source that was converted had none") from None
     field = table.fields[name]
     values = np.empty((table.num_samples, *field.sample_shape), field.dtype)
     table.read(name, np.arange(table.num_samples), values)

@@ -75,7 +75,7 @@ def plan_slots(
         if fewer >= order.window_chunks:
             break
         order = replace(order, window_chunks=fewer)
-    remedy = "fewer num_threads, " if others else ""
+    remedy = "fewer num_threads, " if others and least * each <= memory_bytes else ""
     raise OptionError(
         f"memory_bytes is {memory_bytes} but {least} windows of {order.window_batches} batches need "
         f"{least * each + others}: give that, {remedy}smaller window_chunks or batch_size"

@@ -137,14 +137,15 @@ def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
         if not array.shape:
             raise SourceError(f"{where} is a single number: give arrays whose first axis counts samples")
         if not math.prod(array.shape):
-            raise SourceError(f"{where} of shape {tuple(array.shape)} is empty: give at least one sample")
+            what = "one element in each sample" if array.shape[0] else "one sample"
+            raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {what}")
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     first = next(iter(lengths), "")
     for name, length in lengths.items():
         if length != lengths[first]:
             raise SourceError(
                 f"{shown}: {printable(first)!r} has {lengths[first]} samples but {printable(name)!r} has {length}: "
-                "give arrays of one length, or convert them one by one"
+                "give arrays of one length, or save each to a .npy file and convert that"
             )
     if not lengths:
         raise SourceError(f"{shown}: holds no arrays")

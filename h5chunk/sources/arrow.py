@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from h5chunk.errors import SourceError
+from h5chunk.source import ENDS_IN_NULL
+
 
 class _Late:
     """A module that is imported when one of its names is used."""
@@ -39,12 +42,17 @@ def byte_lengths(column: Any) -> np.ndarray:
 
 
 def to_fixed_bytes(column: Any) -> np.ndarray:
-    """Convert a binary array without missing values to bytes of a fixed length: (n,) ``S``."""
+    """Convert a binary array without missing values to bytes of a fixed length: (n,) ``S``.
+
+    Raises SourceError for a string that ends in a null byte, which bytes of a fixed length lose.
+    """
     if not len(column):
         return np.empty(0, "S1")
     offsets, lengths = _offsets(column), byte_lengths(column)
     wide = np.zeros((len(column), max(1, int(lengths.max()))), np.uint8)
     data = np.frombuffer(column.buffers()[2] or b"", np.uint8)
+    if (data[offsets[1:][lengths > 0] - 1] == 0).any():
+        raise SourceError(f"a string {ENDS_IN_NULL}")
     wide[np.arange(wide.shape[1]) < lengths[:, None]] = data[offsets[0] : offsets[-1]]
     return wide.view(f"S{wide.shape[1]}")[:, 0]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import SourceError, as_text, printable
+from h5chunk.errors import SourceError, as_text, count_text, printable
 from h5chunk.source import Names
 from h5chunk.sources.container import Container, Folder, open_archive
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
+SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden, and never of interest
 SPLIT_NAMES = (
     b"train", b"training", b"val", b"valid", b"validation", b"dev", b"test", b"testing", b"eval", b"evaluation",
 )  # fmt: skip
@@ -117,6 +119,7 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
             with os.scandir(path) as entries:
                 for entry in entries:
                     if _is_hidden(entry.name):
+                        yield folder, entry.name, -1
                         continue
                     is_folder = False
                     with suppress(OSError):  # a link to itself
@@ -133,17 +136,24 @@ def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes,
     """Yield (folder, file, number) for the members of an archive, and its folders with an empty file."""
     for name, number in members:
         parts = [part for part in name.split(b"/") if part not in (b"", b".")]
-        if not parts or any(map(_is_hidden, parts)):
+        hidden = next(filter(_is_hidden, parts), None)
+        if hidden is not None or not parts:
+            yield b"", hidden or b"", number
             continue
         file = b"" if name.endswith(b"/") else parts.pop()
         yield b"/".join(parts), file, number
 
 
 def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dict[bytes, _Directory], list[str]]:
-    """Group images by folder, and list the other files."""
+    """Group images by folder, and list what else there is."""
     directories: dict[bytes, _Directory] = {}
-    count, num_others, other = 0, 0, b""
+    others = Counter[str]()
+    count, other, hidden = 0, b"", b""
     for folder, file, number in files:
+        if _is_hidden(file):
+            if file not in SYSTEM and not file.startswith(b"._"):
+                hidden = min(hidden or file, file)
+            continue
         directory = directories.get(folder)
         if directory is None:
             directory = directories[folder] = _Directory()
@@ -154,10 +164,15 @@ def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dic
             if count % 4096 == 0:
                 found(count)
         elif file:
-            num_others, other = num_others + 1, min(other or file, file)
-    if not num_others:
-        return directories, []
-    return directories, [f"files whose names do not end like an image's: {num_others}, such as {as_text(other)}"]
+            others[as_text(os.path.splitext(file)[1].lower()) or "no ending"] += 1
+            other = min(other or file, file)
+    ignored = []
+    if others:
+        kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5))
+        ignored.append(f"files that are not named like images ({kinds}), such as {as_text(other)}")
+    if hidden:
+        ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
+    return directories, ignored
 
 
 def _arrange(source: str, directories: dict[bytes, _Directory], container: Container, split_folders: str) -> Listing:
@@ -182,7 +197,8 @@ def _arrange(source: str, directories: dict[bytes, _Directory], container: Conta
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
         what, count = "class" if classes else "split", sum(len(directory.files) for directory in loose.values())
         example = min(name + b"/" * bool(name) + min(directory.files) for name, directory in loose.items())
-        ignored.append(f"{count} images beside the {what} folders, which have no {what}, such as {as_text(example)}")
+        images = count_text(count, "image")
+        ignored.append(f"{images} without a {what}, beside the {what} folders, such as {as_text(example)}")
     members = array("q")
     listing = Listing(container, Names(_names(kept, depth, members)), ignored=ignored)
     container.select(np.frombuffer(members, dtype=np.int64))

@@ -31,7 +31,7 @@ from typing import TextIO
 import numpy as np
 
 from h5chunk.errors import SourceError, as_text, printable
-from h5chunk.source import Names
+from h5chunk.source import ENDS_IN_NULL, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.listing import EXTENSIONS, Found, Listing, check_source
 from h5chunk.stamp import stamp_of
@@ -187,6 +187,8 @@ class _Table:
                 continue
             cells = [as_text(row[number]).encode() for row in self._rows]
             longest = max(map(len, cells), default=0)
+            if any(cell.endswith(b"\0") for cell in cells):
+                raise SourceError(f"column {name!r} holds a string that {ENDS_IN_NULL}")
             if longest > MAX_STRING_BYTES:
                 raise SourceError(
                     f"column {name!r} holds a string of {longest} bytes but the limit is {MAX_STRING_BYTES}: shorten "

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from h5chunk.errors import SampleError, SourceError, printable
-from h5chunk.source import OpenContext, SampleField
+from h5chunk.source import ENDS_IN_NULL, OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
@@ -137,6 +137,8 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
     shown = f"field {printable(name)!r}"
     if value is None:
         raise SampleError(f"{shown} is missing (None): fill it, or leave such samples out")
+    if isinstance(value, (str, bytes)) and _encoded(value).endswith(b"\0"):
+        raise SampleError(f"{shown} {ENDS_IN_NULL}")
     try:
         array = np.array(_encoded(value) or b"\0", "S") if isinstance(value, (str, bytes)) else np.asarray(value)
         field_dtype(name, array.dtype)

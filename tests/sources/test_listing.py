@@ -63,7 +63,20 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path) -> None:
     assert samples(listing) == expected
     assert listing.class_names == classes == ["10", "9", "B", "a", "a-b", "a.b", "é"]
     assert listing.columns["labels"].dtype == np.int64
-    assert listing.ignored == ["files whose names do not end like an image's: 1, such as notes.txt"]
+    assert listing.ignored == ["files that are not named like images (1 .txt), such as notes.txt"]
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "b/2.png", "b/3.gif", "b/4.GIF", "b/README", ".c/5.png", "b/._2.png", ".DS_Store")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for path in sorted(tmp_path.rglob("*")):
+            if path.is_file() and path.suffix != ".zip":
+                archive.write(path, path.relative_to(tmp_path))
+    expected = ["files that are not named like images (2 .gif, 1 no ending), such as 3.gif"]
+    expected += ["hidden files and folders, such as .c"]
+    assert list_images(tmp_path / "x.zip").ignored == expected
+    (tmp_path / "x.zip").unlink()
+    assert list_images(tmp_path).ignored == expected
 
 
 def test_order_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
@@ -82,7 +95,7 @@ def test_flat_folder_has_no_labels(tmp_path: Path) -> None:
 def test_loose_images_beside_classes_are_reported(tmp_path: Path) -> None:
     listing = list_images(make(tmp_path, "a/1.png", "b/1.png", "y.png", "x.png"))
     assert samples(listing) == [("a/1.png", 0), ("b/1.png", 1)]
-    assert listing.ignored == ["2 images beside the class folders, which have no class, such as x.png"]
+    assert listing.ignored == ["2 images without a class, beside the class folders, such as x.png"]
 
 
 def test_hidden_files_and_mac_leftovers_are_ignored(tmp_path: Path) -> None:
@@ -231,7 +244,7 @@ def test_flat_archive_has_no_labels(tmp_path: Path, pack: Pack, prefix: str) -> 
 def test_archive_with_loose_images_within_its_wrapping_folder(tmp_path: Path, pack: Pack) -> None:
     listing = list_images(pack(tmp_path / "x", "photos/", ("a/1.png", "b/1.png", "x.png")))
     assert samples(listing) == [("a/1.png", 0), ("b/1.png", 1)]
-    assert listing.ignored == ["1 images beside the class folders, which have no class, such as x.png"]
+    assert listing.ignored == ["1 image without a class, beside the class folders, such as x.png"]
 
 
 @pytest.mark.parametrize("names", [("a/1.png", "b/"), ("a/1.png", "b/readme.txt")])

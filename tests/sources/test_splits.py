@@ -112,7 +112,7 @@ def test_flat_splits_have_no_labels(tmp_path: Path) -> None:
     assert list(listing.columns) == ["split"] and listing.class_names == []
     assert listing.ignored[1:] == [
         "folders without images, which are taken for no splits: docs",
-        "1 images beside the split folders, which have no split, such as loose.png",
+        "1 image without a split, beside the split folders, such as loose.png",
     ]
 
 
@@ -121,7 +121,7 @@ def test_loose_images_and_empty_classes_in_splits(tmp_path: Path) -> None:
     (tmp_path / "val" / "b").mkdir()
     listing = list_images(tmp_path)
     assert listing.columns["labels"].tolist() == [0, 1, 0]
-    assert "2 images beside the class folders, which have no class, such as val/2.png" in listing.ignored
+    assert "2 images without a class, beside the class folders, such as val/2.png" in listing.ignored
     (tmp_path / "val" / "c").mkdir()
     with pytest.raises(SourceError, match=r"class folder 'c' has no images \(1 such of 3\)"):
         list_images(tmp_path)

@@ -555,7 +555,7 @@ def test_report_as_json(class_folder: Make, tmp_path: Path) -> None:
     (root / "loose.png").write_bytes(b"x")
     report = json.loads(convert(root, tmp_path / "x.h5", workers=0).to_json())
     assert report["num_samples"] == 5 and report["counts"] == {"RGB": 5} and report["skipped"] == []
-    assert report["ignored"] == ["1 images beside the class folders, which have no class, such as loose.png"]
+    assert report["ignored"] == ["1 image without a class, beside the class folders, such as loose.png"]
     assert report["path"] == str(tmp_path / "x.h5") and report["seconds"] > 0
 
 
