@@ -60,6 +60,10 @@ class Output(ABC):
     def _take_place(self) -> None:
         """Rename the part to the output."""
 
+    def open_journal(self, key: str | None) -> None:
+        """Open the journal: see `Journal.open`."""
+        self.journal.open(key)
+
     def __enter__(self: _Output) -> _Output:
         self._check()
         self.descriptor = self._lock()
@@ -156,7 +160,7 @@ class NewFolder(Output):
 
     def open_journal(self, key: str | None) -> None:
         """Open the journal; unless it has records with this key, remove the files that a killed writer left."""
-        self.journal.open(key)
+        super().open_journal(key)
         if not self.journal.records:
             try:
                 _remove_files(self.part)

@@ -90,7 +90,7 @@ class SampleRun:
         files = self.shards or [self.job]
         try:
             if not self.complete:
-                return self._predict(files) if self.dry_run else self._write_shards() if self.shards else self._write()
+                return self._predict(files) if self.dry_run else self._write(files)
         except OutputError:
             self.complete = not self.overwrite and is_complete(self.job, len(files))
             if not self.complete:
@@ -102,46 +102,34 @@ class SampleRun:
         check_room(self.job.path, sum(file.spec().num_bytes for file in files))
         return files, Filled()
 
-    def _write(self) -> tuple[list[SampleJob], Filled]:
-        """Write one file and put it in its place, continuing earlier work on it."""
-        job, old, new = self.job, self.old, NewFile(self.job.path, self.overwrite)
-        with self._keeping(new), new:
+    def _write(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
+        """Write the files and put the output in its place, continuing earlier work on it."""
+        job, old, all_filled, kept = self.job, self.old, Filled(), []
+        output = (NewFolder if self.shards else NewFile)(job.path, self.overwrite)
+        with self._keeping(output), output:
             if old is not None:
                 old.check_unchanged()  # by who had the lock before
-            new.journal.open(job_key(job, 1, old))
-            log = _TaskLog(new.journal, [job], self.progress, self._notify)
-            written, filled = log.write(new, 0, carried=count_up("copy", job.carried_bytes, self.progress))
+            output.open_journal(job_key(job, len(files), old))
+            log = _TaskLog(output.journal, files, self.progress, self._notify)
+            if self.shards:
+                taken = sum(file.stat().st_blocks * 512 for file in output.part.iterdir())
+                check_room(job.path, sum(file.spec().num_bytes for file in files) - taken)
+            carried, first_row = count_up("copy", job.carried_bytes, self.progress), 0
+            for number, file in enumerate(files):
+                with _file_of(output, file.path.name) as new:
+                    written, filled = log.write(new, number, carried)
+                kept.append(written)
+                all_filled.notes.update(filled.notes)
+                all_filled.stamp ^= filled.stamp
+                all_filled.failures += [failure._replace(row=first_row + failure.row) for failure in filled.failures]
+                first_row += len(file.order)
             log.finish()
-            new.command_id = command_id(job, 1, filled.stamp)
+            output.command_id = command_id(job, len(files), all_filled.stamp)
             if old is not None:
-                new.part.chmod(old.mode)
+                output.part.chmod(old.mode)
                 old.check_unchanged()
-            new.commit()
-        return [written], filled
-
-    def _write_shards(self) -> tuple[list[SampleJob], Filled]:
-        """Write all shards and put their folder in its place; rows of failures count through all shards."""
-        filled, kept, first_row = Filled(), [], 0
-        job, jobs, folder = self.job, self.shards, NewFolder(self.job.path, self.overwrite)
-        with self._keeping(folder), folder:
-            folder.open_journal(job_key(job, len(jobs)))
-            log = _TaskLog(folder.journal, jobs, self.progress, self._notify)
-            taken = sum(file.stat().st_blocks * 512 for file in folder.part.iterdir())
-            check_room(job.path, sum(shard.spec().num_bytes for shard in jobs) - taken)
-            for number, shard in enumerate(jobs):
-                folder.reopen(shard.path.name)
-                with NewFile(folder.part / shard.path.name, journal=folder.journal) as new:
-                    left, of_shard = log.write(new, number)
-                    new.commit()
-                kept.append(left)
-                filled.notes.update(of_shard.notes)
-                filled.stamp ^= of_shard.stamp
-                filled.failures += [failure._replace(row=first_row + failure.row) for failure in of_shard.failures]
-                first_row += len(shard.order)
-            log.finish()
-            folder.command_id = command_id(job, len(jobs), filled.stamp)
-            folder.commit()
-        return kept, filled
+            output.commit()
+        return kept, all_filled
 
     def _read_back(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
         """Report on files that are already complete, except facts that would require reading all samples."""
@@ -178,6 +166,18 @@ class SampleRun:
             raise
 
 
+@contextmanager
+def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
+    """Open a file of an output to be written or continued, in a context: the file itself, or a shard."""
+    if isinstance(output, NewFile):
+        yield output
+        return
+    output.reopen(name)
+    with NewFile(output.part / name, journal=output.journal) as new:
+        yield new
+        new.commit()
+
+
 class _TaskLog:
     """The finished tasks of several files, one file per job: read from a journal, and added to it."""
 
@@ -203,9 +203,7 @@ class _TaskLog:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
-    def write(
-        self, new: NewFile, number: int, carried: Callable[[int], None] = lambda num_bytes: None
-    ) -> tuple[SampleJob, Filled]:
+    def write(self, new: NewFile, number: int, carried: Callable[[int], None]) -> tuple[SampleJob, Filled]:
         """Write a file, except the chunks that the journal claims to be written."""
         claims, finished = self._claims[number], partial(self._add, number)
         return write_samples(
