@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from tqdm import tqdm
 
 import h5chunk
@@ -16,7 +17,7 @@ from h5chunk.errors import H5ChunkError, printable
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 WORDS = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
 WORDS |= {"repack": "repacking", "tune": "tuning", "verify": "verifying", "copy": "copying"}
-UNITS = {"read": "B", "write": " entries", "repack": "B", "verify": "B", "copy": "B"}
+UNITS = {"read": "B", "write": " entries", "repack": "B", "verify": "B", "copy": "B", "bench": " %", "tune": " %"}
 
 
 class Command(click.Command):
@@ -72,15 +73,26 @@ def main() -> None:
     tqdm.monitor_interval = 0  # its thread would make forking workers unsafe
 
 
-def run(
-    call: Callable[..., Any], *arguments: Any, quiet: bool, as_json: bool, unit: str = " images", **options: Any
-) -> Any:
-    """Call a function with a progress bar; print its report as text or JSON, which --quiet does not silence."""
-    with progress_bar(quiet, unit) as progress:
+def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Call a function with the options of the command line; print its report, which --quiet silences unless as JSON."""
+    options = {**more, **_given_options()}
+    quiet, as_json = options.pop("quiet", False), options.pop("as_json", False)
+    with progress_bar(quiet) as progress:
         result = call(*arguments, progress=progress, **options)
     if as_json or not quiet:
         click.echo(result.to_json() if as_json else str(result))
     return result
+
+
+def _given_options() -> dict[str, Any]:
+    """Return the options that were given to the current command, by their names in Python."""
+    context, given = click.get_current_context(), dict[str, Any]()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        is_default = context.get_parameter_source(name) is ParameterSource.DEFAULT
+        if isinstance(parameter, click.Option) and not is_default:
+            given |= {name.removeprefix("no_"): False} if name.startswith("no_") else {name: context.params[name]}
+    return given
 
 
 def note(line: str) -> None:
@@ -88,7 +100,7 @@ def note(line: str) -> None:
 
 
 @contextmanager
-def progress_bar(quiet: bool, unit: str) -> Iterator[Callable[[str, int, int | None], None] | None]:
+def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | None]:
     """Draw a progress bar per stage, unless --quiet is given or standard error is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
@@ -103,8 +115,8 @@ def progress_bar(quiet: bool, unit: str) -> Iterator[Callable[[str, int, int | N
                 bar.close()
             bar = tqdm(
                 desc=WORDS[stage],
-                unit=UNITS.get(stage, unit),
-                unit_scale=stage in UNITS,
+                unit=UNITS.get(stage, " images"),
+                unit_scale=UNITS.get(stage) in ("B", " entries"),
                 total=total,
                 leave=False,
                 mininterval=0.1,

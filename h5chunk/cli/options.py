@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from h5chunk.tools.convert.options import KIND_OPTIONS, parse_bytes
 
@@ -26,7 +24,8 @@ class Option(click.Option):
     """An option that the help of its command lists under a heading."""
 
     def __init__(self, *args: Any, heading: str, **attributes: Any) -> None:
-        super().__init__(*args, **{"show_default": True, **attributes})
+        metavar = {int: "N"}.get(attributes.get("type", str))
+        super().__init__(*args, **{"show_default": True, "metavar": metavar, **attributes})
         self.heading = heading
 
     def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
@@ -54,39 +53,12 @@ class Parsed(click.ParamType):
             self.fail(f"{value!r} {self._wrong}" if self._wrong else str(error), param, ctx)
 
 
-def number(minimum: int = 0, maximum: int | None = None) -> Parsed:
-    """A whole number from a minimum to a maximum."""
-
-    def parse(value: Any) -> int:
-        try:
-            count = int(value)
-        except ValueError:
-            raise ValueError(f"{value!r} is not a whole number") from None
-        if count < minimum:
-            raise ValueError(f"{count} is below {minimum}")
-        if maximum is not None and count > maximum:
-            raise ValueError(f"{count} is above {maximum}")
-        return count
-
-    return Parsed("N", parse)
-
-
-def _parse_fraction(value: Any) -> float:
-    if not 0 < float(value) < 1:
-        raise ValueError
-    return float(value)
-
-
 def _parse_seconds(value: Any) -> float:
     text = str(value).strip().lower()
-    seconds = (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
-    if not 0 < seconds < math.inf:
-        raise ValueError
-    return seconds
+    return (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
 
 
-FRACTION = Parsed("FRACTION", _parse_fraction, "is not a number between 0 and 1")
-SECONDS = Parsed("TIME", _parse_seconds, "is no time above 0 such as 60s or 2m")
+SECONDS = Parsed("TIME", _parse_seconds, "is no time such as 60s or 2m")
 CHUNK_SAMPLES = Parsed(
     "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a number"
 )
@@ -100,7 +72,7 @@ as_json = option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print 
 quiet = option("--quiet", is_flag=True, heading=OUTPUT, help="Show neither a progress bar nor a report.")
 dry_run = option("--dry-run", is_flag=True, heading=OUTPUT, help="Print the plan and write nothing.")
 overwrite = option("--overwrite", is_flag=True, heading=OUTPUT, help="Replace OUTPUT if it exists.")
-batch_size = option("--batch-size", type=number(1), default=256, heading=FIELDS, help="Samples in a batch.")
+batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Samples in a batch.")
 device = option(
     "--device",
     metavar="DEVICE",
@@ -147,7 +119,7 @@ def budget(default: str) -> Decorator:
 def loader_workers(default: str) -> Decorator:
     """The option for the DataLoader worker counts to measure."""
     help = "Number of DataLoader workers to try (repeatable)."
-    return option("--workers", type=number(), multiple=True, show_default=default, heading=RUNNING, help=help)
+    return option("--workers", type=int, multiple=True, show_default=default, heading=RUNNING, help=help)
 
 
 # ---- options that are made from the options of the kinds of sources
@@ -205,18 +177,6 @@ def _type(about: Any, hint: Any) -> dict[str, Any]:
     if about["metavar"] == CHUNK_SAMPLES.name:
         return {"type": CHUNK_SAMPLES}
     kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint
-    if kind is int:
-        return {"type": number(about["minimum"] or 0, about["maximum"])}
     if typing.get_origin(kind) is tuple:
         return {"type": NAMES} if typing.get_args(kind)[-1] is ... else {"type": int, "nargs": 2}
     return {"type": kind}
-
-
-def given_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, by their names in Python."""
-    context = click.get_current_context()
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            given |= {name.removeprefix("no_"): False} if name.startswith("no_") else {name: value}
-    return given

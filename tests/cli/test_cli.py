@@ -159,9 +159,9 @@ def test_names_that_terminals_would_obey_are_escaped(class_folder: Make, tmp_pat
         ("--nonsense",),
     ],
 )
-def test_arguments_that_click_refuses(class_folder: Make, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_arguments_that_are_refused(class_folder: Make, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     result = run("convert", class_folder(1), tmp_path / "x.h5", *arguments)
-    assert result.exit_code == 2 and "Traceback" not in result.output and not (tmp_path / "x.h5").exists()
+    assert result.exit_code in (1, 2) and "Traceback" not in result.output and not (tmp_path / "x.h5").exists()
 
 
 def test_ctrl_c_in_this_process(class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_options_are_arguments_of_the_function(name: str) -> None:
     arguments |= {option for options in groups.get(name, ()) for option in options.names()}
     for parameter in main.commands[name].params:
         python = RENAMED.get(parameter.name, parameter.name)
-        if parameter.name in OWN - {"tuned"} or (name, parameter.name) == ("convert", "tuned"):
+        if parameter.name in OWN - {"tuned"}:
             continue
         renamed = python in ("path", "output") and "source" in arguments
         assert python in arguments or renamed, f"{name}: {parameter.name}"

@@ -180,7 +180,7 @@ def test_command(path: Path, tmp_path: Path) -> None:
     check_error(run("bench", path, "--device", "tpu"), "device is 'tpu'")
     check_error(run("bench", path, "--fields", "labels"), "has no dataset 'labels'")
     for arguments in (("--batch-size", 0), ("--budget", 0), ("--workers", -1)):
-        assert run("bench", path, *arguments).exit_code == 2
+        assert run("bench", path, *arguments).exit_code == 1
 
 
 def test_bar(path: Path) -> None:

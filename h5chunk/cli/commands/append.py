@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, note, run
-from h5chunk.cli.options import given_options, options_of
+from h5chunk.cli.options import options_of
 from h5chunk.tools.convert.options import append_options
 
 AS_BEFORE = "as when FILE was made"
@@ -33,15 +33,10 @@ AS_BEFORE = "as when FILE was made"
 @shared.dry_run
 @shared.quiet
 @shared.as_json
-def append(
-    file: str, source: str, format: str | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
-) -> None:
+def append(file: str, source: str, **options: Any) -> None:
     """Append the samples of SOURCE to FILE, which convert made.
 
     SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk; until then FILE
     stays as it is, so there must be room for both. Images are decoded with the options that FILE was made with.
     """
-    given = given_options(options)
-    run(
-        h5chunk.append, file, source, quiet=quiet, as_json=as_json, format=format, dry_run=dry_run, notify=note, **given
-    )
+    run(h5chunk.append, file, source, notify=note)

@@ -34,9 +34,9 @@ from h5chunk.cli.options import RUNNING, option
 )
 @shared.quiet
 @shared.as_json
-def bench(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **options: Any) -> None:
+def bench(file: str, **options: Any) -> None:
     """Measure how fast this machine feeds FILE, and name the slowest stage.
 
     The files of a folder, or of a quoted pattern such as 'shards/*.h5', are measured as one data set.
     """
-    run(h5chunk.bench, file, unit=" %", fields=fields or None, workers=workers or None, **options)
+    run(h5chunk.bench, file)

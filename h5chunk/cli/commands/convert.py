@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, note, run
-from h5chunk.cli.options import LAYOUT, given_options, option, options_of
+from h5chunk.cli.options import LAYOUT, option, options_of
 from h5chunk.tools.convert.options import convert_options
 
 
@@ -35,17 +35,7 @@ from h5chunk.tools.convert.options import convert_options
 @shared.dry_run
 @shared.quiet
 @shared.as_json
-def convert(
-    source: str,
-    output: str,
-    format: str | None,
-    tuned: str | None,
-    overwrite: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def convert(source: str, output: str, **options: Any) -> None:
     """Convert SOURCE into the HDF5 file OUTPUT, or a folder of such files.
 
     SOURCE is a folder of images with one folder per class, a flat folder, or either in a .zip or .tar; arrays in .npy
@@ -55,24 +45,4 @@ def convert(
     If it is stopped, by Ctrl-C, a full disk, a bad sample or a signal, the same command continues. If OUTPUT is already
     complete, the same command says so and does nothing.
     """
-    given = given_options(options)
-    if tuned is not None:  # what convert has no place for is said
-        from h5chunk.tools.repack.options import read_tuned
-
-        found, _ = read_tuned(tuned)
-        given.setdefault("chunk_samples", found.chunk_samples)
-        left = [name for name in ("window_chunks", "cache", "compression") if getattr(found, name) is not None]
-        if left:
-            note(f"convert settles {', '.join(left)} itself; repack takes them from {tuned}")
-    run(
-        h5chunk.convert,
-        source,
-        output,
-        quiet=quiet,
-        as_json=as_json,
-        format=format,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        notify=note,
-        **given,
-    )
+    run(h5chunk.convert, source, output, notify=note)

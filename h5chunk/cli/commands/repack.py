@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import LAYOUT, given_options, option, options_of
+from h5chunk.cli.options import LAYOUT, option, options_of
 from h5chunk.tools.repack.options import RepackOptions
 
 
@@ -34,10 +34,10 @@ from h5chunk.tools.repack.options import RepackOptions
 @shared.dry_run
 @shared.quiet
 @shared.as_json
-def repack(file: str, output: str, quiet: bool, as_json: bool, **options: Any) -> None:
+def repack(file: str, output: str, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
 
     The fields are the datasets whose first axis counts samples; everything else is copied unchanged. The report
     compares the layout of each field before and after.
     """
-    run(h5chunk.repack, file, output, quiet=quiet, as_json=as_json, **given_options(options))
+    run(h5chunk.repack, file, output)

@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import FIELDS, FRACTION, OUTPUT, RUNNING, option
+from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
 
 
 @main.command(
@@ -32,7 +32,8 @@ from h5chunk.cli.options import FIELDS, FRACTION, OUTPUT, RUNNING, option
 @shared.batch_size
 @option(
     "--min-effective-batch",
-    type=FRACTION,
+    type=float,
+    metavar="FRACTION",
     default=0.95,
     heading=FIELDS,
     help="Minimum shuffle quality, as a fraction of a full shuffle.",
@@ -52,10 +53,10 @@ from h5chunk.cli.options import FIELDS, FRACTION, OUTPUT, RUNNING, option
 )
 @shared.quiet
 @option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, which convert and repack take as --tuned.")
-def tune(file: str, fields: tuple[str, ...], workers: tuple[int, ...], **options: Any) -> None:
+def tune(file: str, **options: Any) -> None:
     """Find the settings that feed FILE fastest on this machine and still mix well.
 
     Settings are chunks, window, cache and workers. FILE is one that h5chunk made, or any other HDF5 file. The best few
     settings are measured on its data.
     """
-    run(h5chunk.tune, file, unit=" %", fields=fields or None, workers=workers or None, **options)
+    run(h5chunk.tune, file)

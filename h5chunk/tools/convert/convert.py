@@ -20,6 +20,7 @@ from h5chunk.tools.convert.report import ConvertReport, MatrixReport
 from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import open_context, prepare, split_job
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.repack.options import TUNED, read_tuned
 
 
 def convert(
@@ -27,6 +28,7 @@ def convert(
     output: str | os.PathLike[str],
     *,
     format: str | None = None,
+    tuned: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -52,6 +54,8 @@ def convert(
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     format : str, optional
         The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
+    tuned : path, optional
+        Recommendation of `h5chunk.tune`, as JSON: ``chunk_samples`` is taken from it, unless it is given.
     overwrite : bool
         Whether to replace a file at ``output``, or a folder that holds nothing but shards.
     dry_run : bool
@@ -79,6 +83,12 @@ def convert(
         An option does not exist, does not apply to the source, or has an invalid value.
     """
     started = time.perf_counter()
+    if tuned is not None:
+        found, _ = read_tuned(tuned)
+        options = {"chunk_samples": found.chunk_samples, **options}
+        left = [name for name in TUNED if name != "chunk_samples" and getattr(found, name) is not None]
+        if left and notify is not None:
+            notify(f"convert settles {', '.join(left)} itself; repack takes them from {os.fspath(tuned)}")
     opened, path, how, given = _open(source, output, format, overwrite, options, progress)
     if isinstance(how, MatrixOptions):
         return convert_matrix(opened, path, how, how=given, overwrite=overwrite, dry_run=dry_run, progress=progress)
