@@ -17,7 +17,7 @@ from h5chunk.tools.convert.options import append_options, convert_options
 from h5chunk.tools.repack.options import RepackOptions
 
 COMMANDS = [*main.commands]
-OWN = {"dry_run", "quiet", "as_json", "help", "tuned"}  # of the command line alone; repack has tuned as well
+OWN = {"quiet", "as_json", "help"}  # of the command line alone
 RENAMED = {"no_shuffle": "shuffle", "no_quotes": "quotes", "file": "path"}
 
 
@@ -65,7 +65,7 @@ def test_options_are_arguments_of_the_function(name: str) -> None:
     arguments |= {option for options in groups.get(name, ()) for option in options.names()}
     for parameter in main.commands[name].params:
         python = RENAMED.get(parameter.name, parameter.name)
-        if parameter.name in OWN - {"tuned"}:
+        if parameter.name in OWN:
             continue
         renamed = python in ("path", "output") and "source" in arguments
         assert python in arguments or renamed, f"{name}: {parameter.name}"
