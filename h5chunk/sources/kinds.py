@@ -7,6 +7,7 @@ command lines are made from this list, so nothing heavy is imported: `h5chunk.so
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from h5chunk.sources.options import Options, option
 MATRICES = "Matrices"  # the heading of the options of matrices
 DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
+RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
 
 
@@ -51,7 +53,17 @@ class ImageOptions(Options):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that a file records: those that determine the pixels."""
-        return {name: getattr(self, name) for name in ("size", "fit", "color", "layout", "animated")}
+        return {name: getattr(self, name) for name in RECORDED}
+
+    @classmethod
+    def of_recorded(cls, options: Mapping[str, Any], shape: Sequence[int] = ()) -> ImageOptions:
+        """Return the options that a file records; with the ``shape`` of its images, to bring others to their size.
+
+        Raises KeyError, TypeError or ValueError if the file does not record them.
+        """
+        found = {name: options[name] for name in RECORDED}
+        size = (shape[2:] if options["layout"] == "nchw" else shape[1:3]) or found["size"]
+        return ImageOptions(**{**found, "size": size and tuple(int(n) for n in size)})
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def rows(label: str, values: str | Iterable[object], most: int | None = None) ->
     """
     values = list(filter(None, [values])) if isinstance(values, str) else list(values)
     more = [f"{len(values) - most:,} more (--json has all)"] if most is not None and len(values) > most else []
-    return [f"  {label} {value}" for value in [*values[:most], *more]]
+    return [f"  {f'{label} {value}'.lstrip()}" for value in [*values[:most], *more]]
 
 
 def values_text(dtype: str, scale: float) -> str:

@@ -13,12 +13,12 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import plan_layout
 from h5chunk.source import SampleSource, shape_text
 from h5chunk.sources.images import IMAGES, ImageSource
+from h5chunk.sources.kinds import ImageOptions
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
 SET_BY_FILE = ("size", "color", "layout", "animated")  # options of images that are as when the file was made
-IMAGE_OPTIONS = (*SET_BY_FILE, "fit")  # of decoding, as the file records them
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
 
@@ -28,17 +28,18 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
 
     Raises FileError if the file does not record them.
     """
-    known = kind.Options.names()
-    recorded = {name: old.options[name] for name in IMAGE_OPTIONS if name in known and name in old.options}
+    if not issubclass(kind.Options, ImageOptions):
+        return {}
+    try:
+        shape = old.datasets[IMAGES].shape if IMAGES in old.datasets else ()
+        recorded = ImageOptions.of_recorded(old.options, shape).recorded()
+    except (KeyError, TypeError, ValueError):
+        recorded = {}
     if kind is ImageSource:
-        if IMAGES not in old.datasets or len(recorded) < len(IMAGE_OPTIONS):
+        if IMAGES not in old.datasets or not recorded:
             what = "what its images were converted with" if IMAGES in old.datasets else repr(IMAGES)
             raise FileError(f"{old.shown}: lacks {what}: only what h5chunk convert made can be appended to")
-        shape = old.datasets[IMAGES].shape
-        recorded["size"] = shape[2:] if recorded["layout"] == "nchw" else shape[1:3]
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
-    if recorded.get("size") is not None:
-        recorded["size"] = tuple(int(size) for size in recorded["size"])
     return recorded
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, OutputError, SampleError, printable
+from h5chunk.errors import FileError, SampleError, printable
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.listing import list_images
@@ -25,42 +25,27 @@ from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import open_file
-from h5chunk.store.write.new_file import write_at
+from h5chunk.store.write.part_file import write_at, writing
 from h5chunk.tools.verify.report import BadChunk
 
 IMAGES = "images"
-OPTIONS = ("size", "fit", "color", "layout", "animated")  # of decoding, as the file records them
 
 
 def repair_chunks(
     path: Path, bad: list[BadChunk], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[BadChunk], list[BadChunk]]:
     """Rewrite bad chunks; return the repaired chunks, and the remaining bad chunks with reasons."""
-    with open_file(path) as file:
+    repaired, left = [], []
+    with open_file(path) as file, writing(path):
         maker = _ChunkMaker(file, path, source, manifest)
-        repaired, left = [], []
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise OutputError(f"{printable(path)}: cannot be repaired in its place: {error.strerror}") from None
-        try:
-            with maker.source.session():
-                for each in bad:
-                    try:
-                        data = maker.make(each)
-                    except SampleError as error:
-                        left.append(replace(each, what=f"{each.what} (not repaired: {error})"))
-                        continue
-                    try:
-                        write_at(descriptor, memoryview(data), each.offset)
-                    except OSError as error:
-                        raise OutputError(
-                            f"{printable(path)}: chunk {each.chunk} cannot be written: {error.strerror}"
-                        ) from None
+        with path.open("r+b", buffering=0) as target, maker.source.session():
+            for each in bad:
+                try:
+                    write_at(target.fileno(), maker.make(each), each.offset)
                     repaired.append(each)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                except SampleError as error:
+                    left.append(replace(each, what=f"{each.what} (not repaired: {error})"))
+            os.fsync(target.fileno())
     return repaired, left
 
 
@@ -80,7 +65,7 @@ class _ChunkMaker:
         if header.kind:
             raise FileError(f"{shown}: holds a matrix, of which chunks cannot be made one by one: convert it again")
         try:
-            options: dict[str, Any] = {name: header.options[name] for name in OPTIONS}
+            options = ImageOptions.of_recorded(header.options)
             splits = str(header.options.get("split_folders", "auto"))
             appended = [(int(each["first_index"]), str(each["fit"])) for each in header.options.get("appended", [])]
         except (ValueError, KeyError, TypeError):
@@ -91,13 +76,11 @@ class _ChunkMaker:
         self._listing = (
             list_manifest(manifest, source) if manifest is not None else list_images(source, split_folders=splits)
         )
-        options["size"] = options["size"] and tuple(options["size"])
-        self.source = ImageSource(self._listing, ImageOptions(**options))
+        self.source = ImageSource(self._listing, options)
         self._parts = [(0, self.source)]  # and those of images that were appended, in the size of the file
         for first, fit in appended:
-            shape = file[IMAGES].shape
-            options |= {"fit": fit, "size": tuple(shape[2:] if options["layout"] == "nchw" else shape[1:3])}
-            self._parts.append((first, ImageSource(self._listing, ImageOptions(**options))))
+            of_part = replace(ImageOptions.of_recorded(header.options, file[IMAGES].shape), fit=fit)
+            self._parts.append((first, ImageSource(self._listing, of_part)))
         self._file, self._class_names = file, list(header.class_names)
         try:
             self._index = file[f"{GROUP}/source_index"][()]

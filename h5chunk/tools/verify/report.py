@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5chunk.errors import count_text, human_bytes, printable
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, rows
 
 SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
 
@@ -83,16 +83,15 @@ class VerifyReport(Report):
         return {"ok": self.ok, **super().facts()}
 
     def lines(self) -> list[str]:
-        lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}"]
-        lines += [f"  {each}" for each in self.fields]
-        lines += [f"  repaired: {each}" for each in self.repaired[:SHOWN]]
-        lines += [f"  bad: {each}" for each in self.bad[:SHOWN]]
-        if len(self.bad) > SHOWN:
-            lines.append(f"  bad: {len(self.bad) - SHOWN} more (--json has all)")
-        lines += [f"  wrong: {each}" for each in self.problems]
-        lines += [f"  note: {each}" for each in self.notes]
-        lines.append(f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s")
-        return lines
+        return [
+            f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}",
+            *(f"  {each}" for each in self.fields),
+            *rows("repaired:", self.repaired, SHOWN),
+            *rows("bad:", self.bad, SHOWN),
+            *rows("wrong:", self.problems),
+            *rows("note:", self.notes),
+            f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s",
+        ]
 
     def _verdict(self) -> str:
         if not self.ok:
@@ -131,22 +130,17 @@ class FolderReport(Report):
 
     def lines(self) -> list[str]:
         bad = [each for each in self.files if not each.ok]
-        whole = [each for each in self.files if each.ok]
-        size = human_bytes(sum(each.num_bytes for each in self.files))
         faults = [(len(bad), "bad file"), (len(self.missing), "missing file"), (len(self.problems), "other fault")]
+        size, read_bytes = (sum(getattr(each, name) for each in self.files) for name in ("num_bytes", "read_bytes"))
         verdict = "whole" if self.ok else _damaged(faults)
-        lines = [f"{self.path}: {count_text(len(self.files), 'file')}, {size}, {verdict}"]
-        lines += [f"  missing: {name}" for name in self.missing[:SHOWN]]
-        if len(self.missing) > SHOWN:
-            lines.append(f"  missing: {len(self.missing) - SHOWN} more (--json has all)")
-        lines += [f"  wrong: {each}" for each in self.problems]
-        lines += [f"  {line}" for each in bad for line in each.lines()]
-        lines += [f"  {each.lines()[0]}" for each in whole[:SHOWN]]
-        if len(whole) > SHOWN:
-            lines.append(f"  {len(whole) - SHOWN} more that are whole")
-        read_bytes = sum(each.read_bytes for each in self.files)
-        lines.append(f"  {human_bytes(read_bytes)} read in {self.seconds:.1f} s")
-        return lines
+        return [
+            f"{self.path}: {count_text(len(self.files), 'file')}, {human_bytes(size)}, {verdict}",
+            *rows("missing:", self.missing, SHOWN),
+            *rows("wrong:", self.problems),
+            *(f"  {line}" for each in bad for line in each.lines()),
+            *rows("", (each.lines()[0] for each in self.files if each.ok), SHOWN),
+            f"  {human_bytes(read_bytes)} read in {self.seconds:.1f} s",
+        ]
 
 
 def _damaged(faults: list[tuple[int, str]]) -> str:
