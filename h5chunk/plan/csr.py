@@ -39,6 +39,10 @@ class CsrLayout:
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # one sentence each
 
     @property
+    def num_samples(self) -> int:
+        return self.num_rows
+
+    @property
     def index_dtype(self) -> np.dtype[np.unsignedinteger]:
         return index_dtype(self.num_columns)
 

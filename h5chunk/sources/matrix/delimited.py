@@ -112,7 +112,7 @@ class DelimitedSource(TextSource):
     def _check_width(self, first: bytes, given: tuple[str, ...] | None) -> None:
         if self._width < 2:
             self._text.fail(
-                f"one column only, {shown(first)}: at least row and column must be there, parted by a comma, tab, "
+                f"one column only, {shown(first)}: at least row and column must be there, separated by a comma, tab, "
                 "semicolon, '|', blank or '::', or by what you say (--separator)",
                 self.num_skipped + 1,
             )

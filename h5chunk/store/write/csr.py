@@ -1,4 +1,4 @@
-"""Write a sparse matrix as the CSR group that `h5chunk.store.format.spec` specifies."""
+"""Write a matrix as `h5chunk.store.format.spec` specifies it: as a CSR group, or as dense rows."""
 
 from __future__ import annotations
 
@@ -9,55 +9,62 @@ from typing import Any
 import numpy as np
 
 from h5chunk.plan.csr import CODE, CsrLayout
-from h5chunk.store.format.header import CSR, MATRIX, header_attributes
-from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec
+from h5chunk.plan.layout import Layout
+from h5chunk.store.format.header import CSR, DENSE, MATRIX, header_attributes
+from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, field_spec
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs
 
 
-def csr_spec(
-    layout: CsrLayout,
+def csr_spec(layout: CsrLayout, *, scale: float, **parts: Any) -> FileSpec:
+    """Return the file to write: see `_spec` for ``parts``; a value is the stored number divided by ``scale``."""
+    entries, chunks = (layout.num_entries,), (layout.chunk_entries,)
+    arrays = {
+        f"{MATRIX}/indices": ArraySpec(entries, layout.index_dtype, chunks),
+        f"{MATRIX}/data": ArraySpec(entries, layout.value_dtype or CODE, chunks, fill=1 if layout.pattern else None),
+        f"{MATRIX}/indptr": ArraySpec((layout.num_rows + 1,), np.dtype(np.int64)),
+    }
+    shape = np.array([layout.num_rows, layout.num_columns], np.int64)
+    about = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
+    return _spec(layout, CSR, arrays, about, scale=scale, pattern=layout.pattern, **parts)
+
+
+def dense_spec(layout: Layout, dtype: np.dtype, *, gzip: bool, **parts: Any) -> FileSpec:
+    """Return the file to write for dense rows, compressed or not: see `_spec` for ``parts``."""
+    num_columns = layout.sample_bytes // dtype.itemsize
+    rows = field_spec(layout.num_samples, layout.chunk_samples, (num_columns,), dtype, gzip=gzip)
+    return _spec(layout, DENSE, {MATRIX: rows}, {}, **parts)
+
+
+def _spec(
+    layout: CsrLayout | Layout,
+    kind: str,
+    arrays: Mapping[str, ArraySpec],
+    about: Mapping[str, Any],
     *,
     scale: float,
+    pattern: bool,
     attributes: Mapping[str, Any],
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
 ) -> FileSpec:
     """Return the file to write; fields and tables, by path below the root and ``/h5chunk``, only give types.
 
-    ``attributes`` has ``seed``, ``shuffled`` and ``options``; a value is the stored number divided by ``scale``.
+    ``attributes`` has ``seed``, ``shuffled`` and ``options``.
     """
-    entries = (layout.num_entries,)
-    chunks = (layout.chunk_entries,)
-    num_rows, num_chunks = layout.num_rows, -(-layout.num_entries // layout.chunk_entries)
-    arrays = {
-        f"{MATRIX}/indices": ArraySpec(entries, layout.index_dtype, chunks),
-        f"{MATRIX}/data": ArraySpec(entries, layout.value_dtype or CODE, chunks, fill=1 if layout.pattern else None),
-        f"{MATRIX}/indptr": ArraySpec((num_rows + 1,), np.dtype(np.int64)),
-    }
-    lists = [f"{MATRIX}/indices"] if layout.pattern else [f"{MATRIX}/indices", f"{MATRIX}/data"]
+    datasets = {**arrays, **column_specs(fields, layout.num_samples, layout.chunk_samples)}
+    for name, array in arrays.items():
+        if array.fill is None:
+            datasets |= checksum_specs([name], -(-array.shape[0] // array.chunks[0]) if array.chunks else 1)
     header = header_attributes(
-        num_samples=num_rows,
+        num_samples=layout.num_samples,
         chunk_samples=layout.chunk_samples,
         window_chunks=layout.window_chunks,
         cache=layout.cache,
-        kind=CSR,
+        kind=kind,
         **attributes,
     )
-    matrix = {
-        "encoding-type": "csr_matrix",
-        "encoding-version": "0.1.0",
-        "shape": np.array([num_rows, layout.num_columns], np.int64),
-        "scale": np.float64(scale),
-        "pattern": np.uint8(layout.pattern),
-    }
-    datasets = {
-        **column_specs(fields, num_rows, layout.chunk_samples),
-        **arrays,
-        **checksum_specs(lists, num_chunks),
-        **checksum_specs([f"{MATRIX}/indptr"], 1),
-        **checksum_specs(fields, layout.num_chunks),
-        **table_specs(tables),
-    }
+    matrix = {**about, "scale": np.float64(scale), "pattern": np.uint8(pattern)}
+    datasets |= {**checksum_specs(fields, layout.num_chunks), **table_specs(tables)}
     return FileSpec(datasets, {MATRIX: matrix, GROUP: header})
 
 

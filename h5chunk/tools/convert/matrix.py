@@ -26,12 +26,12 @@ from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.sources.matrix.block import Block, SparseSource, Transposed
-from h5chunk.store.format.header import CSR, DENSE, MATRIX, header_attributes, read_matrix
-from h5chunk.store.format.spec import GROUP, FileSpec, field_spec
+from h5chunk.store.format.header import CSR, DENSE, MATRIX, read_matrix
+from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.write.csr import CsrWriter, csr_spec
+from h5chunk.store.write.csr import CsrWriter, csr_spec, dense_spec
 from h5chunk.store.write.journal import is_made_by, key_of
-from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
+from h5chunk.store.write.new_file import NewFile, write_columns
 from h5chunk.store.write.part_file import check_output
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.convert.matrix_read import (
@@ -253,23 +253,8 @@ def _write_dense(
             f"of memory_bytes is {human_bytes(memory_bytes // 2)}: allow more, or give a smaller chunk_samples"
         )
     is_compressed = options.compression != "none"
-    size = layout.num_samples, layout.chunk_samples
-    datasets = {
-        MATRIX: field_spec(*size, (kept.num_columns,), kept.storage.dtype, gzip=is_compressed),
-        **column_specs(fields, *size),
-        **checksum_specs((MATRIX, *fields), layout.num_chunks),
-        **table_specs(tables),
-    }
-    header = header_attributes(
-        num_samples=layout.num_samples,
-        chunk_samples=layout.chunk_samples,
-        window_chunks=layout.window_chunks,
-        cache=layout.cache,
-        kind=DENSE,
-        **_attributes(options),
-    )
-    matrix = {"scale": np.float64(kept.storage.scale), "pattern": np.uint8(kept.storage.pattern)}
-    new.allocate(FileSpec(datasets, {MATRIX: matrix, GROUP: header}))
+    about = {"scale": kept.storage.scale, "pattern": kept.storage.pattern, "attributes": _attributes(options)}
+    new.allocate(dense_spec(layout, kept.storage.dtype, gzip=is_compressed, fields=fields, tables=tables, **about))
     target: Target
     if is_compressed:
         target = CompressedTarget(new, MATRIX.encode(), threads, checked=True)

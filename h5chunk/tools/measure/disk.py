@@ -9,14 +9,16 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import printable
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.open import opened, same_file
+from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate
@@ -117,18 +119,14 @@ class FileReads:
 
     def __init__(self, reader: H5Reader) -> None:
         self._paths = [each.path for each in reader.readers]
-        self._descriptors: list[int] = []
         self.num_samples = reader.num_samples
-        try:
+        with ExitStack() as closing:
+            self._descriptors: list[int] = []
             for path in self._paths:
-                try:
-                    self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                except OSError as error:
-                    raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
+                self._descriptors.append(open_descriptor(path))
+                closing.callback(os.close, self._descriptors[-1])
             self.stored = locate(reader)
-        except BaseException:
-            self.close()
-            raise
+            self.close = closing.pop_all().close
         self.num_bytes = sum(each.size for each in self.stored)
         self._buffers: list[np.ndarray] = []
         self.num_read = 0  # ranges, by the last call
@@ -170,17 +168,8 @@ class FileReads:
 
     def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
         """Read a range into a buffer. Raises FileError if it cannot be read, or the file ends too early."""
-        done = 0
-        while done < wanted.size:
-            try:
-                free = buffer[: wanted.size - done].data
-                more = os.preadv(self._descriptors[wanted.file], [free], wanted.offset + done)
-            except OSError as error:
-                raise FileError(f"{printable(self._paths[wanted.file])}: cannot be read: {error.strerror}") from error
-            if not more:
-                where = printable(self._paths[wanted.file])
-                raise FileError(f"{where}: the file ends in the middle of its data: it was cut short")
-            done += more
+        path = self._paths[wanted.file]
+        read_bytes(self._descriptors[wanted.file], wanted.offset, buffer[: wanted.size].data, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
         """Drop ranges, or if necessary whole files, from the page cache; NotMeasured if they stay there."""
@@ -219,12 +208,6 @@ class FileReads:
                     cached, pages = cached + int((states & 1).sum()), pages + len(states)
                 del memory
         return cached / max(1, pages)
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors = []
 
 
 def disk_rates(reads: FileReads, seconds: float) -> Iterator[float]:

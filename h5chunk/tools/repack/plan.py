@@ -12,7 +12,6 @@ import numpy as np
 from h5py import h5a, h5d, h5o
 
 from h5chunk.errors import FileError, OptionError, human_bytes, printable
-from h5chunk.plan.csr import CsrLayout
 from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
@@ -272,7 +271,7 @@ def plan_header(
         layout = replace(layout, window_chunks=options.window_chunks)
     numbers: dict[str, Any] = {"chunk_samples": layout.chunk_samples, "window_chunks": layout.window_chunks}
     if header is None:
-        numbers["num_samples"] = layout.num_rows if isinstance(layout, CsrLayout) else layout.num_samples
+        numbers["num_samples"] = layout.num_samples
     if header is None or options.shuffle:
         numbers |= {"seed": options.seed if options.shuffle else 0, "shuffled": options.shuffle}
     recorded = {**(header.options if header is not None else {}), "repack": options.recorded()}
