@@ -72,6 +72,13 @@ as_json = option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print 
 quiet = option("--quiet", is_flag=True, heading=OUTPUT, help="Show neither a progress bar nor a report.")
 dry_run = option("--dry-run", is_flag=True, heading=OUTPUT, help="Print the plan and write nothing.")
 overwrite = option("--overwrite", is_flag=True, heading=OUTPUT, help="Replace OUTPUT if it exists.")
+tuned = option(
+    "--tuned",
+    type=click.Path(),
+    metavar="FOUND.json",
+    heading=LAYOUT,
+    help="Settings that h5chunk tune --json printed. Options that are given here take precedence.",
+)
 batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Samples in a batch.")
 device = option(
     "--device",
@@ -94,8 +101,6 @@ trusted = option(
     heading=SOURCE,
     help="Follow links, views and external storage within the file's folder, and load plugins for filters.",
 )
-
-
 source_format = option(
     "--format",
     type=click.Choice(sorted({*KIND_OPTIONS} - {"mapping"})),  # no path leads to a mapping

@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, note, run
-from h5chunk.cli.options import LAYOUT, option, options_of
+from h5chunk.cli.options import options_of
 from h5chunk.tools.convert.options import convert_options
 
 
@@ -24,13 +24,7 @@ from h5chunk.tools.convert.options import convert_options
 @click.argument("output", type=click.Path())
 @shared.source_format
 @options_of(convert_options())
-@option(
-    "--tuned",
-    type=click.Path(),
-    metavar="FOUND.json",
-    heading=LAYOUT,
-    help="Recommendation of h5chunk tune: take chunk_samples from it, unless --chunk-samples is given.",
-)
+@shared.tuned
 @shared.overwrite
 @shared.dry_run
 @shared.quiet

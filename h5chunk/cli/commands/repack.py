@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import LAYOUT, option, options_of
+from h5chunk.cli.options import options_of
 from h5chunk.tools.repack.options import RepackOptions
 
 
@@ -23,13 +23,7 @@ from h5chunk.tools.repack.options import RepackOptions
 @click.argument("file", type=click.Path())
 @click.argument("output", type=click.Path())
 @options_of([RepackOptions], left_out=["cache"])
-@option(
-    "--tuned",
-    type=click.Path(),
-    metavar="FOUND.json",
-    heading=LAYOUT,
-    help="Settings that h5chunk tune --json printed. Options that are given here take precedence.",
-)
+@shared.tuned
 @shared.overwrite
 @shared.dry_run
 @shared.quiet

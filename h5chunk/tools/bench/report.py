@@ -23,35 +23,21 @@ AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to ga
 
 @dataclass(frozen=True)
 class BenchReport(Report):
-    """Measured rates of all stages for a file.
-
-    Attributes
-    ----------
-    sample_bytes : int
-        Bytes of a decoded sample, all fields together.
-    stored_bytes : int or None
-        Bytes of the fields in the file; None if they lie elsewhere.
-    measured_samples : int
-        Number of leading samples that were measured from the page cache.
-    seconds : float
-        Duration of the measurement.
-    verdict : str
-        The slowest stage, and what to do about it.
-    """
+    """Measured rates of all stages for a file."""
 
     path: str
     fields: list[str]
     num_samples: int
-    sample_bytes: int
-    stored_bytes: int | None
-    measured_samples: int
+    sample_bytes: int  # of a decoded sample, all fields together
+    stored_bytes: int | None  # of the fields in the file; None if they lie elsewhere
+    measured_samples: int  # the leading samples that were measured from the page cache
     batch_size: int
     device: str
     num_cores: int
-    seconds: float
+    seconds: float  # that measuring took
     figures: list[Figure]
     notes: list[str]
-    verdict: str
+    verdict: str  # the slowest stage, and what to do about it
     versions: dict[str, str]
 
     def figure(self, group: str, name: str) -> Figure:

@@ -30,16 +30,22 @@ IN_ORDER = ("last", "first")  # those that depend on the order of the entries
 
 
 @dataclass(frozen=True)
-class WriteOptions(Options):
-    """Options of writing any file."""
+class OrderOptions(Options):
+    """Options of the order of samples."""
 
     heading: ClassVar[str] = "Layout"
+
+    seed: int = option(0, "Seed of the permutation that samples are written in.", minimum=0, maximum=(1 << 64) - 1)
+    shuffle: bool = option(True, "Keep the order of SOURCE.")
+
+
+@dataclass(frozen=True)
+class WriteOptions(OrderOptions):
+    """Options of writing any file."""
 
     chunk_samples: int | None = option(
         None, "Samples in one HDF5 chunk.", minimum=1, metavar="N|auto", shown_default="auto"
     )
-    seed: int = option(0, "Seed of the permutation that samples are written in.", minimum=0, maximum=(1 << 64) - 1)
-    shuffle: bool = option(True, "Keep the order of SOURCE.")
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,9 @@ class SampleOptions(ReadOptions, WriteOptions):
 
 
 @dataclass(frozen=True)
-class AppendOptions(ReadOptions):
+class AppendOptions(ReadOptions, OrderOptions):
     """Options of `append`, besides those of the kind of source."""
 
-    seed: int = option(0, "Seed of the permutation of the new samples.", minimum=0, maximum=(1 << 64) - 1)
-    shuffle: bool = option(True, "Keep the order of SOURCE.")
     new_classes: bool = option(False, "Add classes that FILE does not have, after its own; old labels stay.")
 
 

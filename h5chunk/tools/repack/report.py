@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.source import shape_text
@@ -57,31 +57,24 @@ class FieldReport(Report):
 
 @dataclass(frozen=True)
 class RepackReport(Report):
-    """The result of a repack, or of a dry run what it would be; ``num_bytes`` is then about what it takes on disk.
-
-    ``num_samples``, 0 if no dataset counts samples, is the length of the field ``main``. ``chunk_samples`` and
-    ``window_chunks`` are the planned values; the window is stored only if the file has the group ``/h5chunk``
-    (``has_header``). ``fields`` are the datasets with a new layout, besides ``num_copied`` others. ``notes`` are
-    warnings, such as what could not be kept. If ``already_complete``, the same command had made the file before, and
-    nothing was done; the notes then do not say what could not be kept.
-    """
+    """The result of a repack, or of a dry run, what it would be."""
 
     path: str
     dry_run: bool
-    num_samples: int
+    num_samples: int  # of the field `main`; 0 if no dataset counts samples
     main: str
-    chunk_samples: int | None
-    window_chunks: int | None
-    has_header: bool
+    chunk_samples: int | None  # as planned, like the next
+    window_chunks: int | None  # stored only if there is a header
+    has_header: bool  # the file has the group /h5chunk
     shuffled: bool
     seed: int
     source_bytes: int
-    num_bytes: int
+    num_bytes: int  # of a dry run, about what it takes on disk
     seconds: float
-    fields: list[FieldReport] = field(default_factory=list)
-    num_copied: int = 0
-    notes: list[str] = field(default_factory=list)
-    already_complete: bool = False
+    fields: list[FieldReport]  # datasets with a new layout
+    num_copied: int  # other datasets
+    notes: list[str]  # warnings, such as what could not be kept, which is not known of a complete output
+    already_complete: bool  # the same command had made the file before, and nothing was done
 
     def lines(self) -> list[str]:
         sizes = [human_bytes(self.source_bytes), f"{'about ' if self.dry_run else ''}{human_bytes(self.num_bytes)}"]
