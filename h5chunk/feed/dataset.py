@@ -277,8 +277,15 @@ class ChunkDataset(Dataset[Any]):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, such that ``classes[label]`` is the name of a label; empty if the file has none."""
-        return self.header.class_names if self.header else ()
+        """Names of the classes, such that ``classes[label]`` is the name of a label; empty if the file has none.
+
+        Labels are the field ``labels``, or else the only field with categories, such as ``obs/cell_type``.
+        """
+        if self.header and self.header.class_names:
+            return self.header.class_names
+        coded = [name for name, field in self._reader.fields.items() if field.categories]
+        coded = [name for name in coded if name == "labels"] or coded
+        return tuple(map(str, self.categories(coded[0]).tolist())) if len(coded) == 1 else ()
 
     @property
     def source_names(self) -> np.ndarray:
@@ -298,15 +305,27 @@ class ChunkDataset(Dataset[Any]):
         """Identifier of each column of a matrix, such as the name of a gene: (num_columns,), int or str."""
         return self._tables.common("column_ids")
 
+    @property
+    def obs_names(self) -> np.ndarray:
+        """The `row_ids`, as AnnData calls them."""
+        return self.row_ids
+
+    @property
+    def var_names(self) -> np.ndarray:
+        """The `column_ids`, as AnnData calls them."""
+        return self.column_ids
+
     def categories(self, field: str) -> np.ndarray:
         """Meaning of a field's codes, such that ``categories(field)[code]`` is a category: (num_categories,) of str.
 
         The code -1 stands for a missing value. For the labels of images, these are the `classes`.
         """
-        stored = self._reader.fields.get(field)
-        name = field if stored is None else stored.dataset.strip("/")
-        is_class = name == "labels" and self.classes
-        return np.array(self.classes) if is_class else self._tables.common(f"categories/{name}")
+        stored = self._reader.fields.get(field) or open_other(self._reader, {field: field}).fields[field]
+        if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
+            return np.array(self.header.class_names)
+        if not stored.categories:
+            raise FieldError(f"{printable(self.path)}: field {field!r} has no categories")
+        return self._tables.common(stored.categories)
 
     @cached_property
     def _tables(self) -> StoredTables:

@@ -1,4 +1,4 @@
-"""Read the names, identifiers and categories that a converted file keeps beside its samples."""
+"""Read the names, identifiers and categories that files keep beside their samples."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
-from h5chunk.store.format.spec import GROUP
+from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.tables import read_table
 
 SOURCE_NAMES = "source_names"  # the text of all, one behind the other
 TEXT_ERRORS = "backslashreplace"  # of bytes that are not UTF-8
@@ -38,9 +38,9 @@ class StoredTables:
 
         def read() -> np.ndarray:
             first, *others = self._files
-            table = _read(first, name)
+            table = read_table(first, name)
             for other in others:
-                if not np.array_equal(_read(other, name), table):
+                if not np.array_equal(read_table(other, name), table):
                     raise FieldError(f"{name} of {printable(other.path)} differs from that of {printable(first.path)}")
             return decoded(table)
 
@@ -56,9 +56,9 @@ class StoredTables:
 
 def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
     """Read a value for each sample of one file."""
-    table = _read(reader, name)
+    table = read_table(reader, name)
     if name == SOURCE_NAMES:
-        text, ends = table.tobytes(), _read(reader, "source_name_ends")
+        text, ends = table.tobytes(), read_table(reader, "source_name_ends")
         starts = np.concatenate(([0], ends[:-1]))
         if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
             raise FileError(f"{printable(reader.path)}: damaged: source_name_ends does not divide source_names")
@@ -69,21 +69,3 @@ def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
             f"{printable(reader.path)}: damaged: {name} has {len(table)} values for {reader.num_samples} samples"
         )
     return decoded(table)
-
-
-def _read(reader: H5Reader, name: str) -> np.ndarray:
-    """Read a table of one file."""
-    if reader.header is None:
-        raise FieldError(
-            f"{printable(reader.path)}: has no {name}: only files that h5chunk converted keep names and ids"
-        )
-    try:
-        table = H5Reader(reader.path, {name: f"{GROUP}/{name}"}, trusted=reader.trusted)
-    except (TrustError, UnsupportedError):
-        raise
-    except FieldError:
-        raise FieldError(f"{printable(reader.path)}: has no {name}: the source that was converted had none") from None
-    field = table.fields[name]
-    values = np.empty((table.num_samples, *field.sample_shape), field.dtype)
-    table.read(name, np.arange(table.num_samples), values)
-    return values

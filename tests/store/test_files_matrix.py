@@ -163,7 +163,7 @@ def dense_rows(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_scale, r"b.h5: field 'X' has the scale 2.0, but in .*a.h5 it is 1.0: .* with the same scale"),
+        (other_scale, r"b.h5: field 'X' has the scale 2.0, but in .*a.h5 it is 1.0: .* with the same --scale"),
         (other_columns, r"b.h5: field 'X' has the num columns 280, but in .*a.h5 it is 300: .*fields="),
         (narrow_columns, r"b.h5: field 'X' has the num columns 200, but"),
         (a_pattern, r"b.h5: field 'X' has the value dtype none \(all are ones\), but in .*a.h5 it is uint8"),

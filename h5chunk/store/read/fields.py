@@ -26,6 +26,7 @@ from h5chunk.store.hdf5.open import damages_are
 from h5chunk.store.hdf5.strings import read_words
 
 MATRIX_PARTS = ("indptr", "indices", "data")
+TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 SLACK_BYTES = 1 << 20
 
@@ -44,6 +45,7 @@ class Field:
     dtype: np.dtype
     axes: str = ""
     scale: float | None = None
+    categories: str = ""  # table of the meaning of its codes, for `h5chunk.store.read.tables`; empty if it has none
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -71,6 +73,7 @@ class MatrixField:
     chunk_samples: int
     filtered: bool
     axes: str = ""
+    categories: str = ""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -107,9 +110,27 @@ def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str
         return {name: name for name in recorded}
     there = [name for name in ("images", "X", "labels") if file.id.links.exists(name.encode())]  # follows no link
     main = next((name for name in there if name != "labels"), None)
+    if main is None and (groups := _tenx_groups(file, path)):
+        if len(groups) > 1:
+            raise FieldError(
+                f"{printable(path)}: has a matrix for each of {', '.join(groups)}: name one, such as "
+                f"fields={{'X': {groups[0]!r}}}"
+            )
+        return {"X": groups[0]}
     if main is None:
         raise _missing(file, path, "images")
     return {name: name for name in (main, "labels") if name in there}
+
+
+def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
+    """Find the matrices of a file of 10x Genomics: one, or one for each genome in version 2."""
+    guard, groups = Guard(path), []
+    for name in file:
+        if isinstance(file.get(name, getlink=True), h5py.HardLink):
+            item = guard.find(file, name)
+            if isinstance(item, h5py.Group) and all(item.id.links.exists(part) for part in TENX_PARTS):
+                groups.append(name)
+    return groups
 
 
 def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
@@ -131,6 +152,9 @@ def look_at(
     item = guard.find(file, dataset)
     if item is None:
         raise _missing(file, path, dataset)
+    if isinstance(item, h5py.Group) and item.id.links.exists(b"codes") and item.id.links.exists(b"categories"):
+        dataset = f"{dataset}/codes"  # a categorical column of AnnData
+        item = guard.find(file, dataset)
     where = f"{printable(path)}: {dataset!r}"
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
@@ -148,7 +172,17 @@ def look_at(
     axes = axes.decode("utf-8", "replace") if isinstance(axes, bytes) else ""
     codes = header is not None and header.kind == DENSE and "scale" in item.attrs
     scale = _scale(item, where) if codes else None
-    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale)
+    categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
+    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale, categories)
+
+
+def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bool) -> str:
+    """Find the table with the meaning of codes: of an h5chunk file, or of any version of AnnData."""
+    if has_header and guard.find(file, f"{GROUP}/categories/{dataset}") is not None:
+        return f"categories/{dataset}"
+    parent, _, name = dataset.rpartition("/")
+    place = f"{parent}/categories" if name == "codes" else f"{parent}/__categories/{name}"
+    return place if parent and guard.find(file, place) is not None else ""
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
@@ -172,7 +206,7 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         dataset = group.get(part)
         if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
             raise FieldError(f"{where} is not a CSR matrix: it has no list of numbers {part!r}")
-    num_rows, num_columns = _shape(group, where)
+    num_rows, num_columns = _shape(group, path, where)
     num_entries = len(group["indices"])
     if len(group["indptr"]) != num_rows + 1:
         raise FileError(f"{where} is damaged: {num_rows} rows but indptr has {len(group['indptr'])} numbers")
@@ -212,11 +246,25 @@ def _scale(item: h5py.HLObject, where: str) -> float:
     return scale
 
 
-def _shape(group: h5py.Group, where: str) -> tuple[int, int]:
+def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
+    """Return the numbers of barcodes and features: compressed columns of features x barcodes are compressed rows."""
+    name = f"{group.name}/shape"
+    guard = Guard(path)
+    sizes = guard.find(group.file, name)
+    if isinstance(sizes, h5py.Dataset):
+        guard.check_field(sizes, name)
+        if sizes.shape == (2,) and sizes.dtype.kind in "iu" and 0 < int(sizes[0]) < 1 << 62 > int(sizes[1]) >= 0:
+            return int(sizes[1]), int(sizes[0])
+    raise FileError(f"{where} is damaged: it has no shape of two numbers")
+
+
+def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
     """Return the numbers of rows and columns, if the group is marked as CSR: a CSC matrix has the same datasets."""
     with damages_are(FileError, f"{where} is damaged: what it says of itself cannot be read"):
         words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
     kind = next((each[0] for each in words if len(each) == 1), "")
+    if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):
+        return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):
         said = f"it says {kind!r}" if kind else "it does not say so"
         remedy = "h5chunk convert makes one of .h5ad and 10x files"

@@ -27,14 +27,17 @@ from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
 RESERVED_DESCRIPTORS = 32  # of a process, beside those of data: standard streams, sockets, libraries
 
 REMEDY = "the fields of all files must be equal: name others with fields=..., or read these files apart"
 MATRIX_REMEDY = (
-    "the values of all files must be stored alike: convert their sources together, or each with the same scale or "
-    "binarize"
+    "the values of all files must be stored alike: convert their sources together, or each with the same --scale, "
+    "--values or --binarize"
 )
+COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"
+CATEGORIES_REMEDY = "codes must mean the same in all files: convert their sources together, or read these files apart"
 
 
 class FileSet(H5Reader):
@@ -63,6 +66,7 @@ class FileSet(H5Reader):
             )
         self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
         _check_names(self.readers)
+        _check_meanings(self.readers)
         self.fields = {each: _joined_field(self.readers, each) for each in self.readers[0].fields}
         lengths = [reader.num_samples for reader in self.readers]
         self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -181,6 +185,16 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
         if list(reader.fields) != list(first.fields):
             here, there = (", ".join(map(repr, each.fields)) for each in (reader, first))
             raise FieldError(f"{printable(reader.path)}: has {here}, but {printable(first.path)} has {there}: {REMEDY}")
+
+
+def _check_meanings(readers: Sequence[H5Reader]) -> None:
+    """Raise FieldError if the columns of a matrix, or the codes of a field, mean something else in another file."""
+    if all(reader.matrix is not None for reader in readers):
+        check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY)
+    for name in readers[0].fields:
+        tables = [(reader, reader.fields[name].categories) for reader in readers]
+        if all(table for _, table in tables):
+            check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
 
 
 def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:

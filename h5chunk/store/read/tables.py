@@ -1,0 +1,125 @@
+"""Read names and categories: from the tables of an h5chunk file, or from where AnnData and 10x files keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
+from h5chunk.store.format.spec import GROUP
+from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.open import damages_are, opened
+from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
+from h5chunk.store.read.reader import H5Reader
+
+ROW_IDS, COLUMN_IDS = "row_ids", "column_ids"
+MAX_SHOWN = 3  # names in a message
+
+
+def read_table(reader: H5Reader, name: str) -> np.ndarray:
+    """Read a table of one file by its name below ``/h5chunk``: (n,) numbers, or bytes in UTF-8.
+
+    Raises FieldError if the file does not have it, or it must not be read, and FileError if it is damaged.
+    """
+    values = find_table(reader, name)
+    if values is None:
+        reason = "the source that was converted had none"
+        if reader.header is None:
+            reason = "only files that h5chunk converted, AnnData's and 10x files keep names and ids"
+        raise FieldError(f"{printable(reader.path)}: has no {name}: {reason}")
+    return values
+
+
+def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
+    """Read a table like `read_table`; None if the file does not have it."""
+    if reader.header is None:
+        return _read_elsewhere(reader, name)
+    try:
+        stored = H5Reader(reader.path, {name: f"{GROUP}/{name}"}, trusted=reader.trusted)
+    except (TrustError, UnsupportedError):
+        raise
+    except FieldError:
+        return _read_elsewhere(reader, name)
+    field = stored.fields[name]
+    values = np.empty((stored.num_samples, *field.sample_shape), field.dtype)
+    stored.read(name, np.arange(stored.num_samples), values)
+    return values
+
+
+def _read_elsewhere(reader: H5Reader, name: str) -> np.ndarray | None:
+    """Read names in the layout of AnnData or 10x, in a child process: HDF5 may hang on damaged strings."""
+
+    def read(_: object) -> np.ndarray | None:
+        with limited_memory(reader.path), opened(reader.path) as file:
+            reader.check_unchanged()
+            guard = Guard(reader.path, reader.trusted)
+            for path in _places(file, guard, name, reader.matrix.dataset if reader.matrix else ""):
+                item = guard.find(file, path)
+                if isinstance(item, h5py.Dataset):
+                    guard.check_field(item, path)
+                    return _values(item, f"{printable(reader.path)}: {path!r}")
+        return None
+
+    return in_child(read, lambda: printable(reader.path))
+
+
+def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:
+    """Yield the paths of datasets that may hold a table."""
+    matrix = matrix.strip("/")
+    if name not in (ROW_IDS, COLUMN_IDS):
+        yield name
+        return
+    yield from [f"{matrix}/barcodes"] if name == ROW_IDS else [f"{matrix}/features/id", f"{matrix}/genes"]
+    table = "obs" if name == ROW_IDS else "raw/var" if matrix.startswith("raw/") else "var"
+    group = guard.find(file, table)
+    if isinstance(group, h5py.Group):
+        words = read_words(group, "_index", lambda what: FileError(f"{printable(guard.path)}: {table!r}: {what}"))
+        yield from (f"{table}/{word}" for word in (*words, "_index", "index"))
+
+
+def _values(item: h5py.Dataset, where: str) -> np.ndarray:
+    """Read a list of strings as bytes, or of numbers as they are."""
+    if item.ndim != 1 or item.dtype.kind not in "biufSO":
+        raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be a list of strings or numbers")
+    with damages_are(FileError, f"{where} is damaged"):
+        values = item[()]
+    if values.dtype.kind != "O":
+        return np.asarray(values)
+    words = values.tolist()
+    width = max(map(len, words), default=0)
+    if width > MAX_STRING_BYTES:
+        raise FieldError(f"{where} has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
+    return np.array(words, f"S{max(1, width)}")
+
+
+def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -> None:
+    """Raise FieldError if a table of several files differs, with the names that only one of two files has."""
+    found = [(reader.path, find_table(reader, name)) for reader, name in tables]
+    named = [(printable(path), names) for path, names in found if names is not None]
+    for here, names in named[1:]:
+        there, first = named[0]
+        if not np.array_equal(names, first):
+            difference = _difference(names, first, here, there)
+            raise FieldError(f"{here}: its {noun} differ from those of {there}: {difference}: {remedy}")
+
+
+def _difference(here: np.ndarray, there: np.ndarray, path: str, other: str) -> str:
+    """Say which names only one of two files has, or where their order differs."""
+    only = {path: np.setdiff1d(here, there), other: np.setdiff1d(there, here)}
+    found = [f"{len(names):,} only in {where}{_such_as(names)}" for where, names in only.items() if len(names)]
+    if found:
+        return "; ".join(found)
+    size = min(len(here), len(there))
+    place = int(np.append(here[:size] != there[:size], True).argmax())
+    return f"they have another order or number, from number {place} on"
+
+
+def _such_as(names: np.ndarray) -> str:
+    return f", such as {', '.join(map(_text, names[:MAX_SHOWN]))}"
+
+
+def _text(name: object) -> str:
+    return repr(name.decode("utf-8", "backslashreplace")) if isinstance(name, bytes) else str(name)
