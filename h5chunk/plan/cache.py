@@ -24,10 +24,10 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.permutation import Indices
 
 OLDEST_FIRST = 0.0  # w0: no chunk of a round of windows is evicted before the round ends
-FINISHED_FIRST = 0.75  # w0: keeps the chunk at the border of two batches while others are read in passing
+FINISHED_FIRST = 0.75  # w0: keeps the chunk that two batches share while other chunks are read
 CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
-DIRECT_BYTES = 32 << 10  # samples from here on are read straight from the file; scripts/sweep_reads.py measures it
-MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: past 8 MiB, rare collisions are the better bargain
+DIRECT_BYTES = 32 << 10  # samples of at least this size bypass the cache; scripts/sweep_reads.py measures it
+MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: beyond 8 MiB, rare collisions cost less
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CacheSettings:
         if self.w0 == 1.0:
             raise OptionError(
                 "cache w0 is 1.0: HDF5 then never evicts partly read chunks and memory grows past nbytes "
-                f"without limit; use {OLDEST_FIRST:.0f}, or up to 0.99 if chunks that were read in full shall go first"
+                f"without limit; use {OLDEST_FIRST:.0f}, or up to 0.99 to evict chunks first that were read in full"
             )
         if not 0.0 <= self.w0 < 1.0:
             raise OptionError(f"cache w0 is {self.w0}: give a number from 0 to below 1")
@@ -103,7 +103,7 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
     itemsize: int
-    filtered: bool = False  # chunks pass a filter: then a chunk is always read whole
+    filtered: bool = False  # whether chunks have filters: if so, a chunk is always read whole
 
     @property
     def sample_bytes(self) -> int:
@@ -143,7 +143,7 @@ class ChunkGrid:
 
     @property
     def num_slots(self) -> int:
-        """The least ``nslots`` with which no two chunks share a slot: the scaled coordinates' bits, concatenated."""
+        """The smallest ``nslots`` with which no two chunks share a slot: the scaled coordinates' bits, concatenated."""
         if not self.chunks:
             return 1
         last = max(0, self.num_bands - 1)
@@ -185,13 +185,13 @@ class ChunkGrid:
         if not self.chunks or cached or self.filtered:
             return self.chunks_per_sample
         for axis in range(len(self.shape) - 1, 0, -1):
-            if self.chunks[axis] != self.shape[axis]:  # behind this axis elements lie side by side, before it none do
+            if self.chunks[axis] != self.shape[axis]:  # only along later axes elements are contiguous
                 return math.prod(self.shape[1:axis]) * math.ceil(self.shape[axis] / self.chunks[axis])
         return 1
 
 
 def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
-    """Count the items in all chunks that hold a wanted item: (n,) samples or entries, in any order, also repeated.
+    """Count the items in all chunks that hold a wanted item; ``wanted``, (n,), is in any order, with repetitions.
 
     ``length`` is the total number of items, so that the last chunk may be short.
 

@@ -36,11 +36,11 @@ from h5chunk.errors import OptionError
 SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100)
 MAX_WHOLE = 1 << 53  # up to here, float64 holds all whole numbers
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-UNITS = math.lcm(*SCALES)  # in a one
+UNITS = math.lcm(*SCALES)  # units per 1.0
 MAX_CODE = 255
-ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions: 0.7 + 0.1 is to be 0.8
+ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions: 0.7 + 0.1 counts as 0.8
 NOT_FINITE = "is not finite", "remove it from the source"
-HUGE = float(1 << 40)  # with clip: far above any code, and small enough that sums of entries do not overflow
+HUGE = float(1 << 40)  # limit with clip: far above any code, and too small for sums of entries to overflow
 
 Values = npt.NDArray[Any]
 
@@ -53,7 +53,7 @@ class Coding:
     limit. The automatic scale never makes more values exceed the limit.
     """
 
-    scale: float | None = None  # a value is its code over this; chosen among `SCALES` if not given
+    scale: float | None = None  # a value is its code divided by this; default: chosen from `SCALES`
     clip: bool = False
     binarize: float | None = None  # values of at least this become 1, all others 0
     strict: bool = False  # a value without a code is an error
@@ -63,7 +63,7 @@ class Coding:
             if value is not None and not 0 < value < math.inf:
                 raise OptionError(f"{name} is {value}: give a number above 0")
         if self.binarize is not None and (self.scale is not None or self.clip):
-            raise OptionError("binarize makes all values 1: give no scale and no clip with it")
+            raise OptionError("binarize makes all values 1: leave out scale and clip")
 
     @property
     def units_per_one(self) -> float:
@@ -91,7 +91,7 @@ class Coding:
 
         The second result is the first entry that has no units; the first result is meaningless then.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows does not fit
+        with np.errstate(over="ignore", invalid="ignore"):  # overflows are reported as values that do not fit
             return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
 
     def _units(self, values: Values) -> tuple[Values, int | None]:
@@ -101,7 +101,7 @@ class Coding:
             return real, int(unfit.argmax())
         if self.binarize is not None:
             if values.dtype.kind == "f":
-                real[values == values.dtype.type(self.binarize)] = self.binarize  # 0.7 of float32 is 0.7
+                real[values == values.dtype.type(self.binarize)] = self.binarize  # float32's 0.7 counts as 0.7
             return real, None
         scales = SCALES if self.scale is None else (self.scale,)
         units = np.zeros(len(values), np.float64)

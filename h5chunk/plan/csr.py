@@ -18,12 +18,12 @@ from h5chunk.plan.cache import CacheSettings, cache_for
 from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, human_bytes, power_of_two_below
 from h5chunk.plan.order import INTERLEAVE
 
-INDEX_CHUNK_BYTES = 1 << 20  # of one HDF5 chunk of indices
-ROW_CHUNK_BYTES = 256 << 10  # of the entries of one nominal chunk of rows
+INDEX_CHUNK_BYTES = 1 << 20  # size of one HDF5 chunk of indices
+ROW_CHUNK_BYTES = 256 << 10  # size of the entries of one nominal chunk of rows
 MIN_ROW_CHUNK_BYTES = 16 << 10
-POINTER_BYTES = 8  # of indptr, a row
+POINTER_BYTES = 8  # bytes of indptr per row
 CODE = np.dtype(np.uint8)
-WINDOW_SKEW = 2  # entries of the fullest window there may be, over those of an average one
+WINDOW_SKEW = 2  # limit on the entries of the fullest possible window over those of an average one
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class CsrLayout:
     num_columns: int
     num_entries: int
     value_dtype: np.dtype | None  # as stored; None for a pattern: all values are one, and none is stored
-    chunk_samples: int  # rows of a nominal chunk of rows, which an order permutes
-    window_chunks: int  # recommended number of those that are shuffled together
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # one sentence each
+    chunk_samples: int  # rows per nominal chunk, the unit that an order permutes
+    window_chunks: int  # recommended number of nominal chunks to shuffle together
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # reasons for the layout, one sentence each
 
     @property
     def num_samples(self) -> int:
@@ -97,14 +97,14 @@ def plan_csr(
         least = power_of_two_below(MIN_ROW_CHUNK_BYTES / row_bytes)
         by_count = max(power_of_two_below(num_rows / MIN_CHUNKS), least)
         chunk_samples = min(by_bytes, by_count, num_rows)
-        reason = f"{chunk_samples} rows a nominal chunk of rows: {human_bytes(chunk_samples * row_bytes)} on average"
+        reason = f"{chunk_samples} rows per nominal chunk: {human_bytes(chunk_samples * row_bytes)} on average"
     elif chunk_samples < 1:
-        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or let it be chosen")
+        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or leave it out")
     else:
         chunk_samples = min(chunk_samples, num_rows)
-        reason = f"{chunk_samples} rows a nominal chunk of rows, as asked: {human_bytes(chunk_samples * row_bytes)}"
+        reason = f"{chunk_samples} rows per nominal chunk, as given: {human_bytes(chunk_samples * row_bytes)}"
     window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
-    reasons = (reason, f"windows of {window_chunks} of them are shuffled together")
+    reasons = (reason, f"rows are shuffled within windows of {window_chunks} such chunks")
     return CsrLayout(num_rows, num_columns, num_entries, value_dtype, chunk_samples, window_chunks, reasons)
 
 
@@ -121,7 +121,7 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
 
 
 def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -> Callable[[int], int]:
-    """Bound the entries of a window of this many rows, from the fullest chunks.
+    """Return an upper bound on the entries of a window by its number of rows, from the fullest chunks.
 
     In each lane of the rank, the window's borders cut two chunks, and a lane may contain pieces of two more chunks from
     the end of the sequence; another chunk may fill the gap of the short chunk.
@@ -135,7 +135,7 @@ def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -
 
 
 def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
-    """Bound the entries of this many rows, where a row may be repeated ``counts`` times.
+    """Return an upper bound on the entries by the number of rows, where a row may be repeated ``counts`` times.
 
     >>> entries_of_rows(np.array([5, 1, 9]), np.array([1, 1, 2]))(3)  # 9, 9 and 5
     23
@@ -151,7 +151,7 @@ def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], 
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
-    """Return how many chunks of rows surely hold at most `WINDOW_SKEW` times the entries of average chunks.
+    """Return how many chunks of rows hold at most `WINDOW_SKEW` times the entries of average chunks in all cases.
 
     >>> bounded_window(2, np.array([0, 8, 12, 14]))
     2

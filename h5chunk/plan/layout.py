@@ -14,12 +14,12 @@ from h5chunk.errors import human_bytes as human_bytes
 from h5chunk.plan.cache import DIRECT_BYTES, CacheSettings, cache_for
 from h5chunk.plan.order import INTERLEAVE
 
-# Larger chunks read no faster (scripts/LOG.md: 8, 32, 64 samples of 147 KiB within noise), smaller ones mix better.
+# Smaller chunks mix better, and are read as fast (scripts/LOG.md: 8, 32, 64 samples of 147 KiB within noise).
 TARGET_CHUNK_BYTES = 2 << 20
 MIN_CHUNK_BYTES = 64 << 10
-MIN_CHUNKS = 128  # a shuffle of fewer chunks than this is a poor one
+MIN_CHUNKS = 128  # fewer chunks than this shuffle poorly
 MAX_CHUNK_BYTES = (4 << 30) - 1  # HDF5 stores the size of a chunk in 32 bits
-OPEN_WINDOWS_BYTES = 256 << 20  # memory for the windows that are open at one time, over all workers
+OPEN_WINDOWS_BYTES = 256 << 20  # memory for all open windows, over all workers
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Layout:
     """The layout of samples in the file. All fields of a file share ``chunk_samples``."""
 
     num_samples: int
-    sample_bytes: int  # of the largest field
+    sample_bytes: int  # bytes of a sample of the largest field
     chunk_samples: int
-    window_chunks: int  # recommended number of chunks that are shuffled together
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # one sentence each
+    window_chunks: int  # recommended number of chunks to shuffle together
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # reasons for the layout, one sentence each
 
     @property
     def chunk_bytes(self) -> int:
@@ -53,29 +53,29 @@ class Layout:
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
     """Choose or check the chunk size. Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB."""
     if sample_bytes > MAX_CHUNK_BYTES:
-        raise OptionError(f"one sample is {sample_bytes} bytes but HDF5's limit of a chunk is {MAX_CHUNK_BYTES}")
+        raise OptionError(f"one sample is {sample_bytes} bytes, over HDF5's limit of {MAX_CHUNK_BYTES} for a chunk")
     if chunk_samples is None:
         chunk_samples, reasons = _choose_chunk_samples(num_samples, sample_bytes)
     elif chunk_samples < 1:
-        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or let it be chosen")
+        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or leave it out")
     else:
-        reasons = [f"{chunk_samples} samples a chunk, as asked: {human_bytes(chunk_samples * sample_bytes)}"]
+        reasons = [f"{chunk_samples} samples per chunk, as given: {human_bytes(chunk_samples * sample_bytes)}"]
         chunk_samples = min(chunk_samples, num_samples)
     chunk_bytes = chunk_samples * sample_bytes
     if chunk_bytes > MAX_CHUNK_BYTES:
         raise OptionError(
             f"a chunk of {chunk_samples} samples is {chunk_bytes} bytes but HDF5's limit is {MAX_CHUNK_BYTES}: "
-            f"use at most {MAX_CHUNK_BYTES // sample_bytes} samples a chunk"
+            f"use at most {MAX_CHUNK_BYTES // sample_bytes} samples per chunk"
         )
     num_chunks = math.ceil(num_samples / chunk_samples)
     window_chunks = choose_window_chunks(chunk_bytes, num_chunks)
     layout = Layout(num_samples, sample_bytes, chunk_samples, window_chunks)
     size, cache = human_bytes(sample_bytes), human_bytes(layout.cache.nbytes)
-    why = f"no chunk cache: samples of {size} are read straight, a cache would only copy them twice"
+    why = f"no chunk cache: samples of {size} are read directly, and a cache would copy them twice"
     if layout.cache.nbytes:
-        why = f"the {INTERLEAVE} open ones take {cache} of cache over all processes"
+        why = f"the {INTERLEAVE} open windows take {cache} of cache over all processes"
     chunks = "chunk" if window_chunks == 1 else "chunks"
-    return replace(layout, reasons=(*reasons, f"windows of {window_chunks} {chunks} are shuffled together; {why}"))
+    return replace(layout, reasons=(*reasons, f"windows of {window_chunks} {chunks} are shuffled; {why}"))
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
@@ -88,17 +88,17 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
     by_count = max(power_of_two_below(num_samples / MIN_CHUNKS), power_of_two_below(MIN_CHUNK_BYTES / sample_bytes))
     chosen = min(by_bytes, by_count)
     if chosen >= num_samples:
-        return num_samples, [f"{num_samples} samples a chunk: all there are, {human_bytes(num_samples * sample_bytes)}"]
+        return num_samples, [f"{num_samples} samples per chunk: all of them, {human_bytes(num_samples * sample_bytes)}"]
     size = human_bytes(chosen * sample_bytes)
     if chosen == 1 and sample_bytes > TARGET_CHUNK_BYTES:
-        why = f"one sample is already {size}, more than the {human_bytes(TARGET_CHUNK_BYTES)} aimed at"
+        why = f"one sample is {size}, more than the target of {human_bytes(TARGET_CHUNK_BYTES)}"
     elif by_bytes <= by_count:
         why = f"{size}, the largest power of two of samples within {human_bytes(TARGET_CHUNK_BYTES)}"
     else:
         why = f"{size}, small enough to make {math.ceil(num_samples / chosen)} chunks to shuffle"
     return chosen, [
-        f"{chosen} samples a chunk: {why}",
-        "a power of two, so that batches of 32, 64, 128, ... are made of whole chunks and no chunk is read twice",
+        f"{chosen} samples per chunk: {why}",
+        "a power of two, so that batches of 32, 64, 128, ... have whole chunks and no chunk is read twice",
     ]
 
 

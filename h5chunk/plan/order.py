@@ -6,14 +6,14 @@ window, and two windows share at most the one chunk that their border cuts (none
 chunks).
 
 Batches of ``interleave`` windows alternate: batch ``t`` of a round belongs to window ``t % interleave``. torch's
-DataLoader hands batch ``t`` to worker ``t % num_workers``, so that every ``num_workers`` that divides ``interleave``
-gets whole windows, and no chunk is read by two workers. The order itself knows nothing of workers. A window of a
-single batch needs none of this and is not interleaved.
+DataLoader gives batch ``t`` to worker ``t % num_workers``, so that with every ``num_workers`` that divides
+``interleave`` each worker gets whole windows, and no chunk is read by two workers. The order itself does not depend on
+workers. Windows of a single batch are not interleaved.
 
-For several processes the sequence is dealt to lanes, which are cut into windows and batches independently. A rank takes
-some lanes, and its batch ``t`` is batch ``t`` of all its lanes. So the batches ``t`` of all ranks together are the same
-samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many batches,
-and no two ranks read the same chunk, except fewer chunks than lanes at the end of the sequence.
+For several processes the sequence is divided into lanes, which are cut into windows and batches independently. A rank
+takes some lanes, and its batch ``t`` is batch ``t`` of all its lanes. So the batches ``t`` of all ranks together are
+the same samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many
+batches, and no two ranks read the same chunk, except fewer chunks than lanes at the end of the sequence.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -38,7 +38,7 @@ from h5chunk.plan.permutation import MAX_SEED, WINDOW, Indices, Lane, ShuffledSe
 from h5chunk.plan.selection import Selection, SelectionSequence
 
 MAX_EPOCH = (1 << 63) - 1
-MAX_OPEN_BYTES = 1 << 30  # of the windows whose batches alternate
+MAX_OPEN_BYTES = 1 << 30  # total size of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
 Sequence = Callable[[Indices], Indices]  # from positions in the sequence to samples
 
@@ -60,7 +60,7 @@ class Window(NamedTuple):
     samples: Indices  # batch after batch; all but the epoch's last are full
     rows: Indices
     destinations: Indices
-    batches: range  # which ones of the epoch they are
+    batches: range  # the numbers of the batches in the epoch
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,27 @@ class Order:
     Without ``pad`` and ``drop_last`` the last batches of ranks may differ by a sample per lane, and some may be empty.
     """
 
-    num_samples: int  # of all ranks; with a ``selection``, how many of those
+    num_samples: int  # in the data set; with a ``selection``, in the selection
     chunk_samples: int
-    batch_size: int  # of one rank
-    window_chunks: int  # of a lane, that are shuffled together; a window is never less than a batch
+    batch_size: int  # samples of a batch on one rank
+    window_chunks: int  # chunks of a lane that are shuffled together; a window has at least one batch
     interleave: int = INTERLEAVE  # windows whose batches alternate
     seed: int = 0
     epoch: int = 0
-    shuffle: bool = True  # False: file order
-    drop_last: bool = False  # a last batch that is not full, on all ranks, is left out
-    lanes: int = 1  # parts that are shuffled each by itself, a multiple of ``world_size``
+    shuffle: bool = True  # False: in file order
+    drop_last: bool = False  # leave out an incomplete last batch, on all ranks
+    lanes: int = 1  # independently shuffled parts of the sequence, a multiple of ``world_size``
     rank: int = 0
     world_size: int = 1
-    pad: bool = False  # the last batch of every rank is filled up, with samples that the epoch began with
-    selection: Selection | None = field(default=None, repr=False)  # the samples to visit, if not all
+    pad: bool = False  # fill up the last batch of every rank with the first samples of the epoch
+    selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
         at_most = {"epoch": MAX_EPOCH, "seed": MAX_SEED}
         for name, least in {**at_least, "lanes": 1, "num_samples": 0, "rank": 0, "epoch": 0, "seed": 0}.items():
             value = check_whole(name, getattr(self, name), least, at_most.get(name))
-            object.__setattr__(self, name, value)  # NumPy's narrow ones wrap around
+            object.__setattr__(self, name, value)  # NumPy's narrow integers wrap around
         self._check_lanes()
 
     def _check_lanes(self) -> None:
@@ -98,20 +98,20 @@ class Order:
             raise OptionError(f"rank is {self.rank} of a world_size of {self.world_size}: ranks count from 0")
         if self.lanes % self.world_size:
             raise OptionError(
-                f"lanes is {self.lanes} and world_size {self.world_size}: each rank takes equally many lanes, so give "
-                f"a multiple of the number of processes, the same in each run that is to have this order"
+                f"lanes is {self.lanes} and world_size {self.world_size}: all ranks take equally many lanes, so "
+                "give a multiple of the number of processes, and the same one in all runs that share this order"
             )
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
-                f"batch_size is {self.batch_size} and each rank has {self.lanes // self.world_size} lanes: "
-                "give a batch_size that they divide, or fewer lanes"
+                f"batch_size is {self.batch_size}, and each rank has {self.lanes // self.world_size} lanes: give "
+                "a multiple of that as batch_size, or fewer lanes"
             )
         if self.selection is not None and len(self.selection) != self.num_samples:
             raise OptionError(
-                f"num_samples is {self.num_samples} but the selection has {len(self.selection)}: give the latter"
+                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)}: give that number"
             )
         if self.drop_last and self.pad:
-            raise OptionError("drop_last leaves out the last batch and pad fills it up: give one of them")
+            raise OptionError("drop_last leaves out the last batch, but pad fills it up: give only one of them")
         if self.pad and 0 < self.num_samples < self.lanes:
             raise OptionError(
                 f"pad fills the last batch of each of {self.lanes} lanes with samples of that lane, but there are only "
@@ -140,11 +140,11 @@ class Order:
         if not self.shuffle:
             return 1
         num_batches = max(1, self.window_chunks * self.chunk_samples // self.lane_batch)
-        return num_batches // self._chunk_batches * self._chunk_batches or num_batches  # whole chunks, if it can be
+        return num_batches // self._chunk_batches * self._chunk_batches or num_batches  # whole chunks, if possible
 
     @property
     def _chunk_batches(self) -> int:
-        """The least number of batches that consists of whole chunks."""
+        """The smallest number of batches that has whole chunks."""
         return math.lcm(self.lane_batch, self.chunk_samples) // self.lane_batch
 
     @property
@@ -178,8 +178,8 @@ class Order:
     def rounds(self) -> Iterator[Round]:
         """Yield the windows, round by round.
 
-        The remainder at the end of an epoch makes smaller windows, then fewer windows: still a number that is divisible
-        by many numbers of workers.
+        The last rounds of an epoch have smaller windows, then fewer windows: still a number that is divisible by many
+        numbers of workers.
         """
         least = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
@@ -202,12 +202,9 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """Yield the windows that hold batches from ``start`` on, in the order in which they are first used.
-
-        Windows that also hold earlier batches are yielded without these.
-        """
+        """Yield the windows of the batches from ``start`` on, without earlier batches, in the order of first use."""
         sequence, count = self._sequence(), self.lanes // self.world_size
-        # the chunks of a selection differ in size: its lanes are contiguous parts
+        # the chunks of a selection differ in size, so its lanes are contiguous parts
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
         lanes = [
             Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
@@ -245,7 +242,7 @@ class Order:
 
 
 def with_full_windows(order: Order) -> Order:
-    """Return the order with as many full windows as it has: fewer alternating windows, rather than smaller ones.
+    """Return the order with fewer alternating windows, if that keeps them from becoming smaller.
 
     >>> order = Order(num_samples=120, chunk_samples=1, batch_size=10, window_chunks=40)
     >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]

@@ -1,8 +1,7 @@
 """Random permutations that are the same on every machine, and the sequence of an epoch's samples.
 
 Random numbers are raw Philox bits, sorted by all but their lowest bits: NumPy guarantees the bits of a bit generator
-permanently, but not those of ``Generator.permutation``. A permutation is a list or, where a list would be large, a
-function of a key.
+permanently, but not those of ``Generator.permutation``. A small permutation is a list, a large one a function of a key.
 
 The sequence of an epoch is all its samples, chunk by chunk, with the chunks in random order. It is cut into windows.
 Only the requested part is computed: an epoch over 10**10 samples of equal chunks takes no memory for the others.
@@ -25,23 +24,23 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
-CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # what a stream is for; ECHO and those above: a pass of echoes each
+CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # the use of each stream; ECHO + k: pass k of echoes
 WEIGHTS, SPLIT = 1 << 40, (1 << 40) + 1
-MAX_LISTED = 1 << 22  # larger permutations are computed number by number: 32 MiB are a list's limit
+MAX_LISTED = 1 << 22  # larger permutations are computed number by number, as a list would exceed 32 MiB
 MAX_SEED = (1 << 64) - 1
-NUM_ROUNDS = 8  # of the network; from 4 on tests of chance find nothing, see tests/plan/test_permutation.py
+NUM_ROUNDS = 8  # rounds of the network; from 4 on, statistical tests find nothing (tests/plan/test_permutation.py)
 
 
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
     """Make a random permutation of ``range(size)``, the same on every machine and NumPy version: (size,) int64.
 
-    ``stream`` selects one of the independent streams of this seed, which is from 0 to 2**64 - 1.
+    ``stream`` selects one of the independent streams of the seed; the seed is from 0 to 2**64 - 1.
     """
     return sorted_order(random_bits(size, check_whole("seed", seed, 0, MAX_SEED), stream))
 
 
 class Permutation:
-    """A random permutation that is evaluated where needed; up to ``MAX_LISTED`` numbers it equals `permutation`.
+    """A random permutation that is evaluated on demand; up to ``MAX_LISTED`` numbers it equals `permutation`.
 
     >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
     True
@@ -52,7 +51,7 @@ class Permutation:
     def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> None:
         self.size = size
         self._listed = permutation(size, seed, stream=stream) if size <= MAX_LISTED else None
-        self._base = math.isqrt(max(0, size - 1)) + 1  # of the two digits: the domain is little larger than the size
+        self._base = math.isqrt(max(0, size - 1)) + 1  # of the two digits; their domain slightly exceeds the size
         self._other = -(-size // self._base) if size else 1
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
 
@@ -62,7 +61,7 @@ class Permutation:
             return np.asarray(self._listed[places], np.int64)
         numbers = self._network(places)
         outside = np.flatnonzero(numbers >= self.size)
-        while len(outside):  # a cycle of the domain's permutation leads back inside
+        while len(outside):  # the domain's permutation has cycles, so walking on leads back below size
             numbers[outside] = self._network(numbers[outside])
             outside = outside[numbers[outside] >= self.size]
         return numbers
@@ -90,8 +89,8 @@ def _mixed(words: Words, key: np.uint64) -> Words:
 def sorted_order(keys: Words) -> Indices:
     """Return the order that sorts random keys along the last axis.
 
-    The lowest bits of a key are replaced by its index: distinct numbers are sorted alike by all algorithms, so that
-    NumPy can use its fastest, 6 to 10 times as fast as a stable ``argsort``.
+    The lowest bits of a key are replaced by its index. All algorithms sort distinct numbers alike, so that NumPy can
+    use its fastest, 6 to 10 times as fast as a stable ``argsort``.
     """
     size = keys.shape[-1]
     index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
@@ -102,7 +101,7 @@ def sorted_order(keys: Words) -> Indices:
 
 
 def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
-    """Return words of one of the independent streams of a seed, and of a lane of it: (size,) uint64."""
+    """Return random words of one lane of one of a seed's independent streams: (size,) uint64."""
     generator = np.random.Philox(key=np.array([seed, lane], np.uint64), counter=np.array([0, *stream], np.uint64))
     return np.asarray(generator.random_raw(size), np.uint64)
 
@@ -110,16 +109,16 @@ def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
 class ShuffledSequence:
     """Equal chunks, permuted and concatenated; the last chunk of the file may be short.
 
-    Sample ``o`` of the chunk in turn ``t`` is at position ``t * chunk_samples + o``. The gap of the short chunk is
-    filled with random samples of the chunk that ends the sequence, so that later borders do not move. The short chunk
-    comes last less often than the others, so that its samples are no likelier than others to be at the end.
+    Sample ``o`` of the ``t``-th chunk is at position ``t * chunk_samples + o``. The gap of the short chunk is filled
+    with random samples of the last chunk of the sequence, so that later borders do not move. The short chunk comes last
+    less often than the others, so that its samples are not more likely than others to be at the end.
     """
 
     def __init__(self, num_samples: int, chunk_samples: int, seed: int, epoch: int) -> None:
         self._size, self._rest = chunk_samples, num_samples % chunk_samples
         num_chunks = -(-num_samples // chunk_samples)
         self._chunks = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
-        self._last = num_chunks - 1  # the short chunk, and the last turn
+        self._last = num_chunks - 1  # numbers of the short chunk and of the last position
         if self._rest:
             self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples
             self._instead = int(self._chunks.at(np.array([self._short_turn]))[0])
@@ -135,7 +134,7 @@ class ShuffledSequence:
             offset[ends | fills] = self._fill[offset[ends | fills]]
             turn[fills] = self._last
         chunks = self._chunks.at(turn)
-        if self._rest:  # the short chunk changes places with the one that had its turn
+        if self._rest:  # the short chunk changes places with the chunk at this position
             chunks[chunks == self._last] = self._instead
             chunks[turn == self._short_turn] = self._last
         samples: Indices = chunks * self._size + offset
@@ -145,7 +144,7 @@ class ShuffledSequence:
 class Lane:
     """A part of the sequence that is shuffled and cut into batches independently of the others.
 
-    All lanes have the same number of whole chunks. The samples that remain at the end of the sequence are dealt out one
+    All lanes have the same number of whole chunks. The remaining samples at the end of the sequence are distributed one
     by one, so that the lengths of lanes differ by at most one sample.
 
     >>> lanes = [Lane(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
@@ -156,8 +155,8 @@ class Lane:
     def __init__(self, number: int, num_lanes: int, *, num_samples: int, chunk_samples: int) -> None:
         least, more = divmod(num_samples, num_lanes)
         self.number, self.num_samples = number, least + (number < more)
-        self._own = least // chunk_samples * chunk_samples  # samples in whole chunks of each lane
-        self._rest = num_lanes * self._own + number * (least - self._own) + min(number, more)  # where it begins
+        self._own = least // chunk_samples * chunk_samples  # samples in whole chunks per lane
+        self._rest = num_lanes * self._own + number * (least - self._own) + min(number, more)  # start of the others
 
     def positions(self, start: int, stop: int) -> Indices:
         """Return the positions in the sequence of samples ``start`` to ``stop`` of this lane, which wraps around."""

@@ -1,8 +1,8 @@
 """Plan how a file is rewritten within a memory limit: the steps of reading, and the buckets of a shuffle.
 
-A shuffle of more data than memory holds takes two passes. The first reads in order, and sends each sample to the bucket
-of its new place; a bucket is a run of places. The second shuffles one bucket after another in memory. Both passes read
-and write in long runs, and the result equals a shuffle in one pass.
+A shuffle of more data than memory holds takes two passes. The first reads in order, and writes each sample to the
+bucket of its new position; a bucket is a range of positions. The second shuffles one bucket after another in memory.
+Both passes read and write in long runs, and the result equals a shuffle in one pass.
 
 >>> [(step.start, step.stop) for step in plan_steps(10, row_bytes=4, band_rows=3, step_bytes=24)]
 [(0, 6), (6, 10)]
@@ -23,21 +23,21 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.layout import human_bytes
 
 MIN_MEMORY_BYTES = 8 << 20
-STEP_BYTES = 16 << 20  # of one read, where there is memory for it; scripts/bench_repack.py measures it
-MAX_BAND_STEPS = 4  # a read may become so much larger to be a whole band
-LEAST_WRITE_BYTES = 256 << 10  # of what goes to one bucket at a time, where there is memory for it
-FEW_BUCKETS = 64  # so many get good pieces of every read
-ORDER_BYTES = 24  # of memory for each sample while a permutation is drawn, and two of them afterwards
-LONG_RUN_BYTES = 64  # from here on pieces of a sample are copied one by one, shorter ones by an index
-MAX_INDEX = 1 << 20  # numbers of such an index
+STEP_BYTES = 16 << 20  # size of one read, if memory allows; scripts/bench_repack.py measures it
+MAX_BAND_STEPS = 4  # factor by which a read may grow to cover a whole band
+LEAST_WRITE_BYTES = 256 << 10  # size of one write to a bucket, if memory allows
+FEW_BUCKETS = 64  # number of buckets that still get long pieces of every read
+ORDER_BYTES = 24  # bytes of memory per sample while a permutation is drawn, and for two permutations afterwards
+LONG_RUN_BYTES = 64  # pieces of a sample from this length on are copied one by one, shorter ones by an index
+MAX_INDEX = 1 << 20  # maximum length of such an index
 
 
 @dataclass(frozen=True)
 class Shares:
     """How memory is divided among the buffers of a repack."""
 
-    memory_bytes: int  # all of it, but for the interpreter and its libraries
-    num_threads: int  # that work at the same time
+    memory_bytes: int  # all memory except that of the interpreter and its libraries
+    num_threads: int  # number of threads that work at the same time
 
     @property
     def part_bytes(self) -> int:
@@ -50,21 +50,21 @@ class Shares:
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the bytes of a bucket: no more than needed, because fresh memory is slow to get from the system."""
+        """Return the bytes of a bucket: no more than needed, because fresh memory is slow."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
-        """Return the bytes of one read for this many buckets: more, so that every bucket gets a long piece."""
+        """Return the bytes of one read for this many buckets: enough for a long piece per bucket."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
 
     def banded(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
-        """Return the bytes of a read, rounded up to a whole band if that is required, or not much more."""
+        """Return the bytes of a read, rounded up to a whole band if that is required, or needs little more memory."""
         fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
 
 def check_memory(memory_bytes: int, num_ordered: int) -> int:
-    """Return the memory that a permutation of this many samples leaves. Raises OptionError if it is too little."""
+    """Return the memory left beside a permutation of this many samples. Raises OptionError if it is too little."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
     left = memory_bytes - num_ordered * ORDER_BYTES
@@ -79,7 +79,7 @@ def check_memory(memory_bytes: int, num_ordered: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Cut rows into steps of about ``step_bytes``, at least a row, which are read together, in order.
+    """Cut rows into steps of about ``step_bytes``, or one row, whose rows are read together.
 
     Rows of a band share their chunks: steps are whole bands if these fit; otherwise no step crosses the border of a
     band. Writing ``unit_rows`` together is fastest: steps are multiples of them if possible.
@@ -125,19 +125,19 @@ class Packing:
     """How to assemble samples that are cut into several chunks.
 
     A packed sample is the bytes of one row of every chunk, chunk after chunk, including padding at edges. ``index``,
-    (n,) intp, has the place of every unit of a sample in the packed sample; None if pieces are so long that they are
-    better copied one by one.
+    (n,) intp, has the position of every unit of a sample in the packed sample; None if pieces are so long that copying
+    them one by one is faster.
     """
 
-    chunk_row_bytes: int  # of a row of one chunk
-    num_chunks: int  # of a sample
-    slices: tuple[tuple[slice, ...], ...]  # where each chunk goes in a sample; on the edge it holds more than that
-    unit_bytes: int  # of what ``index`` counts
+    chunk_row_bytes: int  # bytes of a row of one chunk
+    num_chunks: int  # chunks of a sample
+    slices: tuple[tuple[slice, ...], ...]  # the part of a sample in each chunk; chunks at the edge have padding, too
+    unit_bytes: int  # bytes of the units that ``index`` counts
     index: np.ndarray | None
 
 
 def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Return the place in a sample of every chunk of ``chunk_shape`` (without the first axis), in row-major order.
+    """Return the part of a sample that each chunk of ``chunk_shape`` (without the first axis) has, in row-major order.
 
     >>> find_pieces((3,), (2,))
     ((slice(0, 2, None),), (slice(2, 3, None),))
@@ -160,7 +160,7 @@ def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_b
     grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
     slices = find_pieces(sample_shape, chunk_shape)
     chunk_items, num_items = math.prod(chunk_shape), math.prod(sample_shape)
-    run_items = 1  # elements that lie side by side in a chunk and in a sample
+    run_items = 1  # elements that are contiguous both in a chunk and in a sample
     for size, chunk in zip(reversed(sample_shape), reversed(chunk_shape), strict=True):
         run_items *= min(size, chunk)
         if chunk != size:

@@ -76,13 +76,13 @@ class WeightedSelection:
     """
 
     chunks: Indices  # (n,): the chunk of each sample, ascending
-    expected: np.ndarray  # (n + 1,): the cumulative expected number of draws, from 0 to how many are drawn
+    expected: np.ndarray  # (n + 1,): cumulative expected number of draws, from 0 to the number of draws
     samples: Indices | None = None  # (n,): their numbers; None: 0 to n - 1
 
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, num_draws: int) -> WeightedSelection:
         """Select by weights, (n,) float64 with any sum."""
-        expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # the sum of huge ones is infinite
+        expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # huge weights would overflow
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
         return cls(chunks, np.minimum(expected, num_draws))
@@ -135,10 +135,10 @@ def select_samples(samples: Any, num_samples: int) -> Indices:
     numbers = np.sort(given)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= num_samples):
         wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
-        raise OptionError(f"subset names sample {wrong}, but they are numbered from 0 to {num_samples - 1}")
+        raise OptionError(f"subset has sample {wrong}, but samples are numbered from 0 to {num_samples - 1}")
     repeated = np.flatnonzero(numbers[1:] == numbers[:-1])
     if len(repeated):
-        raise OptionError(f"subset names sample {numbers[repeated[0]]} twice: for more of some samples use weights")
+        raise OptionError(f"subset has sample {numbers[repeated[0]]} twice: to repeat samples, use weights")
     return numbers.astype(np.int64)
 
 
@@ -148,7 +148,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     except (TypeError, ValueError):
         raise OptionError(
-            f"{name} cannot be made one array, such as lists of different lengths: give numbers"
+            f"{name} cannot be converted to an array (are its lists of equal length?): give numbers"
         ) from None
 
 
@@ -159,7 +159,7 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
         raise OptionError(f"weights are of type {given.dtype}: give numbers, or the name of a field")
     values = given.astype(np.float64)
     if values.shape != (num_samples,):
-        raise OptionError(f"weights have the shape {values.shape}, but there are {num_samples} samples: give one each")
+        raise OptionError(f"weights have the shape {values.shape}, but must have one value for {num_samples} samples")
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(wrong):
         raise OptionError(f"weights[{wrong[0]}] is {values[wrong[0]]}: give finite numbers, 0 or more")
@@ -192,12 +192,12 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
     if not are_numbers or not (np.isfinite(shares).all() and (shares >= 0).all()):
         raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
     if shares.sum() > 1 + 1e-9:
-        raise OptionError(f"fractions are {fractions!r} and make {shares.sum():g}: give at most 1 in all")
+        raise OptionError(f"fractions are {fractions!r} with the sum {shares.sum():g}: give a sum of at most 1")
     if groups is None:
         return _cut([shuffled], shares)
     by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
     members = np.split(by_group, starts_of_runs(groups[by_group])[1:-1])
-    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # who gets the sample that cannot be cut
+    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # decides which part gets an indivisible sample
     return _cut([members[number] for number in turn], shares)
 
 

@@ -1,13 +1,13 @@
-"""Choose how many windows are under way at a time within a memory limit, and echo their samples.
+"""Choose how many windows are held at a time within a memory limit, and echo their samples.
 
 >>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
 >>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
 >>> plan.num_slots, plan.window_samples  # three alternate, and six are read ahead
 (9, 32)
 
-Data echoing uses windows more than once before they are dropped, for when reading is slower than training. After the
-batches of a window, its samples are shuffled again and cut into other batches, which is called a pass. With a factor of
-2 each sample is used twice; with 1.25 every fifth batch is an echo, from an unfinished pass.
+Data echoing uses windows more than once before they are dropped, which helps if reading is slower than training. After
+the batches of a window, its samples are shuffled again and cut into other batches, which is called a pass. With a
+factor of 2 each sample is used twice; with 1.25 every fifth batch is an echo, from an unfinished pass.
 
 Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
 
@@ -27,22 +27,22 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
-AHEAD = 6  # windows that are read ahead of those in use; scripts/LOG.md
-AHEAD_BYTES = 1 << 30  # but no more than this, unless memory_bytes says otherwise
+AHEAD = 6  # windows to read ahead; see scripts/LOG.md
+AHEAD_BYTES = 1 << 30  # limit on their bytes, unless memory_bytes is given
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The windows under way, and their memory."""
+    """The windows held at a time, and their memory."""
 
-    order: Order  # with the windows that fit
+    order: Order  # the order, with windows small enough to fit
     num_slots: int
     window_samples: int  # of the largest window
-    window_bytes: int  # of the largest window, all copies of it
+    window_bytes: int  # bytes of all copies of the largest window
 
     @property
     def num_bytes(self) -> int:
-        """The total bytes of all windows under way."""
+        """The total bytes of all held windows."""
         return self.num_slots * self.window_bytes
 
 
@@ -54,11 +54,11 @@ def plan_slots(
     memory_bytes: int | None = None,
     least_chunks: int | None = None,
 ) -> SlotPlan:
-    """Choose how many windows are under way: the alternating windows, and some that are read ahead.
+    """Choose how many windows are held at a time: the alternating windows, and some that are read ahead.
 
     ``window_bytes`` gives the memory of all copies of a window of this many samples, and ``other_bytes`` the additional
-    memory of reading in an order; OptionError if both exceed ``memory_bytes``. Windows may be made as small as
-    ``least_chunks`` to fit; None: they keep their size.
+    memory of reading in an order. Windows may shrink to ``least_chunks`` to fit; None: they keep their size. Raises
+    OptionError if they exceed ``memory_bytes`` even so.
     """
     while True:
         window_samples = largest_window(order)
@@ -77,7 +77,7 @@ def plan_slots(
         order = replace(order, window_chunks=fewer)
     remedy = "fewer num_threads, " if others and least * each <= memory_bytes else ""
     raise OptionError(
-        f"memory_bytes is {memory_bytes} but {least} windows of {order.window_batches} batches need "
+        f"memory_bytes is {memory_bytes}, but {least} windows of {order.window_batches} batches need "
         f"{least * each + others}: give that, {remedy}smaller window_chunks or batch_size"
     )
 

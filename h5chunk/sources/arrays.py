@@ -82,7 +82,7 @@ class ArraySource(Samples):
         self.columns = {name: np.asarray(self._arrays[name]).astype(fields[name].dtype) for name in columns}
         self.options = {"fields": list(self._arrays)}
         if path is None:
-            self.notes = ["whether arrays in Python have changed is unknown: a conversion that is stopped starts anew"]
+            self.notes = ["changes of arrays in Python are not noticed: a conversion that is stopped starts anew"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -121,7 +121,7 @@ class ArraySource(Samples):
         return {"kind": self.kind, "stamp": stamp_of(self._path, with_ctime=True)}, ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-        for name, target in out.items():  # without the detour of `values`: arrays need no decoding
+        for name, target in out.items():  # arrays need no decoding, so `values` is not called
             target[...] = self._arrays[name][index]
         return ()
 
@@ -168,14 +168,14 @@ def _open_members(path: str, context: OpenContext) -> Iterator[tuple[str, Any]]:
 def _open_array(
     path: str, file: IO[bytes], shown: str, file_size: int, start: int | None, context: OpenContext
 ) -> StoredArray | np.ndarray:
-    """Open an array in .npy of ``num_bytes`` with its header: in place if it is stored in C order, else in memory."""
+    """Open an array of a .npy file: in place if it is stored in C order, otherwise in memory."""
     shape, is_fortran, dtype = read_header(file, shown)
     field_dtype(shown, dtype if dtype.kind != "U" else np.dtype("S1"))
     num_bytes, there = math.prod(shape) * dtype.itemsize, file_size - file.tell()
     if num_bytes != there:
         raise SourceError(
-            f"{shown}: shape {shape} of {dtype} takes {num_bytes} bytes but {there} are there: it is damaged or cut "
-            "short"
+            f"{shown}: shape {shape} of {dtype} takes {num_bytes} bytes but there are {there}: it is damaged or "
+            "cut short"
         )
     is_fortran = is_fortran and len(shape) > 1
     if start is not None and not is_fortran:

@@ -1,4 +1,4 @@
-"""Import pyarrow on first use: recognising kinds of data, and showing their options, must not need it."""
+"""Import pyarrow on first use, because recognising sources and showing help must not need it."""
 
 from __future__ import annotations
 

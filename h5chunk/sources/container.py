@@ -22,10 +22,10 @@ import numpy as np
 from h5chunk.errors import SampleError, SourceError, printable
 from h5chunk.stamp import stamp_of
 
-MAX_FILE_BYTES = 1 << 30  # an encoded image larger than this is no image
-MAX_DIRECTORY_BYTES = 1 << 30  # of a zip: 15 million members, about; listing them takes ten times as much memory
-MAX_HEADER_BYTES = 1 << 20  # of a member of a tar
-SPARSE, UNKNOWN = 1, 2  # beside the types of files that `stat` knows
+MAX_FILE_BYTES = 1 << 30  # larger files are not images
+MAX_DIRECTORY_BYTES = 1 << 30  # of a zip: about 15 million members; listing them takes ten times as much memory
+MAX_HEADER_BYTES = 1 << 20  # of the header of a tar member
+SPARSE, UNKNOWN = 1, 2  # in addition to the file types of `stat`
 MAX_LINKS = 40  # from one to the next
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -33,7 +33,7 @@ KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a link to what is no file in its archive",
+    stat.S_IFLNK: "a link whose target is not a file in its archive",
     SPARSE: "a sparse file, stored without its zeros",
     UNKNOWN: "of an unknown type",
 }
@@ -41,8 +41,8 @@ DAMAGES = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError,
     NotImplementedError, RuntimeError,
 )  # fmt: skip
-ZIP_UNIX = 3  # the system that packed it
-IN_TAR = -1  # beside the methods that `zipfile` knows
+ZIP_UNIX = 3  # operating system that packed the member
+IN_TAR = -1  # in addition to the methods of `zipfile`
 _TAR_KINDS = {
     **dict.fromkeys(tarfile.REGULAR_TYPES, stat.S_IFREG),
     tarfile.FIFOTYPE: stat.S_IFIFO,
@@ -52,7 +52,7 @@ _TAR_KINDS = {
     tarfile.SYMTYPE: stat.S_IFLNK,
     tarfile.LNKTYPE: stat.S_IFLNK,
 }
-ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # the lengths of name and extra field, which follow it
+ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # position of the lengths of name and extra field, which follow the header
 
 
 def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class StoredFile:
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Read bytes from an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
-        if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is taken
+        if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is allocated
             raise SampleError("is cut off by the end of its archive")
         try:
             if self._opened is None or self._opened[0] != os.getpid():
@@ -164,7 +164,7 @@ class Archive(StoredFile):
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         """Return 64-bit integers that change when the bytes of sample ``index``, with path ``name``, change."""
         start, _, size, method, crc, _ = self._index[index].tolist()
-        return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)  # of a zip the same in a new one
+        return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)  # a new zip keeps it
 
     def read(self, index: int, name: bytes) -> bytes:
         """Return the bytes of sample ``index``. Raises SampleError if they cannot be read, or the file has changed."""
@@ -206,7 +206,7 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
                 f"{shown}: compressed as a whole, so that its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
-        if start[257:262] == b"ustar":  # first, as the last file in a tar may be a zip
+        if start[257:262] == b"ustar":  # tried first, because the last file in a tar may be a zip
             return _open_tar(path)
         if zipfile.is_zipfile(path):
             return _open_zip(path)
@@ -250,7 +250,7 @@ def _open_zip(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     index = array("q")
     names: list[tuple[bytes, int]] = []
-    links: dict[int, bytes] = {}  # number of a member to the name that it leads to
+    links: dict[int, bytes] = {}  # from the number of a member to the name of its target
     with (
         BoundedFile(path, MAX_HEADER_BYTES, tarfile.ReadError) as file,
         tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive,
@@ -267,8 +267,8 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
             names.append((name + b"/" if member.isdir() else name, len(names)))
             index.extend((member.offset_data, member.size, member.size, IN_TAR, 0, kind))
         file.seek(archive.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
-            raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, behind {len(names)} members")
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats a damaged header as the end
+            raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, after {len(names)} members")
     followed = _follow_links(links, names)
     return Archive(path, np.frombuffer(index, np.int64).reshape(-1, 6)[followed]), names
 

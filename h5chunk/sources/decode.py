@@ -5,9 +5,9 @@
 | EXIF orientation | applied, counted as ``rotated`` |
 | grey (L), 1-bit | to RGB by repeating; 1-bit becomes 0 and 255 |
 | alpha (RGBA, LA, PA) | alpha is dropped, as torchvision's loader does; ``color="keep"`` keeps it |
-| palette (P) | to RGB; refused by ``color="keep"``, as its numbers are no intensities |
+| palette (P) | to RGB; refused by ``color="keep"``, because palette indices are not intensities |
 | CMYK, YCbCr | to RGB by Pillow's formula, without colour profiles |
-| 16 bits or more, float | refused: 8 bits cannot hold them, and which range matters is not ours to guess |
+| 16 bits or more, float | refused: 8 bits cannot hold them, and only the user knows the range of interest |
 | LAB, HSV, others | refused |
 | animated, several pages | refused, or the first with ``animated="first"``; of MPO (two JPEGs in one), the first |
 | truncated, broken, not an image | refused |
@@ -41,12 +41,12 @@ _FILTER = Image.Resampling.BICUBIC
 
 @contextmanager
 def pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse images over ``max_pixels``, and truncated images; its settings hold for the whole process."""
+    """Make Pillow refuse images over ``max_pixels``, and truncated images, in the whole process."""
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, False
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="PIL")  # odd EXIF and palettes: the policy above decides
+            warnings.filterwarnings("ignore", module="PIL")  # about odd EXIF and palettes: see the policy above
             warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
             yield
     finally:
@@ -69,7 +69,7 @@ def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Ima
         ) from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None
-    except Exception as error:  # Pillow's plugins raise many kinds on broken data
+    except Exception as error:  # Pillow's plugins raise many types of errors on broken data
         raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
 
 
@@ -78,8 +78,8 @@ def _open(data: bytes) -> Image.Image:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise SampleError(
-            f"is no image of a known format ({', '.join(FORMATS)}); starts with {data[:16]!r} (or is a variant that "
-            "Pillow cannot read)"
+            f"is not an image in a known format ({', '.join(FORMATS)}); starts with {data[:16]!r} (or is a "
+            "variant that Pillow cannot read)"
         ) from None
 
 
@@ -95,7 +95,7 @@ def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tupl
     if options.size and options.fit != "error":
         _draft(image, options, sideways=turn in (5, 6, 7, 8))
     image.load()
-    if turn == 1 and image.format == "PNG":  # its EXIF may stand behind the pixels
+    if turn == 1 and image.format == "PNG":  # the EXIF data may come after the pixels
         turn = _turn(image)
     if turn in range(2, 9):
         image = ImageOps.exif_transpose(image)
@@ -117,7 +117,7 @@ def _refuse_deep(image: Image.Image) -> None:
             args.append("I")
     deep = next((arg for arg in args if _DEEP.search(arg)), None)
     if deep is not None:
-        raise SampleError(f"has more than 8 bits a channel ({deep}): scale it to 8 bits first; only you know its range")
+        raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
 
 
 def _turn(image: Image.Image) -> int:
@@ -146,10 +146,10 @@ def _convert(image: Image.Image, color: str) -> Image.Image:
         if image.mode == "1":
             return image.convert("L")
         if image.mode not in _KEPT:
-            raise SampleError(f"is of mode {image.mode}, which cannot be kept: use color 'rgb' or 'gray'")
+            raise SampleError(f"has mode {image.mode}, which color 'keep' does not support: use color 'rgb' or 'gray'")
         return image
     if image.mode not in _TO_RGB:
-        raise SampleError(f"is of mode {image.mode}, for which there is no policy: convert it to RGB first")
+        raise SampleError(f"has mode {image.mode}, which is not supported: convert it to RGB first")
     wanted = "RGB" if color == "rgb" else "L"
     if image.mode == wanted:
         return image
@@ -164,7 +164,7 @@ def _resize(image: Image.Image, options: ImageOptions) -> Image.Image:
     height, width = options.size
     if options.fit == "error":
         raise SampleError(
-            f"is {image.height} x {image.width} but {height} x {width} was asked for: use fit stretch, crop or pad"
+            f"is {image.height} x {image.width} but size is {height} x {width}: use fit stretch, crop or pad"
         )
     if options.fit == "stretch":
         return image.resize((width, height), _FILTER)

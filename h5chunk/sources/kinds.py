@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 from h5chunk.errors import OptionError
 from h5chunk.sources.options import Options, option
 
-MATRICES = "Matrices"  # the heading of the options of matrices
+MATRICES = "Matrices"  # heading of the options of matrices
 DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
-MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of RGB in the depth of four bytes a pixel
+MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of pixels of four bytes
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class ImageOptions(Options):
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
-        "rgb", "Channels in the file; keep: the images' own, with alpha.", choices=("rgb", "gray", "keep")
+        "rgb", "Channels in the file; keep: those of the images, with alpha.", choices=("rgb", "gray", "keep")
     )
     layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
-    animated: str = option("error", "Refuse images of several frames, or take the first.", choices=("error", "first"))
-    max_pixels: int = option(MAX_PIXELS, "Refuse images of more pixels.", minimum=1)
+    animated: str = option("error", "Refuse images of several frames, or use the first.", choices=("error", "first"))
+    max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels; larger images are refused.", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
-            raise OptionError(f"size is {self.size!r}: give height and width, whole numbers of at least 1")
+            raise OptionError(f"size is {self.size!r}: give a height and a width of at least 1")
         if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r} but no size was given: give the height and width to {self.fit} to")
+            raise OptionError(f"fit is {self.fit!r} but no size was given: give a height and a width")
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that a file records: those that determine the pixels."""
@@ -71,7 +71,7 @@ class ImageSourceOptions(ImageOptions):
     """Options of a folder or an archive of images."""
 
     manifest: str | os.PathLike[str] | None = option(
-        None, "Table of paths below SOURCE; its further columns become fields.", metavar="TABLE.csv", is_path=True
+        None, "Table of image paths below SOURCE; its other columns become fields.", metavar="TABLE.csv", is_path=True
     )
     split_folders: str = option(
         "auto",
@@ -83,7 +83,7 @@ class ImageSourceOptions(ImageOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but a manifest has columns for that: leave it out"
+                f"split_folders is {self.split_folders!r}, but a manifest has a column for splits: leave it out"
             )
 
 
@@ -94,7 +94,7 @@ class TableOptions(ImageOptions):
     heading: ClassVar[str] = "Tables"
 
     columns: tuple[str, ...] | None = option(
-        None, "Columns of a table to take.", metavar="A,B[,C[,D]]", shown_default="all of a table"
+        None, "Columns of a table to convert.", metavar="A,B[,C[,D]]", shown_default="all columns"
     )
 
 

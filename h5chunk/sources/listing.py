@@ -29,7 +29,7 @@ SPLIT_NAMES = (
     b"train", b"training", b"val", b"valid", b"validation", b"dev", b"test", b"testing", b"eval", b"evaluation",
 )  # fmt: skip
 
-Found = Callable[[int], None]  # told how many images were found so far
+Found = Callable[[int], None]  # called with the number of images found so far
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Listing:
     names: Names
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     class_names: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)  # what lies in the source and is not packed
+    ignored: list[str] = field(default_factory=list)  # names of files in the source that are not packed
     notes: list[str] = field(default_factory=list)
 
 
@@ -57,7 +57,7 @@ class _Directory:
 
 
 def list_images(source: str | os.PathLike[str], found: Found | None = None, *, split_folders: str = "auto") -> Listing:
-    """List the images of a folder, a .zip or a .tar, with labels if they lie in one folder per class.
+    """List the images of a folder, a .zip or a .tar, with labels if there is one folder per class.
 
     If the top folders are splits, classes are the folders in them, the same for all splits, and the column ``split``
     has the name of the top folder. ``auto``: they are splits if all have names of splits, and there are at least two.
@@ -91,7 +91,7 @@ def check_source(path: Path) -> None:
         raise SourceError(f"{printable(path)}: no such file or folder") from None
     except OSError as error:
         raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a byte 0 in it
+    except ValueError as error:  # the path contains a NUL byte
         raise SourceError(f"{printable(path)}: is not a valid path: {error}") from None
 
 
@@ -106,7 +106,7 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
     Links are followed, but not into a folder that contains the link. Anything with the name of an image, except a
     folder, counts as an image, so that a broken link or a pipe is an error of that sample and not a missing sample.
     """
-    stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders, and those that each lies in
+    stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders to list, with their parents
     while stack:
         folder, above = stack.pop()
         path = os.path.join(root, folder) if folder else root
@@ -181,10 +181,10 @@ def _arrange(source: str, directories: dict[bytes, _Directory], container: Conta
     if not with_images:
         wanted = ", ".join(e.decode() for e in EXTENSIONS)
         raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
-    level = int(_has_split_folders(source, with_images, split_folders))  # of class folders
+    level = int(_has_split_folders(source, with_images, split_folders))  # names of class folders
     ignored = []
     if level and (empty := sorted(_at(0, directories) - _at(0, with_images))):
-        ignored.append(f"folders without images, which are taken for no splits: {', '.join(map(as_text, empty))}")
+        ignored.append(f"folders without images, which are not treated as splits: {', '.join(map(as_text, empty))}")
         directories = {name: each for name, each in directories.items() if name.split(b"/")[0] not in empty}
     classes = sorted(_at(level, with_images))
     if classes and (empty := sorted(_at(level, directories) - set(classes))):
@@ -192,7 +192,7 @@ def _arrange(source: str, directories: dict[bytes, _Directory], container: Conta
             f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
             f"{len(empty) + len(classes)}): remove it, or put images in it"
         )
-    depth = level + bool(classes)  # of the folders that samples lie in, at least
+    depth = level + bool(classes)  # lowest depth of a folder with samples
     kept = {name: directory for name, directory in with_images.items() if _depth(name) >= depth}
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
         what, count = "class" if classes else "split", sum(len(directory.files) for directory in loose.values())
@@ -206,7 +206,7 @@ def _arrange(source: str, directories: dict[bytes, _Directory], container: Conta
         listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]
     if len(classes) == 1:
-        listing.notes.append(f"all images are of one class, {listing.class_names[0]!r}: are its folders the classes?")
+        listing.notes.append(f"all images are of one class, {listing.class_names[0]!r}: check its folders")
     if level:
         _add_splits(listing, kept)
     return listing
@@ -226,11 +226,11 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
     if choice == "no" or (choice == "auto" and not named):
         return False
     if not tops:
-        raise SourceError(f"{source}: there are no folders in it that could be splits: leave --split-folders out")
+        raise SourceError(f"{source}: has no folders that could be splits: leave --split-folders out")
     shown = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
     if choice == "auto" and not len(named) == len(tops) > 1:
         if len(named) == 1 < len(tops) and named[0] not in nested:
-            return False  # one class among others, which happens to be called so, such as trains among vehicles
+            return False  # one class among others with the name of a split, such as trains among vehicles
         raise SourceError(
             f"{source}: holds the folders {shown}, of which {as_text(named[0])!r} has the name of a split: give "
             "--split-folders yes if they are splits, with classes one level down; no if they are classes; or convert "
@@ -259,7 +259,7 @@ def _names(directories: dict[bytes, _Directory], depth: int, members: array[int]
     """Return the paths of all images, sorted by their first folders, then folder, then name; note their members."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
-        last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # of one name, the later member
+        last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # keep the last of equal names
         members.extend(last.values())
         prefix = name + b"/" if name else b""
         yield from (prefix + file for file in last)
@@ -278,8 +278,8 @@ def _add_splits(listing: Listing, directories: dict[bytes, _Directory]) -> None:
     listing.columns["split"] = np.array([as_text(split).encode() for split in splits])[numbers]
     counts = zip(splits, np.bincount(numbers).tolist(), strict=True)
     listing.notes.append(
-        f"the top folders are splits: {', '.join(f'{as_text(split)} ({count:,})' for split, count in counts)}: the "
-        "field 'split' says which each sample is of (--split-folders no makes classes of them)"
+        f"the top folders are splits: {', '.join(f'{as_text(split)} ({count:,})' for split, count in counts)}: "
+        "the field 'split' has the split of each sample (to treat them as classes, give --split-folders no)"
     )
     for split in splits:
         in_split = _at(1, (name for name in directories if name.partition(b"/")[0] == split))

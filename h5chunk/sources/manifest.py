@@ -50,12 +50,12 @@ def list_manifest(
 ) -> Listing:
     """List the images of a manifest, in its order, with its columns as fields.
 
-    It is .csv, .tsv or CelebA's list; its paths, relative to the source, are in the column with a usual name
-    (`PATH_COLUMNS`), else in the first column.
+    The manifest is a .csv, a .tsv or CelebA's list. Paths are relative to the source, and are in the column with a
+    usual name (`PATH_COLUMNS`), otherwise in the first column.
     """
     path, source = Path(manifest), Path(source)
     check_source(path)
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise SourceError(f"{printable(path)}: is not a regular file: give a table as a file")
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -67,7 +67,7 @@ def list_manifest(
 def _list(table: _Table, source: Path, found: Found) -> Listing:
     found(0)
     check_source(source)
-    numbers: dict[bytes, int] = {}  # of the members of an archive
+    numbers: dict[bytes, int] = {}  # numbers of the members of an archive
     is_folder, root = source.is_dir(), os.fsencode(source)
     if is_folder:
         container: Container = Folder(source)
@@ -89,9 +89,9 @@ def _list(table: _Table, source: Path, found: Found) -> Listing:
 
     names = Names(paths())
     if not len(names):
-        raise SourceError(f"{table.shown}: no images listed: there is no line below the header")
+        raise SourceError(f"{table.shown}: lists no images: it has no line below the header")
     if table.declared not in (None, len(names)):
-        raise SourceError(f"{table.shown}: cut short: {len(names)} lines but its first line says {table.declared}")
+        raise SourceError(f"{table.shown}: cut short: {len(names)} lines, but its first line says {table.declared}")
     found(len(names))
     container.select(np.frombuffer(chosen, np.int64))
     listing = Listing(container, names)
@@ -106,7 +106,7 @@ class _Table:
         self.shown = printable(path)
         self._file, self._stamp = file, stamp_of(file.fileno())
         self._lines = self._read_lines()
-        self.declared: int | None = None  # number of lines that the file itself says it has
+        self.declared: int | None = None  # number of lines that CelebA's first line claims
         self._delimiter: str | None = "\t" if path.suffix.lower() == ".tsv" else ","
         first, second = next(self._lines, ""), next(self._lines, "")
         if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # CelebA's own list
@@ -134,7 +134,7 @@ class _Table:
             if "/" in name or name == "." or not name.isprintable():
                 raise self.error(line, f"column {name!r} cannot be the name of a field: rename it, without '/'")
             if name in RESERVED:
-                raise self.error(line, f"column {name!r} has the name of something else in the file: rename it")
+                raise self.error(line, f"column {name!r} has a name that files reserve for other data: rename it")
 
     def error(self, line: int, what: str) -> SourceError:
         return SourceError(f"{self.shown}, line {line}: {what}")
@@ -175,7 +175,7 @@ class _Table:
             raise self.error(line, f"column {name!r} is empty: fill it or drop the column")
         path = posixpath.normpath(os.fsencode(row[self._path_column]))
         if path.startswith((b"/", b"../")) or path in (b"..", b"."):
-            raise self.error(line, f"path {printable(path)} leads out of the source: give paths below it")
+            raise self.error(line, f"path {printable(path)} is outside of the source: give paths below it")
         self._rows.append(row)
         if len(self._rows) == PACKED_ROWS:
             self._pack()
@@ -217,7 +217,7 @@ class _Table:
 
 def _typed(words: np.ndarray) -> np.ndarray:
     """Convert the words of a column to numbers, if all of them are numbers."""
-    if b"_" in words.tobytes():  # Python's numbers may have it
+    if b"_" in words.tobytes():  # allowed in Python's numbers
         return words
     try:
         numbers = words.astype(np.int64)

@@ -7,9 +7,9 @@
 | another tuple or list | ``images`` (an image), else ``field0``, ``field1``, ... |
 | anything else | ``images`` (an image), else ``data`` |
 
-Images are Pillow images, and follow the options of images. Numbers, arrays, tensors, strings (UTF-8, of a fixed length:
-the longest string's) and bytes are kept unchanged. All samples must have the same structure. ``classes`` or
-``class_to_idx`` of the data set, or the names in Hugging Face's ``features``, become its class names.
+Images are Pillow images, and are converted by the options of images. Numbers, arrays, tensors, bytes and strings (UTF-8
+of a fixed length, that of the longest string) are stored unchanged. All samples must have the same structure.
+``classes`` or ``class_to_idx`` of the data set, or the names in Hugging Face's ``features``, become its class names.
 
 Samples are read in forked worker processes, if the system supports fork, as many data sets cannot be pickled.
 """
@@ -47,7 +47,7 @@ class MappingSource(Samples):
         has_images = any(field.axes for field in self.fields.values())
         self.options = {**(decoding.recorded() if has_images else {}), "fields": order}
         self.categories = _class_names(dataset, self.fields)
-        self.notes = ["whether a data set in Python has changed is unknown: a conversion that is stopped starts anew"]
+        self.notes = ["changes of a data set in Python are not noticed: a conversion that is stopped starts anew"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -60,10 +60,10 @@ class MappingSource(Samples):
             raise SourceError(f"{printable(source)}: is a path, not a data set in Python")
         if isinstance(source, Mapping) and source and 0 not in source:
             lists = ", ".join(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
-            raise SourceError(f"a dict of columns whose values are not all arrays ({lists}): make arrays of them")
+            raise SourceError(f"a dict of columns whose values are not all arrays ({lists}): use np.array")
         if hasattr(source, "nnz"):
             raise SourceError(
-                "a sparse matrix in Python is not a source: save it (scipy.sparse.save_npz), and convert that"
+                "a sparse matrix in Python is not a source: save it with scipy.sparse.save_npz, and convert the .npz"
             )
         if not len(source):
             raise SourceError(f"the {type(source).__name__} is empty: give at least one sample")
@@ -85,7 +85,7 @@ class MappingSource(Samples):
             sample = _named(self._dataset[index])
         except SampleError:
             raise
-        except Exception as error:  # a data set may raise anything
+        except Exception as error:  # a data set may raise any error
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
         if self.fields and sample.keys() != self.fields.keys():
             names = ", ".join(self.fields)
@@ -99,7 +99,7 @@ class MappingSource(Samples):
             try:
                 sample = self._sample(index)
             except SampleError:
-                continue  # is told where it is converted
+                continue  # reported when the sample is converted
             for name, value in sample.items():
                 if isinstance(value, (str, bytes)):
                     widths[name] = max(widths.get(name, 1), len(_encoded(value)))
@@ -136,7 +136,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
     """
     shown = f"field {printable(name)!r}"
     if value is None:
-        raise SampleError(f"{shown} is missing (None): fill it, or leave such samples out")
+        raise SampleError(f"{shown} is missing (None): fill it, or leave the sample out")
     if isinstance(value, (str, bytes)) and _encoded(value).endswith(b"\0"):
         raise SampleError(f"{shown} {ENDS_IN_NULL}")
     try:
@@ -157,14 +157,14 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
         fitted = array if "S" in (array.dtype.kind, field.dtype.kind) else array.astype(field.dtype)
     if fitted is array or not np.array_equal(fitted, array, equal_nan=array.dtype.kind == "f"):
         raise SampleError(
-            f"{shown} is {array.dtype}, and does not fit the {field.dtype} of the first sample: give all samples one "
+            f"{shown} is {array.dtype}, which does not fit the {field.dtype} of the first sample: give all samples one "
             "dtype"
         )
     return fitted
 
 
 def _class_names(dataset: Any, fields: Mapping[str, SampleField]) -> dict[str, list[str]]:
-    """Return the meaning of codes in fields, as torchvision and Hugging Face define it."""
+    """Return the class names of fields, as torchvision and Hugging Face define them."""
     found: dict[str, list[str]] = {}
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):

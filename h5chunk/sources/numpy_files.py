@@ -1,4 +1,4 @@
-"""Check headers of .npy and members of .npz before memory is allocated for them; nothing is unpickled.
+"""Check headers of .npy and members of .npz before memory is allocated for them, without unpickling.
 
 Source: numpy.lib.format (the .npy format), numpy.savez.
 """
@@ -26,13 +26,13 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read shape, order (whether columns are contiguous) and type of a .npy array; leave the file at its first value.
+    """Read shape, Fortran order and dtype of a .npy array; leave the file at its first value.
 
     Raises SourceError if it is not an array, or an array of Python objects.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # headers of Python 2 and the like
+            warnings.simplefilter("error")  # warnings about headers of Python 2
             version = np.lib.format.read_magic(file)
             if version not in ((1, 0), (2, 0)):
                 raise SourceError(f"{name}: version {version} of the .npy format is not supported: save it again")
@@ -44,12 +44,12 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
             shape, by_column, dtype = read(io.BytesIO(size + file.read(length)))
     except SourceError:
         raise
-    except Exception as error:  # a header is Python's notation, and its parser has errors of many types
+    except Exception as error:  # a header is a Python literal, and parsing it raises many types of errors
         raise SourceError(f"{name} is not a .npy array: {(str(error).splitlines() or ['damaged'])[0]}") from None
     if any(length < 0 for length in shape):
         raise SourceError(f"{name} claims the invalid shape {shape}")
     if dtype.hasobject:
-        raise SourceError(f"{name} holds Python objects, which are never unpickled: save plain numbers")
+        raise SourceError(f"{name} contains Python objects, which are never unpickled: save plain numbers")
     return shape, by_column, dtype
 
 
@@ -73,10 +73,12 @@ def _check_members(shown: str, archive: zipfile.ZipFile, num_bytes: int) -> None
     if repeated is not None:
         raise SourceError(f"{shown}: two members have the name {repeated!r}: save it again")
     if sum(member.compress_size for member in archive.infolist()) > num_bytes:
-        raise SourceError(f"{shown}: its members claim more than its {num_bytes} bytes: they overlap")
+        raise SourceError(f"{shown}: its members claim more than its {num_bytes} bytes, so they overlap")
     for member in archive.infolist():
         packed, size, name = member.compress_size, member.file_size, printable(member.filename)
         if member.flag_bits & 1 or member.compress_type not in PACKINGS:
-            raise SourceError(f"{shown}: member {name!r} is encrypted or packed unusually: save it again")
+            raise SourceError(f"{shown}: member {name!r} is encrypted or packed in an unknown way: save it again")
         if size > MAX_RATIO * packed + MAX_SMALL_BYTES:
-            raise SourceError(f"{shown}: member {name!r} claims {size} bytes out of {packed}, which is impossible")
+            raise SourceError(
+                f"{shown}: member {name!r} claims to unpack {packed} to {size} bytes, which is impossible"
+            )

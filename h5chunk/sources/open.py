@@ -12,7 +12,7 @@ from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import HDF5_MAGIC, is_path, read_head
 
-PACKAGES = {"pyarrow": "sparse"}  # optional ones, and the extra that installs them
+PACKAGES = {"pyarrow": "sparse"}  # optional packages, and the extra that installs each
 
 
 def all_kinds() -> list[Any]:
@@ -21,7 +21,7 @@ def all_kinds() -> list[Any]:
 
 
 def find_kind(source: Any, kind: str | None = None) -> Any:
-    """Find the class that opens a source: by the name of its kind, or else the first that recognises the source."""
+    """Find the class that opens a source: by the name of its kind, otherwise the first that recognises the source."""
     kinds = all_kinds()
     names = [each.kind for each in kinds]
     if kind is not None:
@@ -40,11 +40,11 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
 def _unrecognised(head: bytes) -> str:
     if head.startswith(HDF5_MAGIC):
         return (
-            "an HDF5 file, but not a matrix in a known format (.h5ad or 10x .h5): h5chunk repack is for HDF5 files of "
-            "samples, and h5chunk info says what is in a file"
+            "an HDF5 file, but not a known matrix (.h5ad or 10x .h5): for HDF5 files of samples use h5chunk repack; "
+            "h5chunk info describes the file"
         )
     examples = "".join(f"\n  {kind.name:8}{kind.example}" for kind in KINDS if kind.example)
-    return f"not recognised. If it is one of these, say so, for example with --format csv:{examples}"
+    return f"not recognised. If it is one of these, name its format, for example with --format csv:{examples}"
 
 
 def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) -> Any:

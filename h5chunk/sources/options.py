@@ -48,8 +48,8 @@ def option(
 class Options:
     """Base of options: checks choices and limits on creation, and raises `OptionError`."""
 
-    heading: ClassVar[str] = ""  # of the command line's help
-    noun: ClassVar[str] = ""  # the data that they apply to, for messages
+    heading: ClassVar[str] = ""  # heading in the command line's help
+    noun: ClassVar[str] = ""  # the data that the options apply to, for messages
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

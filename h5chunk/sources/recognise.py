@@ -11,7 +11,7 @@ from h5chunk.errors import SourceError
 from h5chunk.sources.container import BoundedFile
 
 HEAD_BYTES = 1 << 12
-MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip of more members is no matrix and no file of arrays
+MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip with more members is neither a matrix nor a file of arrays
 MAX_HDF5_LINKS = 1000
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 ZIP_MAGIC = b"PK\x03\x04"

@@ -21,7 +21,7 @@ IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
 class Samples(SampleSource):
     """Base of sample sources: a subclass recognises and opens a source, and reads values; images are decoded here."""
 
-    noun: ClassVar[str]  # what such a source contains, for messages
+    noun: ClassVar[str]  # the contents of such a source, for messages
     Options: ClassVar[type[Options]] = Options
     decoding: ImageOptions = ImageOptions()
 
@@ -92,12 +92,12 @@ class Samples(SampleSource):
                     remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
                     same_size = self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]
                     if self.decoding.color == "keep" and same_size:
-                        remedy = "give the colours that all shall have (--color rgb|gray)"
+                        remedy = "give the colours of all images (--color rgb|gray)"
                 return (
                     f"samples differ in {printable(name)!r}: {self.name(number)} is {shape_text(shape)}, "
                     f"{self.name(index)} is {shape_text(field.shape)}: {remedy}"
                 )
-        return "the samples did not all have one shape, and changed since"
+        return "the samples had different shapes, and have changed since"
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -122,11 +122,11 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     if dtype.kind == "S" and dtype.itemsize:
         return dtype
     remedies = {
-        "O": "Python objects are never unpickled: make plain numbers of them",
+        "O": "Python objects are never unpickled: convert them to plain numbers",
         "c": "split real and imaginary parts",
         "U": "encode it as UTF-8 (np.char.encode)",
-        "M": "make int64 of it",
-        "m": "make int64 of it",
+        "M": "convert it to int64",
+        "m": "convert it to int64",
     }
     remedy = remedies.get(dtype.kind, "convert it to a number of at most 64 bits")
     raise SourceError(f"{printable(name)} has the dtype {dtype}, which a field cannot have: {remedy}")

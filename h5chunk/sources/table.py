@@ -9,8 +9,8 @@
 | encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options of images |
 | anything else, and missing values | refused |
 
-Rows are read once, batch by batch; vectors and images wait in a temporary file, from which samples are read in any
-order. That file has no name, so that the system removes it when the process ends.
+Rows are read once, batch by batch. Vectors and images are copied to a temporary file, from which samples are read in
+any order. That file has no name, so that the system removes it when the process ends.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Images(_Spool):
         if pyarrow.types.is_struct(array.type):
             array = array.field("bytes")
         if array.null_count:
-            raise ValueError("holds an image without bytes, of which only the path is known: embed the images")
+            raise ValueError("holds an image as a path without bytes: embed the images")
         for value in array:
             self.append(value.as_buffer())
 
@@ -211,7 +211,7 @@ class TableSource(Samples):
             if part.dtype.kind in "iu" and (part.astype(values.dtype).astype(part.dtype) != part).any():
                 raise SourceError(
                     f"{printable(self._paths[0])} and other files: column {name!r} is of {values.dtype} and "
-                    f"{part.dtype}, and {values.dtype} does not have all its whole numbers: give the files one type"
+                    f"{part.dtype}, and the former cannot hold all integers of the latter: give the files one type"
                 )
         return values
 

@@ -46,7 +46,7 @@ def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) ->
         transforms = {fields[0]: transforms}
     for name in transforms:
         if name not in fields:
-            raise OptionError(f"transforms are of field {name!r}, but the fields are {', '.join(map(repr, fields))}")
+            raise OptionError(f"transforms has the field {name!r}, but the fields are {', '.join(map(repr, fields))}")
     return {name: check_transforms("transforms", transforms.get(name, ())) for name in fields}
 
 
@@ -98,7 +98,7 @@ def check_first(transforms: Sequence[Transform], field: Field | MatrixField, sto
     if field.scale is not None and isinstance(first, (Normalize, ToDtype)):
         remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
     elif field.scale is None and isinstance(first, (Dense, Csr)):
-        remedy = "is no matrix: use ToDtype"
+        remedy = "is not a matrix: use ToDtype"
     elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:
         remedy = f"is {stored}: put ToDtype(torch.float32) first"
     if remedy:

@@ -17,10 +17,10 @@ import torch
 
 from h5chunk.transforms.csr import CsrRows, Numbers, ValueRule
 
-FEWEST_NUMBERS = 4 << 20  # of a batch; with fewer, launching it takes longer than torch.addcmul; scripts/LOG.md
+FEWEST_NUMBERS = 4 << 20  # in a batch; with fewer, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
-PIXELS = 1024  # of a program; 512 to 2048 made no difference
-BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries and numbers of a program at a time; scripts/LOG.md
+PIXELS = 1024  # pixels per program; 512 to 2048 made no difference
+BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries and numbers that a program handles at a time; scripts/LOG.md
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,7 +31,7 @@ class Compiling:
         self._kernel: Any = None
 
         def run() -> None:
-            with suppress(Exception):  # no Triton, or one that does not work here: there are other ways
+            with suppress(Exception):  # without a working Triton, torch operations are used
                 self._kernel = first_launch()
 
         self._thread = threading.Thread(target=run, name="h5chunk-compile", daemon=True)
@@ -70,7 +70,7 @@ class FusedKernel(Compiling):
     def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
         """Run the kernel, unless it is not compiled or the batch is too small; return whether it ran.
 
-        Samples must be consecutive, and the kernel takes the strides within them: no view is made for it.
+        Samples must be contiguous along the first axis; the kernel takes the strides within them, without a view.
         """
         if self._kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
@@ -104,18 +104,18 @@ class FusedKernel(Compiling):
 class DenseKernel(Compiling):
     """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` for each entry e of row i, and zero elsewhere.
 
-    Each program clears one row and scatters its entries, so that a batch is written hardly more than once: plain
-    indexing also writes it, then handles 8-byte positions for 3-byte entries, in separate kernels.
+    Each program clears one row and scatters its entries, so that a batch is written about once. Plain indexing also
+    writes it once, but then handles 8-byte positions for 3-byte entries, in separate kernels.
 
-    ``like`` gives a `CsrRows` of one row on the device, with the types to expect. The rule has no steps except those
-    that ``l2`` stands for: divide each row by its Euclidean length.
+    ``like`` gives a `CsrRows` of one row on the device, with the types to expect. The rule may have no steps except
+    ``l2``, which divides each row by its Euclidean length.
     """
 
     def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:
         self._like, self._num_columns, self._rule, self._l2 = like, num_columns, rule, l2
         self._table: torch.Tensor | None = None
         self._compile_in_thread(self._first_launch)
-        if l2:  # sums in another order would give other last bits
+        if l2:  # sums in another order would change the last bits
             self.wait()
 
     def _first_launch(self) -> Any:

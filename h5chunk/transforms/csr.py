@@ -1,7 +1,7 @@
 """CSR batches: rows of a sparse matrix as they are stored, and arithmetic on their entries.
 
-On the host the arithmetic is NumPy's, because torch's threads wait for each other, which is slow where other work uses
-the cores. On a GPU it is torch's.
+On the host NumPy does the arithmetic, because torch's threads wait for each other, which is slow on busy cores. On a
+GPU torch does it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from h5chunk import native
 
 NUM_CODES = 256
 MAX_INT32 = (1 << 31) - 1
-DENSE_BYTES = 4 << 20  # of the part of a batch that one thread makes dense; scripts/LOG.md
+DENSE_BYTES = 4 << 20  # bytes of a batch that one thread makes dense; scripts/LOG.md
 MapParts = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -73,7 +73,7 @@ class CsrRows:
         return CsrRows(*arrays, 0, len(numbers.host), numbers)
 
     def to(self, device: torch.device) -> CsrRows:
-        """Copy all stored rows to another device, whichever of them are selected."""
+        """Copy all stored rows, selected or not, to another device."""
         values = None if self.values is None else self.values.to(device)
         return CsrRows(self.starts.to(device), self.host_starts, self.indices.to(device), values)
 
@@ -121,7 +121,7 @@ class Entries(NamedTuple):
 
     starts: torch.Tensor  # (rows + 1,) int32 or int64
     counts: torch.Tensor  # (rows,) int64
-    columns: torch.Tensor  # (entries,), of the dtype of starts
+    columns: torch.Tensor  # (entries,), with the dtype of starts
     values: torch.Tensor  # (entries,)
 
 
@@ -167,7 +167,7 @@ def _on_host(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
 
 def _host_values(codes: np.ndarray, rule: ValueRule) -> np.ndarray:
     dtype = _numpy_dtype(rule.work_dtype)
-    if rule.divisor is not None:  # five times as fast as a look into the table
+    if rule.divisor is not None:  # five times as fast as looking up the table
         values = codes.astype(dtype)
         return values if rule.divisor == 1 else np.divide(values, rule.divisor, out=values)
     if rule.table is not None:
@@ -305,9 +305,9 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
 
 
 def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
-    """Make rows dense as `scatter` does, from the stored numbers, without Python's lock; return whether it was done.
+    """Make rows dense as `scatter` does, from the stored numbers, without the GIL; return whether that was possible.
 
-    It is possible if values follow from the stored numbers one by one, in one step.
+    It is possible if each value follows from its stored number in one step.
     """
     one_by_one = rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
     if rule.steps or rule.least is not None or not one_by_one or not native.available():

@@ -1,6 +1,6 @@
 """Transforms of images and other dense samples: `Normalize` and `ToDtype`, in one kernel where they are adjacent.
 
-uint8 made floating is scaled to 0..1, as torchvision does with ``scale=True``; other numbers are only cast.
+Converting uint8 to floats scales it to 0..1, like torchvision's ``scale=True``; other numbers are only cast.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from h5chunk.errors import OptionError
 from h5chunk.transforms.compiled import FusedKernel
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-KEPT_CONVERTERS = 32  # of transforms that are called as functions
+KEPT_CONVERTERS = 32  # allocates results of transforms that are called as functions
 
 
 @dataclass(frozen=True)
 class Normalize:
     """Subtract the mean and divide by the standard deviation.
 
-    uint8 is scaled to 0..1 and becomes float32; floats are taken unchanged and keep their dtype. An adjacent `ToDtype`
+    uint8 is first scaled to 0..1 and becomes float32; floats are not scaled and keep their dtype. An adjacent `ToDtype`
     chooses another dtype at no cost.
 
     Parameters
@@ -43,7 +43,7 @@ class Normalize:
             raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: give one per channel of both")
         if not ((stds > 0).all() and torch.isfinite(stds).all() and torch.isfinite(means).all()):
             raise OptionError(f"{self}: give finite means, and positive stds")
-        for name, numbers in (("mean", means), ("std", stds)):  # hashable, whatever was given
+        for name, numbers in (("mean", means), ("std", stds)):  # hashable, whatever was passed
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class ImageConverter:
         self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
         channels_last = to_dtype is not None and to_dtype.channels_last
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
-            raise OptionError(f"channels_last needs samples of (C, H, W), these are {sample_shape}")
+            raise OptionError(f"channels_last needs samples of (C, H, W), but these are {sample_shape}")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 255 if stored == torch.uint8 else 1
         self._scale, self._shift = _scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
@@ -119,7 +119,7 @@ class ImageConverter:
             self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
 
     def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
-        """Return the converted batch; with ``keep`` the input may be handed on without a copy."""
+        """Return the converted batch; with ``keep`` the result may be the input itself."""
         unchanged = images.dtype == self.dtype and not self._scaled
         if keep and unchanged and images.is_contiguous(memory_format=self._format):
             return images
@@ -181,7 +181,7 @@ def _result_dtype(
         return stored if to_dtype is None else to_dtype.dtype
     given = to_dtype.dtype if to_dtype is not None and transforms[0] is to_dtype else stored
     if given != torch.uint8 and not given.is_floating_point:
-        raise OptionError(f"Normalize is for uint8 and floats, but is given {given}: put ToDtype(torch.float32) first")
+        raise OptionError(f"Normalize is for uint8 and floats, not for {given}: put ToDtype(torch.float32) first")
     if to_dtype is None:
         return torch.float32 if stored == torch.uint8 else stored
     if not to_dtype.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""The Triton kernels; imported only where a GPU and Triton may exist."""
+"""The Triton kernels, in a module that is imported only if a GPU and Triton may exist."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
                     number = tl.where(inside & (number >= least), 1.0, 0.0)
             total += tl.sum(number * number)
         factor = tl.where(total > 0, 1 / tl.sqrt(total), 0.0)
-    tl.debug_barrier()  # other threads of this program have cleared the places
+    tl.debug_barrier()  # wait until all threads of this program have cleared their part
     for entry in range(start, stop, block):
         entries = entry + tl.arange(0, block)
         inside = entries < stop

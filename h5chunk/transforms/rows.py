@@ -1,7 +1,7 @@
 """Transforms of matrix rows: values (`Binarize`, `L2`, `Log1p`) and layout (`Dense`, `Csr`).
 
-A missing entry is a zero, and all transforms of values leave zeros alone. So they mean the same before and after
-`Dense` or `Csr`, and are computed only on the entries: in the same kernel where a GPU makes rows dense.
+A missing entry is a zero, and all transforms of values keep zeros. So they give the same result before and after
+`Dense` or `Csr`, and are computed only on the entries; on a GPU, in the kernel that makes rows dense.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from h5chunk.transforms.csr import (
     scatter_natively,
 )
 
-DENSE_THREADS = 4  # of batches that are made dense on the host
+DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -58,8 +58,8 @@ class Dense(_Layout):
     Parameters
     ----------
     dtype : torch.dtype
-        Floating types round values to what they can hold (float16 ends at 65,504). An integer type is refused if it
-        could not hold the values.
+        Floating types round values (the maximum of float16 is 65,504). An integer type that may not hold the values is
+        an error.
     """
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class _Values:
 
 @dataclass(frozen=True)
 class Binarize(_Values):
-    """Set values to 1 from a threshold on, and others to 0; in a CSR batch zeros stay among the entries.
+    """Set values from a threshold on to 1, and others to 0; a CSR batch keeps these zeros as entries.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class Binarize(_Values):
 
 @dataclass(frozen=True)
 class L2(_Values):
-    """Divide each row by its Euclidean length; rows of length 0 stay as they are."""
+    """Divide each row by its Euclidean length; rows of length 0 do not change."""
 
     def on_values(self, values: Any, rows: RowArithmetic) -> Any:
         return rows.scaled(values, rows.reciprocal(rows.lengths(values), 0.0))
@@ -199,7 +199,7 @@ class RowConverter:
                 scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
             return out
         starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)
-        if not keep:  # what was stored in the right type is part of the window
+        if not keep:  # values that were stored in the right type still belong to the window
             columns = columns.clone() if shares_memory(columns, rows.indices) else columns
             values = values.clone() if rows.values is not None and shares_memory(values, rows.values) else values
         return make_csr(starts, columns, values, (len(rows), self.num_columns))
@@ -226,11 +226,11 @@ class RowConverter:
             if device.type != "cpu":
                 return torch.empty(shape, dtype=self.dtype, device=device)
             return self._allocate(shape, self.dtype)
-        except (MemoryError, ValueError, RuntimeError) as error:  # of NumPy, and of torch
+        except (MemoryError, ValueError, RuntimeError) as error:  # errors of NumPy, and of torch
             taken = human_bytes(math.prod(shape) * self.dtype.itemsize)
             raise OptionError(
-                f"a dense batch of {num_rows} rows and {self.num_columns} columns takes {taken} of memory, more than "
-                "there is: take a smaller batch_size, or transforms=[Csr()]"
+                f"a dense batch of {num_rows} rows and {self.num_columns} columns takes {taken}, more than the "
+                "free memory: use a smaller batch_size, or transforms=[Csr()]"
             ) from error
 
 
@@ -256,7 +256,7 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, 
         return ValueRule(None, None, 1.0, steps, dtype)
     values = np.arange(NUM_CODES) / (field.scale or 1.0)
     while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):
-        values = steps[0].on_values(values, None)  # which looks at no rows
+        values = steps[0].on_values(values, None)  # which does not depend on rows
         steps = steps[1:]
     rule = ValueRule(None, None, float(values[1]), steps, dtype)
     table = torch.from_numpy(values).to(rule.work_dtype).numpy()
@@ -266,10 +266,10 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, 
 def _check_fit(layout: Dense | Csr, steps: tuple[_Values, ...], field: MatrixField | Field) -> None:
     dtype = layout.dtype
     if isinstance(layout, Csr) and not isinstance(field, MatrixField):
-        raise OptionError(f"Csr is for sparse rows but field {field.name!r} holds dense ones: use Dense")
+        raise OptionError(f"Csr is for sparse rows, but field {field.name!r} has dense ones: use Dense")
     for step in steps:
         if not isinstance(step, Binarize) and not dtype.is_floating_point:
-            raise OptionError(f"{step} gives fractions but {layout} holds whole numbers: give a floating dtype")
+            raise OptionError(f"{step} gives fractions, but {layout} has integers: give a floating dtype")
     scale = field.scale or 1.0
     if dtype.is_floating_point or any(isinstance(step, Binarize) for step in steps):
         return

@@ -110,7 +110,7 @@ def test_dry_run_writes_nothing(class_folder: Make, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     result = run("convert", root, tmp_path / "x.h5", "--dry-run")
     assert result.exit_code == 0 and result.stderr == ""
-    for word in ("20 images of 3 x 10 x 12, ", " needed, ", " free, about ", "  chunks ", "samples a chunk: "):
+    for word in ("20 images of 3 x 10 x 12, ", " needed, ", " free, about ", "  chunks ", "samples per chunk: "):
         assert word in result.stdout
     plan = json.loads(run("convert", root, tmp_path / "x.h5", "--dry-run", "--json").stdout)
     assert plan["num_samples"] == 20 and plan["layout"]["reasons"]
@@ -130,9 +130,9 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
     check_error(run("convert", root, tmp_path), "is a folder")
     check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: make it first")
-    check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12 but 5 x 5 was asked for")
+    check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12 but size is 5 x 5")
     (root / "class0" / "0000.png").write_bytes(b"\n<html>\x1b[31m")
-    check_error(run("convert", root, out), "class0/0000.png: is no image of a known format")
+    check_error(run("convert", root, out), "class0/0000.png: is not an image in a known format")
     assert not out.exists()
     out.write_bytes(b"old")
     check_error(run("convert", root, out), "exists: use --overwrite")
@@ -144,7 +144,7 @@ def test_names_that_terminals_would_obey_are_escaped(class_folder: Make, tmp_pat
     name = os.fsdecode(b"a\n\x1b[31m\xff.png")
     (root / "class0" / name).write_bytes(b"broken")
     result = run("convert", root, tmp_path / "x.h5", "--workers", 0)
-    check_error(result, r"class0/a\n\x1b[31m\xff.png: is no image")
+    check_error(result, r"class0/a\n\x1b[31m\xff.png: is not an image")
 
 
 @pytest.mark.parametrize(

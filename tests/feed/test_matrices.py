@@ -166,7 +166,7 @@ def test_dense_rows_of_ours(tmp_path):
             check_epoch(loader, expected, sparse="dense", tolerance=1e-6)
         dataset = ChunkDataset(tmp_path / "a.h5", transform=transforms)
         np.testing.assert_allclose(dataset[[8, 2]][0].numpy(), expected[[8, 2]], rtol=1e-6)
-    with pytest.raises(OptionError, match="Csr is for sparse rows but field 'X' holds dense ones"):
+    with pytest.raises(OptionError, match="Csr is for sparse rows, but field 'X' has dense ones"):
         ChunkLoader(tmp_path / "a.h5", 20, transforms=[Csr()])
 
 
@@ -220,9 +220,9 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
         ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X' is a matrix: give Dense, Csr, L2 or Log1p"),
         ({"transforms": [ToDtype(torch.float16)]}, "field 'X' is a matrix"),
         ({"transforms": [Binarize(1), L2(), Dense(torch.int32)]}, r"L2\(\) gives fractions but Dense"),
-        ({"transforms": {"labels": [Csr()]}}, "field 'labels' is no matrix: use ToDtype"),
+        ({"transforms": {"labels": [Csr()]}}, "field 'labels' is not a matrix: use ToDtype"),
         ({"transforms": {"labels": [Log1p()]}}, r"field 'labels' is torch.int64: put ToDtype\(torch.float32\) first"),
-        ({"transforms": {"genes": []}}, "transforms are of field 'genes', but the fields are 'X', 'labels'"),
+        ({"transforms": {"genes": []}}, "transforms has the field 'genes', but the fields are 'X', 'labels'"),
         ({"transforms": [L2]}, "transforms has <class .*: give objects of h5chunk.transforms"),
         ({"transforms": L2()}, r"transforms is L2\(\): give a list"),
     ],

@@ -48,9 +48,9 @@ def test_chosen_chunks(num_samples, sample_bytes):
         (60_000, 784, 256, "196.0 KiB, small enough to make 235 chunks to shuffle"),
         (50_000, 3072, 256, "small enough to make 196 chunks"),
         (1_000_000, 784, 2048, "1.5 MiB, the largest power of two"),
-        (100, 100, 100, "100 samples a chunk: all there are, 9.8 KiB"),
-        (1000, 50_000_000, 1, "one sample is already 47.7 MiB, more than the 2.0 MiB aimed at"),
-        (1, 1, 1, "all there are"),
+        (100, 100, 100, "100 samples per chunk: all of them, 9.8 KiB"),
+        (1000, 50_000_000, 1, "one sample is 47.7 MiB, more than the target of 2.0 MiB"),
+        (1, 1, 1, "all of them"),
     ],
 )
 def test_choices_and_their_reasons(num_samples, sample_bytes, chunk_samples, why):
@@ -61,11 +61,11 @@ def test_choices_and_their_reasons(num_samples, sample_bytes, chunk_samples, why
 
 def test_window_reason_gives_the_memory():
     assert plan_layout(50_000, 3072).reasons[-1] == (
-        "windows of 14 chunks are shuffled together; the 24 open ones take 147.0 MiB of cache over all processes"
+        "windows of 14 chunks are shuffled; the 24 open windows take 147.0 MiB of cache over all processes"
     )
     assert plan_layout(12_000, 150_528).reasons[-1] == (
-        "windows of 9 chunks are shuffled together; no chunk cache: samples of 147.0 KiB are read straight, "
-        "a cache would only copy them twice"
+        "windows of 9 chunks are shuffled; no chunk cache: samples of 147.0 KiB are read directly, "
+        "and a cache would copy them twice"
     )
 
 
@@ -80,7 +80,7 @@ def test_the_recommended_cache_holds_the_recommended_windows(num_samples):
 def test_a_given_size():
     layout = plan_layout(1000, 100, 30)
     assert (layout.chunk_samples, layout.num_chunks, layout.chunk_bytes) == (30, 34, 3000)
-    assert layout.reasons[0] == "30 samples a chunk, as asked: 2.9 KiB"
+    assert layout.reasons[0] == "30 samples per chunk, as given: 2.9 KiB"
     assert plan_layout(10, 100, 30).chunk_samples == 10
 
 
@@ -95,7 +95,7 @@ def test_hdf5s_limit():
     assert plan_layout(10_000, sample_bytes, 4095).chunk_bytes <= MAX_CHUNK_BYTES
     with pytest.raises(OptionError, match="4294967296 bytes but HDF5's limit is 4294967295: use at most 4095 samples"):
         plan_layout(10_000, sample_bytes, 4096)
-    with pytest.raises(OptionError, match=r"one sample is 4294967296 bytes but HDF5's limit"):
+    with pytest.raises(OptionError, match=r"one sample is 4294967296 bytes, over HDF5's limit"):
         plan_layout(2, 1 << 32)
 
 

@@ -403,10 +403,10 @@ def test_a_huge_epoch_starts_at_once():
     ("wrong", "message"),
     [
         ({"lanes": 3, "world_size": 2}, "lanes is 3 and world_size 2"),
-        ({"lanes": 4}, "batch_size is 6 and each rank has 4 lanes"),
+        ({"lanes": 4}, "batch_size is 6, and each rank has 4 lanes"),
         ({"rank": 1}, "rank is 1 of a world_size of 1"),
         ({"rank": -1}, "rank is -1"),
-        ({"drop_last": True, "pad": True}, "give one of them"),
+        ({"drop_last": True, "pad": True}, "give only one of them"),
         ({"selection": FixedSelection(np.array([0, 2, 3]))}, "selection has 3"),
     ],
 )

@@ -129,7 +129,7 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
         ({"a": np.ones((3, 0))}, r"'a' of shape \(3, 0\) holds no values"),
         ({"a": np.ones(3), "b": np.ones(4)}, "'a' has 3 samples but 'b' has 4: give arrays of one length"),
         ({"a": np.ones(3, complex)}, "a has the dtype complex128, which a field cannot have: split real and imaginary"),
-        ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: make int64 of it"),
+        ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: convert it to int64"),
         ({"a": np.array([{}, 1], object)}, "Python objects.* are never unpickled"),
     ],
 )
@@ -151,9 +151,9 @@ def npy(array: np.ndarray) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (npy(np.ones(99))[:-1], "takes 792 bytes but 791 are there: it is damaged or cut short"),
-        (npy(np.ones(99)) + b"x", "takes 792 bytes but 793 are there"),
-        (npy(np.ones(99)).replace(b"(99,), ", b"(9999,)"), "takes 79992 bytes but 792 are there"),
+        (npy(np.ones(99))[:-1], "takes 792 bytes but there are 791: it is damaged or cut short"),
+        (npy(np.ones(99)) + b"x", "takes 792 bytes but there are 793"),
+        (npy(np.ones(99)).replace(b"(99,), ", b"(9999,)"), "takes 79992 bytes but there are 792"),
         (npy(np.ones(99))[:20], r"is not a \.npy array"),
     ],
 )

@@ -236,7 +236,7 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
     allowed = said.pop("allowed.mtx")
     assert not {name: text for name, text in said.items() if "TRACEBACK" in text or "the system gave less" in text}
     assert {name for name, text in said.items() if not text} == {name for name in options if "legal" in name}
-    refused = [text for text in said.values() if "over the limit of 32.0 MiB: if the claim is right, allow" in text]
+    refused = [text for text in said.values() if "over the limit of 32.0 MiB: if this is right, allow" in text]
     assert len(refused) > 70
     assert "the system gave less: allow less" in allowed
 
@@ -245,7 +245,7 @@ def test_the_error_says_what_it_would_take(tmp_path: Path) -> None:
     (tmp_path / "m.mtx").write_bytes(mtx(HUGE[0], 3, "real general"))
     message = (
         r"m\.mtx: claims 2,000,000,000 rows and 3 columns, which take 104\.3 GiB of memory, over the limit of "
-        r"1\.0 GiB: if the claim is right, allow more \(--memory-bytes 105G\)"
+        r"1\.0 GiB: if this is right, allow more \(--memory-bytes 105G\)"
     )
     for how in (h5chunk.convert, partial(h5chunk.convert, dry_run=True)):
         with pytest.raises(SourceError, match=message):
@@ -277,7 +277,9 @@ def test_rows_take_no_more_than_is_said(tmp_path: Path, ids: bool, memory_bytes:
 
 def test_what_a_part_of_the_source_takes_is_taken_for_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_bytes(b"".join(b"%d,1,1\n" % i for i in range(1_000_000, 1_600_000)))
-    with pytest.raises(SourceError, match=r"claims \d+,\d+ rows and 1 columns in the first \d+% of it") as refusal:
+    with pytest.raises(
+        SourceError, match=r"claims \d+,\d+ rows and 1 columns in the first \d+% of the file"
+    ) as refusal:
         h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", memory_bytes=32 << 20)
     enough = int(str(refusal.value).rpartition("--memory-bytes ")[2].removesuffix("M)"))
     assert 60 <= enough <= 68
@@ -302,5 +304,5 @@ def test_what_is_kept_counts(tmp_path: Path) -> None:
     limit = MemoryLimit(tmp_path / "x", 100)
     limit.keep("5 names", 60)
     limit.check("4 rows", 40)
-    with pytest.raises(SourceError, match=r"claims 5 rows, .* 50 bytes of memory beside the 60 bytes of its names"):
+    with pytest.raises(SourceError, match=r"claims 5 rows, .* 50 bytes of memory in addition to 60 bytes of names"):
         limit.check("5 rows", 50)

@@ -180,7 +180,7 @@ def test_what_is_no_regular_file_in_a_zip_is_named(tmp_path: Path) -> None:
         archive.writestr(link, "b.png")
         archive.writestr("b.png", b"b")
     listing = list_images(tmp_path / "x.zip")
-    check_refused(listing.container, b"a.png", "is a link to what is no file in its archive")
+    check_refused(listing.container, b"a.png", "is a link whose target is not a file in its archive")
     assert listing.container.read(1, b"b.png") == b"b"
 
 
@@ -239,7 +239,7 @@ def test_links_in_a_tar_are_followed(tmp_path: Path) -> None:
     listing = list_images(path)
     assert list(listing.names) == [b"a/1.png", b"a/2.png", b"b/3.png", b"b/early.png"]
     assert [listing.container.read(i, b"") for i in (0, 1, 3)] == [b"one"] * 3
-    with pytest.raises(SampleError, match="is a link to what is no file in its archive"):
+    with pytest.raises(SampleError, match="is a link whose target is not a file in its archive"):
         listing.container.read(2, b"b/3.png")
 
 
@@ -255,7 +255,7 @@ def test_links_to_links_in_a_tar(tmp_path: Path) -> None:
     listing = list_images(path)
     assert [listing.container.read(i, b"") for i in range(3)] == [b"three"] * 3
     for index in (3, 4):
-        with pytest.raises(SampleError, match="is a link to what is no file in its archive"):
+        with pytest.raises(SampleError, match="is a link whose target is not a file in its archive"):
             listing.container.read(index, b"")
 
 

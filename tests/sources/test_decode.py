@@ -126,7 +126,7 @@ def test_palette_is_looked_up(transparent: bool) -> None:
     plain = palette_image()
     check_same(decoded(data), plain.convert("RGB"))
     check_same(decoded(data, GRAY), plain.convert("L"))
-    check_refused(data, "is of mode P, which cannot be kept", KEEP)
+    check_refused(data, "has mode P, which color 'keep' does not support", KEEP)
     assert notes(data) == ("P",)
 
 
@@ -143,13 +143,13 @@ def test_cmyk_jpeg_is_converted_by_pillow() -> None:
     assert opened.mode == "CMYK"
     check_same(decoded(data), opened.convert("RGB"))
     check_same(decoded(data, GRAY), opened.convert("RGB").convert("L"))
-    check_refused(data, "is of mode CMYK", KEEP)
+    check_refused(data, "has mode CMYK", KEEP)
 
 
 def test_lab_is_refused() -> None:
     profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
     lab = ImageCms.profileToProfile(Image.fromarray(pixels(1)), *profiles, outputMode="LAB")
-    check_refused(encoded(lab, "TIFF"), "is of mode LAB, for which there is no policy")
+    check_refused(encoded(lab, "TIFF"), "has mode LAB, which is not supported")
 
 
 # ---- more than 8 bits
@@ -175,7 +175,7 @@ def deep_images() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", list(deep_images()))
 @pytest.mark.parametrize("options", [RGB, GRAY, KEEP], ids=lambda options: options.color)
 def test_more_than_8_bits_is_refused(name: str, options: ImageOptions) -> None:
-    check_refused(deep_images()[name], r"has more than 8 bits a channel \(.*\): scale it to 8 bits first", options)
+    check_refused(deep_images()[name], r"has over 8 bits per channel \(.*\): scale it to 8 bits first", options)
 
 
 def test_pillow_opens_deep_rgb_as_8_bits() -> None:
@@ -262,15 +262,17 @@ def test_truncated_is_refused(kind: str, part: float, monkeypatch: pytest.Monkey
     data = encoded(Image.fromarray(pixels(1, 64, 64)), kind)
     for allowed in (False, True):  # whatever the process has set
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", allowed)
-        check_refused(data[: int(len(data) * part)], "cannot be decoded|no image of a known format")
+        check_refused(data[: int(len(data) * part)], "cannot be decoded|not an image in a known format")
         assert ImageFile.LOAD_TRUNCATED_IMAGES is allowed
 
 
 def test_what_is_no_image_is_refused() -> None:
-    check_refused(b"<html><body>404</body></html>", r"no image of a known format \(JPEG, PNG.*\); starts with b'<html>")
-    check_refused(b"\0" * 100, "no image of a known format")
-    check_refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image of a known format")
-    check_refused(encoded(Image.fromarray(pixels(1)), "ICO"), "no image of a known format")
+    check_refused(
+        b"<html><body>404</body></html>", r"not an image in a known format \(JPEG, PNG.*\); starts with b'<html>"
+    )
+    check_refused(b"\0" * 100, "not an image in a known format")
+    check_refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image in a known format")
+    check_refused(encoded(Image.fromarray(pixels(1)), "ICO"), "not an image in a known format")
 
 
 def test_corrupted_png_is_refused() -> None:
@@ -312,7 +314,7 @@ def test_limits_are_those_of_the_process_afterwards() -> None:
 def test_other_size_is_refused_unless_told_how_to_fit() -> None:
     data = encoded(Image.fromarray(pixels(1)))
     check_same(decoded(data, ImageOptions(size=(10, 12))), pixels(1))
-    check_refused(data, "is 10 x 12 but 5 x 6 was asked for: use fit stretch, crop or pad", ImageOptions(size=(5, 6)))
+    check_refused(data, "is 10 x 12 but size is 5 x 6: use fit stretch, crop or pad", ImageOptions(size=(5, 6)))
 
 
 @pytest.mark.parametrize("size", [(5, 6), (20, 7), (3, 30), (10, 12)])
@@ -393,8 +395,8 @@ def test_layouts(mode: str) -> None:
         ({"color": "cmyk"}, "color is 'cmyk': give "),
         ({"layout": "chwn"}, "layout is 'chwn': give "),
         ({"animated": "all"}, "animated is 'all': give "),
-        ({"size": (0, 5)}, r"size is \(0, 5\): give height and width"),
-        ({"size": (5,)}, r"size is \(5,\): give height and width"),
+        ({"size": (0, 5)}, r"size is \(0, 5\): give a height and a width"),
+        ({"size": (5,)}, r"size is \(5,\): give a height and a width"),
         ({"fit": "crop"}, "fit is 'crop' but no size was given"),
         ({"max_pixels": 0}, "max_pixels is 0: give at least 1"),
     ],

@@ -69,14 +69,14 @@ def test_settling_the_shape_where_the_first_is_broken(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     source.settle(skip_bad=True)
     assert source.fields["images"].shape == (3, 10, 12)
-    with pytest.raises(SampleError, match=r"a\.png: is no image of a known format"):
+    with pytest.raises(SampleError, match=r"a\.png: is not an image in a known format"):
         source.settle(skip_bad=False)
 
 
 def test_settling_the_shape_where_all_are_broken(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(b"broken")
-    with pytest.raises(SourceError, match=r"none of the 2 samples can be used; the last: b\.png: is no image"):
+    with pytest.raises(SourceError, match=r"none of the 2 samples can be used; the last: b\.png: is not an image"):
         source_of(tmp_path).settle(skip_bad=True)
 
 

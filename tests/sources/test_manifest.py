@@ -143,7 +143,7 @@ def test_celebas_own_list(read: Read) -> None:
     assert list(listing.names) == [b"1.png", b"3.png", b"2.png"]
     assert listing.columns["Smiling"].dtype == listing.columns["Young"].dtype == np.int8
     assert listing.columns["Smiling"].tolist() == [-1, 1, 1] and listing.columns["Young"].tolist() == [1, -1, 1]
-    check_refused(read, text[:-13], r"list\.csv: cut short: 2 lines but its first line says 3")
+    check_refused(read, text[:-13], r"list\.csv: cut short: 2 lines, but its first line says 3")
     check_refused(read, text.replace("-1  1", "-1"), r"list\.csv, line 3: 2 columns but the header has 3")
 
 
@@ -166,10 +166,10 @@ def test_forms_of_the_file(read: Read) -> None:
         ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
         ('path,n\n1.png,"1"x\n', r"line 2: ',' expected after"),
         ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png is not in .*photos"),
-        ("path,n\n/etc/hostname,1\n", "line 2: path /etc/hostname leads out of the source"),
-        ("path,n\n../outside.png,1\n", r"line 2: path \.\./outside\.png leads out"),
-        ("path,n\nsub/../../outside.png,1\n", r"line 2: path \.\./outside\.png leads out"),
-        ("path,n\n.,1\n", r"line 2: path \. leads out"),
+        ("path,n\n/etc/hostname,1\n", "line 2: path /etc/hostname is outside of the source"),
+        ("path,n\n../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
+        ("path,n\nsub/../../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
+        ("path,n\n.,1\n", r"line 2: path \. is outside of"),
         ("path,n,n\n1.png,1,2\n", "line 1: two columns are called 'n'"),
         ("path,label,labels\n1.png,1,2\n", "two columns would become the field 'labels'"),
         ("path,\n1.png,1\n", "line 1: the header must name every column"),
@@ -178,10 +178,10 @@ def test_forms_of_the_file(read: Read) -> None:
         ("path,.\n1.png,1\n", r"line 1: column '\.' cannot be the name of a field"),
         ("path,a\tb\n1.png,1\n", r"line 1: column 'a\\tb' cannot be the name"),
         (b"path,caf\xe9\n1.png,1\n", r"line 1: column 'caf\\udce9' cannot be the name"),
-        ("path,images\n1.png,1\n", "line 1: column 'images' has the name of something else"),
-        ("path,h5chunk\n1.png,1\n", "line 1: column 'h5chunk' has the name of something else"),
+        ("path,images\n1.png,1\n", "line 1: column 'images' has a name that files reserve"),
+        ("path,h5chunk\n1.png,1\n", "line 1: column 'h5chunk' has a name that files reserve"),
         ("1.png,0\n2.png,1\n", r"line 1: 1\.png is an image: put a line with the columns' names first"),
-        ("path,n\n", "no images listed: there is no line below the header"),
+        ("path,n\n", "lists no images: it has no line below the header"),
     ],
 )
 def test_refusals(read: Read, text: str | bytes, reason: str) -> None:

@@ -120,7 +120,7 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
         (
             lambda i: i if i < 29 else i + 0.5,
             SampleError,
-            r"sample 29: .* float64, and does not fit the int64",
+            r"sample 29: .* float64, which does not fit the int64",
         ),
         (lambda i: 1 / (i - 5), SampleError, "sample 5: cannot be read: ZeroDivisionError: division"),
         (lambda i: "a\0", SampleError, "ends in a null byte"),
@@ -149,10 +149,10 @@ def test_what_is_no_data_set(tmp_path: Path) -> None:
 
 
 def test_a_dict_with_a_list_names_it(tmp_path):
-    with pytest.raises(SourceError, match=r"not all arrays \('s'\): make arrays of them"):
+    with pytest.raises(SourceError, match=r"not all arrays \('s'\): use np.array"):
         h5chunk.convert({"a": np.zeros((2, 3)), "s": ["x", "y"]}, tmp_path / "a.h5")
 
 
 def test_a_sparse_matrix_in_python_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"save it \(scipy\.sparse\.save_npz\)"):
+    with pytest.raises(SourceError, match=r"save it with scipy\.sparse\.save_npz"):
         h5chunk.convert(scipy.sparse.eye(5, format="csr"), tmp_path / "a.h5")

@@ -62,7 +62,10 @@ def test_what_is_not_recognised_is_told_the_formats(tmp_path, data):
 def test_other_hdf5_files_are_for_repack(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"] = [1, 2, 3]
-    with pytest.raises(SourceError, match=r"x\.h5: an HDF5 file, but not a matrix .*: h5chunk repack is for"):
+    with pytest.raises(
+        SourceError,
+        match=r"x\.h5: an HDF5 file, but not a known matrix .*: for HDF5 files of samples use h5chunk repack",
+    ):
         open_source(tmp_path / "x.h5")
 
 
@@ -99,10 +102,8 @@ def test_only_text_needs_pyarrow(tmp_path):
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}; sys.modules['pyarrow'] = None\n"
         "from h5chunk.errors import SourceError\n"
-        "from support.open_source import open_source\n"
-        "assert len(list(open_source('m.npz').blocks(1 << 20))) == 1\n"
-        "assert 'scipy' not in sys.modules\n"
-        "try: open_source('r.csv')\n"
+        "from support.open_source import open_source\nassert len(list(open_source('m.npz').blocks(1 << 20))) == 1\n"
+        "assert 'scipy' not in sys.modules\ntry: open_source('r.csv')\n"
         "except SourceError as error: print(error)\n"
     )
     out = subprocess.run(

@@ -76,8 +76,8 @@ def test_splits_become_a_field(tmp_path: Path, kind: str, shards: int | None) ->
     assert plan.fields == {"images": "uint8", "labels": "int64", "split": "|S5"}
     assert plan.class_names == report.class_names == [*CLASSES]
     note = (
-        "the top folders are splits: Train (16), val (8): the field 'split' says which each sample is of "
-        "(--split-folders no makes classes of them)"
+        "the top folders are splits: Train (16), val (8): the field 'split' has the split of each sample "
+        "(to treat them as classes, give --split-folders no)"
     )
     assert plan.notes == report.notes == [note]
     assert f"note: {note}" in str(plan) and f"note: {note}" in str(report)
@@ -111,7 +111,7 @@ def test_flat_splits_have_no_labels(tmp_path: Path) -> None:
     assert list(listing.names) == [b"test/1.png", b"train/1.png", b"train/2.png"]
     assert list(listing.columns) == ["split"] and listing.class_names == []
     assert listing.ignored[1:] == [
-        "folders without images, which are taken for no splits: docs",
+        "folders without images, which are not treated as splits: docs",
         "1 image without a split, beside the split folders, such as loose.png",
     ]
 
@@ -163,7 +163,7 @@ def test_a_class_that_is_called_like_a_split(tmp_path: Path) -> None:
 def test_a_folder_that_wraps_all_others_is_one_class_and_said_to_be(tmp_path: Path) -> None:
     listing = list_images(make(tmp_path, "images/train/1.png", "images/val/1.png"))
     assert listing.class_names == ["images"]
-    assert listing.notes == ["all images are of one class, 'images': are its folders the classes?"]
+    assert listing.notes == ["all images are of one class, 'images': check its folders"]
 
 
 def test_folders_of_any_names_are_splits_if_asked_for(tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_choices_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="split_folders is 'maybe': give auto, yes or no"):
         convert(root, tmp_path / "x.h5", split_folders="maybe")
     (tmp_path / "m.csv").write_text("path\n" + name_of(0) + "\n")
-    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest has columns for that"):
+    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest has a column for splits"):
         convert(root, tmp_path / "x.h5", manifest=tmp_path / "m.csv", split_folders="yes")
-    with pytest.raises(SourceError, match="there are no folders in it that could be splits"):
+    with pytest.raises(SourceError, match="has no folders that could be splits"):
         convert(root / name_of(1).rpartition("/")[0], tmp_path / "x.h5", split_folders="yes")
 
 

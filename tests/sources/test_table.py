@@ -103,7 +103,7 @@ def test_a_table_of_numbers_alone(tmp_path: Path) -> None:
 
 def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
     pq.write_table(table(image=[png(i) if i % 4 else b"rubbish" for i in range(COUNT)]), tmp_path / "t.parquet")
-    with pytest.raises(SampleError, match=r"t\.parquet, row 0: is no image"):
+    with pytest.raises(SampleError, match=r"t\.parquet, row 0: is not an image"):
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
     report = h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", on_error="skip")
     assert report.num_samples == 30 and len(report.skipped) == 10
@@ -119,7 +119,7 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
         (["x", "y\0"], "column 'a' .*string ends in a null byte"),
         (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
         ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: convert the table without it"),
-        ([{"bytes": None, "path": "a.png"}], "an image without bytes, of which only the path is known: embed"),
+        ([{"bytes": None, "path": "a.png"}], "an image as a path without bytes: embed"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, column: list[Any], reason: str) -> None:
@@ -174,5 +174,5 @@ def test_whole_numbers_that_the_type_of_another_file_lacks(tmp_path: Path) -> No
         pq.write_table(pa.table({"x": column}), tmp_path / "t" / f"{name}.parquet")
     h5chunk.convert(tmp_path / "t", tmp_path / "x.h5")
     pq.write_table(pa.table({"x": pa.array([2**60 + 1])}), tmp_path / "t" / "b.parquet")
-    with pytest.raises(SourceError, match=r"column 'x' is of float64 and int64, and float64 does not have all its"):
+    with pytest.raises(SourceError, match=r"column 'x' is of float64 and int64, and the former cannot hold all"):
         h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")

@@ -129,7 +129,7 @@ def test_what_stays_unclear_is_refused_naming_both_ways(tmp_path: Path) -> None:
     assert f"samples: {GENES} rows (rows of the source); columns: {CELLS} (columns of the source)" in str(report)
     report = h5chunk.convert(matrix, tmp_path / "y.h5", format="mtx", transpose=True)
     assert f"samples: {CELLS} rows (columns of the source); columns: {GENES} (rows of the source)" in str(report)
-    with pytest.raises(OptionError, match="has one matrix only"):
+    with pytest.raises(OptionError, match="has only one matrix"):
         h5chunk.convert(matrix, tmp_path / "z.h5", layer="hg19")
     (tmp_path / "bare").mkdir()
     matrix.rename(tmp_path / "bare" / "matrix.mtx")

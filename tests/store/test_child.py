@@ -54,7 +54,7 @@ def test_a_loop_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         while True:
             pass
 
-    with pytest.raises(FileError, match=r"f\.h5: HDF5 runs in circles on it: it is damaged"):
+    with pytest.raises(FileError, match=r"f\.h5: this file makes HDF5 loop: it is damaged"):
         in_child(run, lambda: "f.h5")
 
 
@@ -145,7 +145,7 @@ def test_a_child_that_only_sleeps_is_ended(path: Path, monkeypatch: pytest.Monke
     with pytest.raises(Stuck, match=r"f\.h5: the child process that reads it has only slept"):
         in_child(lambda _: threading.Lock().acquire() and threading.Event().wait(), lambda: "f.h5")
     monkeypatch.setattr(H5Reader, "touch", lambda self: threading.Event().wait())
-    with pytest.warns(RuntimeWarning, match=r"a\.h5: .* it is opened without having been tried"):
+    with pytest.warns(RuntimeWarning, match=r"a\.h5: .* it is opened without a test in a child process"):
         assert len(h5chunk.ChunkDataset(path)) == 40
 
 

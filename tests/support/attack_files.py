@@ -237,14 +237,14 @@ ATTACKS: dict[str, Attack] = {
         instead(endless_view), "a view of other files, such as 'pipe'", "waits for ever, as soon as the shape is asked"
     ),
     "external storage": Attack(
-        instead(secret), "keeps its values in another file, '.*secret'", "gives the bytes of any file as pixels"
+        instead(secret), "has its values in another file, '.*secret'", "gives the bytes of any file as pixels"
     ),
     "unknown filter": Attack(
         instead(lambda f, _: chunked(f, (N, 50), (4, 50), 299)),
         r"packed with filter 299 \(''\), which would load a plugin",
         "loads every library in the plugin path, and asks it",
     ),
-    "filter twice": Attack(instead(bomb), "filter gzip more than once, as a bomb would be", "unpacks 50 MB"),
+    "filter twice": Attack(instead(bomb), "filter gzip more than once, like a decompression bomb", "unpacks 50 MB"),
     "huge chunk": Attack(
         instead(lambda f, _: chunked(f, (N, 1 << 30), (1, 1 << 30), 1)),
         "has chunks of 1.0 GiB, and none was ever written: write one",
@@ -252,7 +252,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "huge shape, nothing written": Attack(
         instead(lambda f, _: f.create_dataset("images", (10**12, 50), "u1")),
-        "claims .* of which nothing was ever written",
+        "claims .*, but nothing was ever written",
         "takes 50 TB on [:]",
     ),
     "huge shape, chunked": Attack(
@@ -266,7 +266,7 @@ ATTACKS: dict[str, Attack] = {
         "takes 1 PB on [:]",
     ),
     "inflating chunks": Attack(
-        instead(inflating), "more than the 200 bytes that are expected|into 200 bytes", "returns what was asked for"
+        instead(inflating), "more than the 200 that are expected|into 200 bytes", "returns what was asked for"
     ),
     "short chunks": Attack(instead(short_chunks), "gives 16 bytes, .*200", "returns bytes of its own memory as pixels"),
     "long chunks": Attack(
@@ -291,7 +291,7 @@ ATTACKS: dict[str, Attack] = {
     "opaque": Attack(
         instead(lambda f, _: f.create_dataset("images", (N,), "V5")), r"has the type \|V5: a field holds", "reads them"
     ),
-    "header is a link": Attack(header_link, "/h5chunk holds cannot be: it is itself a link", "follows it"),
+    "header is a link": Attack(header_link, "/h5chunk is invalid: it is a link", "follows it"),
     "header of variable length": Attack(
         header(options="{}"), "attribute 'options' is of variable length", "may hang where the file is damaged"
     ),
@@ -304,12 +304,12 @@ ATTACKS: dict[str, Attack] = {
     ),
     "table claims too much": Attack(
         edit(lambda f, _: f.create_group("h5chunk").attrs.update(format_version=1) or huge_table(f)),
-        "'h5chunk/source_index' claims .* of which nothing was ever written",
+        "'h5chunk/source_index' claims .*, but nothing was ever written",
         "takes 8 TB on [:]",
     ),
     "newer format": Attack(header(format_version=99), "format version 99 but this h5chunk reads up to 2", "reads it"),
     "header makes no sense": Attack(
-        header(num_samples=np.int64(-5)), "damaged: what its group /h5chunk says cannot be", "reads it"
+        header(num_samples=np.int64(-5)), "damaged: its group /h5chunk is invalid", "reads it"
     ),
     "part of a matrix is a link": Attack(
         matrix("indices", lambda g: g.update(indices=h5py.ExternalLink("other.h5", "images"))),
@@ -318,7 +318,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "part of a matrix claims too much": Attack(
         matrix("indptr", lambda g: g.create_dataset("indptr", (10**12,), "i8")),
-        "'images/indptr' claims .* of which nothing was ever written",
+        "'images/indptr' claims .*, but nothing was ever written",
         "takes 8 TB on [:]",
     ),
     "a pipe": Attack(pipe, "not a regular file", "waits for ever"),

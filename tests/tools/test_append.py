@@ -228,7 +228,7 @@ def test_size_and_fit_are_those_of_the_file(tmp_path: Path) -> None:
 def test_other_sizes_need_a_fit(tmp_path: Path) -> None:
     path, source = make_file(tmp_path, 6), make_source(tmp_path / "new", range(6, 12), height=30, width=20)
     old = path.read_bytes()
-    with pytest.raises(SampleError, match="is 30 x 20 but 10 x 12 was asked for: use fit stretch, crop or pad"):
+    with pytest.raises(SampleError, match="is 30 x 20 but size is 10 x 12: use fit stretch, crop or pad"):
         append(path, source, workers=0)
     check_left(path, old)
     assert append(path, source, fit="crop", workers=0).counts["resized"] == 6
@@ -513,7 +513,7 @@ def test_skipped_images(tmp_path: Path, bad: list[int], workers: int) -> None:
     for i in bad:
         (source / f"class{i % 3}" / f"{i:04d}.png").write_bytes(b"broken")
     old = path.read_bytes()
-    with pytest.raises(SampleError, match="is no image of a known format"):
+    with pytest.raises(SampleError, match="is not an image in a known format"):
         append(path, source, workers=workers, shuffle=False)
     check_left(path, old)
     (tmp_path / "x.h5.skipped.csv").write_text("path,reason\nbefore.png,broken\n")
@@ -661,7 +661,7 @@ def test_what_was_done_before_an_error_is_used(tmp_path: Path, monkeypatch: pyte
     broken = source / "class1" / "0319.png"
     image = broken.read_bytes()
     broken.write_bytes(b"broken")
-    with pytest.raises(SampleError, match=r"class1/0319\.png: is no image .*--on-error skip"):
+    with pytest.raises(SampleError, match=r"class1/0319\.png: is not an image .*--on-error skip"):
         append(path, source, shuffle=False, workers=0)
     check_left(path, old, kept=True)
     broken.write_bytes(image)

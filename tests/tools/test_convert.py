@@ -223,7 +223,7 @@ def test_broken_image_is_named_and_nothing_is_changed(
     (root / "class1" / "0052.png").write_bytes(b"<html>")  # a row of its own: class 1 has 1, 4, 7, ...
     with pytest.raises(SampleError) as caught:
         convert(root, out[0], workers=workers, overwrite=True)
-    assert str(caught.value).startswith("class1/0052.png: is no image of a known format")
+    assert str(caught.value).startswith("class1/0052.png: is not an image in a known format")
     assert str(caught.value).endswith("(to leave such samples out: on_error='skip', --on-error skip)")
     check_untouched(*out)
 
@@ -265,7 +265,7 @@ def test_skip_leaves_out_what_cannot_be_used(
     assert rows[0] == ["path", "reason"] and [tuple(row) for row in rows[1:]] == report.skipped
     reasons = dict(report.skipped)
     assert reasons.pop("class0/0000-first.png") == "is empty (0 bytes)"
-    assert all(reason.startswith("is no image of a known format") for reason in reasons.values())
+    assert all(reason.startswith("is not an image in a known format") for reason in reasons.values())
     assert f"skipped {len(bad) + 1} (all in {report.skipped_list}), such as" in str(report)
 
 
@@ -323,7 +323,9 @@ def test_all_broken_is_an_error(
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
     fields = {"images": SampleField((3, 10, 12), np.dtype(np.uint8), "NCHW")}
     monkeypatch.setattr(ImageSource, "settle", lambda self, skip_bad: setattr(self, "fields", fields))
-    with pytest.raises(SourceError, match=r"none of the 10 samples can be used, such as class\d/\d+\.png: is no image"):
+    with pytest.raises(
+        SourceError, match=r"none of the 10 samples can be used, such as class\d/\d+\.png: is not an image"
+    ):
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
     check_untouched(*out)
 
@@ -542,7 +544,7 @@ def test_plan_says_what_convert_does(class_folder: Make, tmp_path: Path) -> None
 def test_plan_of_images_that_cannot_be_used(class_folder: Make, tmp_path: Path) -> None:
     root = class_folder(20)
     skipping(root, [3])
-    with pytest.raises(SampleError, match=r"class0/0003\.png: is no image"):
+    with pytest.raises(SampleError, match=r"class0/0003\.png: is not an image"):
         convert(root, tmp_path / "x.h5", dry_run=True)
     assert convert(root, tmp_path / "x.h5", on_error="skip", dry_run=True).num_samples == 20
     Image.fromarray(pixels(3, 5, 5)).save(root / "class0" / "0003.png")

@@ -460,7 +460,7 @@ def test_a_value_has_a_code_or_none(value: float) -> None:
     ("options", "message"),
     [
         ({"scale": 0}, "scale is 0"), ({"scale": float("nan")}, "scale is nan"), ({"binarize": 0}, "binarize is 0"),
-        ({"binarize": 1, "clip": True}, "no scale and no clip"),
+        ({"binarize": 1, "clip": True}, "leave out scale and clip"),
         ({"values": "float32", "scale": 2}, "values is 'float32': give no scale"), ({"values": "f4"}, "values is 'f4'"),
         ({"min_row_count": -1}, "min_row_count is -1"),
         ({"memory_bytes": 1000}, "memory_bytes is 1000: give at least 1048576"), ({"seed": -1}, "seed is -1"),
@@ -709,8 +709,7 @@ def test_after_a_kill_the_same_command_starts_over(ratings: Path, tmp_path: Path
     ratings.write_text("user,item\n" + "".join(f"{i % 97},{i % 1009}\n" for i in range(200_000)))
     options = {"memory_bytes": 12 << 20, "dense": dense, "chunk_samples": 10, "duplicates": "sum"}
     code = (
-        "import json, os, signal, sys, h5chunk\n"
-        "def kill(stage, done, total):\n"
+        "import json, os, signal, sys, h5chunk\ndef kill(stage, done, total):\n"
         "    if stage == 'write': os.kill(os.getpid(), signal.SIGKILL)\n"
         "h5chunk.convert(sys.argv[1], sys.argv[2], progress=kill, **json.loads(sys.argv[3]))\n"
     )

@@ -159,7 +159,7 @@ def test_a_bad_image_is_mended_or_left_out(class_folder: Make, tmp_path: Path, r
     options: dict[str, Any] = {"source": root, "workers": 0, "shuffle": False, "chunk_samples": 4}
     for path in (tmp_path / "mended.h5", tmp_path / "skipped.h5"):
         lines: list[str] = []
-        with pytest.raises(SampleError, match=r"class2/0050\.png: is no image"):
+        with pytest.raises(SampleError, match=r"class2/0050\.png: is not an image"):
             convert(output=path, notify=lines.append, **options)
         names = [str(tmp_path / name) for name in (f".{path.name}.h5chunk-part", f".{path.name}.h5chunk-journal")]
         assert lines == [

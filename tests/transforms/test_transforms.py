@@ -167,7 +167,7 @@ def test_other_integers_are_only_cast(stored):
         ([Normalize((0.1, 0.2), 0.5)], (3, 16, 16), 0, "2 values of mean for 3 channels"),
         ([Normalize(0.5, (0.1, 0.2))], (3, 16, 16), 0, "2 values of std for 3 channels"),
         ([Normalize(0.5, 0.5), ToDtype(torch.uint8)], (3, 16, 16), 0, "floating dtype"),
-        ([ToDtype(torch.int32), Normalize(0.5, 0.5)], (3, 16, 16), 0, "is given torch.int32"),
+        ([ToDtype(torch.int32), Normalize(0.5, 0.5)], (3, 16, 16), 0, "not for torch.int32"),
         ([ToDtype(torch.uint8, True)], (16, 16), 0, "channels_last needs"),
         ([ToDtype(torch.uint8, True)], (16, 16, 3), 2, "channels_last needs"),
     ],
@@ -235,7 +235,7 @@ def test_each_part_of_a_split_has_its_own_transform(path):
     with ChunkLoader(val, 16) as loader:
         assert next(iter(loader))[0].dtype == torch.uint8
     assert train.with_transform(None)[0][0].dtype == torch.uint8
-    with pytest.raises(OptionError, match="no matrix"):
+    with pytest.raises(OptionError, match="not a matrix"):
         train.with_transform(Dense(torch.float16))
     with pytest.raises(AttributeError):  # it would have no effect, so it is not taken
         train.transform = None

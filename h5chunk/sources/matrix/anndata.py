@@ -21,7 +21,7 @@ from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members
 
 FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
-CELL_BYTES = 64  # of memory for a cell of a dense matrix, as int64 numbers, value and masks
+CELL_BYTES = 64  # bytes of memory per cell of a dense matrix: int64 numbers, value and masks
 MAX_CATEGORIES = 1 << 20
 
 
@@ -99,7 +99,7 @@ class H5adSource(SparseSource):
     def _names(self, holder: GuardedGroup, table: str, length: int) -> np.ndarray | None:
         """Read obs_names or var_names, if they are strings."""
         if table not in holder or not holder.is_group(table):
-            return None  # files of before 2020 keep tables of mixed types
+            return None  # files from before 2020 have tables of mixed types
         group = holder.group(table)
         name = group.word("_index") or next((word for word in ("_index", "index") if word in group), "")
         if name not in group or group.is_group(name):
@@ -152,7 +152,7 @@ class H5adSource(SparseSource):
             raise stored.error(f"its codes have the type {codes.dtype} but must be whole numbers")
         bad = np.flatnonzero((codes < -1) | (codes >= stored.length))
         if len(bad):
-            raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range: there are {stored.length}")
+            raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range for {stored.length} categories")
         if stored.is_strings:
             strings = stored.keep(_strings(stored), f"categories of {name}")
             words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]

@@ -36,8 +36,8 @@ class Block:
     rows: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
-    times: np.ndarray | None = None  # int64: when each entry was made, in any unit, if the source was asked and knows
-    first_line: int | None = None  # of the first entry, from 1, where each is one line and the lines have no gaps
+    times: np.ndarray | None = None  # int64: time of each entry, in any unit, if requested and known
+    first_line: int | None = None  # line of the first entry, from 1, if every entry is a line and no lines are skipped
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,9 +46,9 @@ class Block:
 class SparseSource:
     """Base class of the readers of sparse matrices.
 
-    Sizes in ``shape`` are None if only reading shows them (delimited files; the columns of libsvm). If blocks have raw
-    ids (``has_ids``), they are numbered in ascending order: integers by value, strings by their bytes; an axis has one
-    of these types in all blocks. ``row_fields`` are of fixed-size types, (rows,) each, such as h5ad's ``obs``;
+    Sizes in ``shape`` are None if only reading shows them (delimited files; the columns of libsvm). Raw ids
+    (``has_ids``) are numbered in ascending order: integers by value, strings by their bytes; an axis has one of these
+    types in all blocks. ``row_fields`` are of fixed-size types, (rows,) each, such as h5ad's ``obs``;
     ``categories`` give the meaning of a field's codes; code -1 means missing. ``row_names`` and ``column_names`` are
     UTF-8 of a fixed length, such as barcodes. ``time_name`` is the column that ``times`` of blocks are from.
     """
@@ -58,10 +58,10 @@ class SparseSource:
     Options: ClassVar[type[Options]] = MatrixSourceOptions
     path: str
     shape: tuple[int | None, int | None]
-    num_bytes: int  # of what is read, for progress
-    axes: tuple[str, str] = ("rows of the source", "columns of the source")  # what they are, for reports
+    num_bytes: int  # bytes to read, for progress
+    axes: tuple[str, str] = ("rows of the source", "columns of the source")  # what rows and columns are, for reports
     has_ids: bool = False
-    is_sorted_by_row: bool = False  # rows never go down, within blocks and from one to the next
+    is_sorted_by_row: bool = False  # whether rows are in ascending order, within and across blocks
     row_fields: Mapping[str, np.ndarray] = MappingProxyType({})
     categories: Mapping[str, list[str]] = MappingProxyType({})
     row_names: np.ndarray | None = None
@@ -125,13 +125,13 @@ class MemoryLimit:
         """
         if self._held_bytes + num_bytes <= self.memory_bytes:
             return
-        held = f" beside the {human_bytes(self._held_bytes)} of its names and fields" if self._held_bytes else ""
-        where = f" in the first {part_read:.0%} of it" if part_read < 1 else ""
+        held = f" in addition to {human_bytes(self._held_bytes)} of names and fields" if self._held_bytes else ""
+        where = f" in the first {part_read:.0%} of the file" if part_read < 1 else ""
         needed = self._held_bytes + int(num_bytes / max(part_read, 0.01))
         unit, letter = (1 << 30, "G") if needed >= 1 << 30 else (1 << 20, "M")
         raise SourceError(
             f"{self._name}: claims {claim}{where}, which take {human_bytes(num_bytes)} of memory{held}, over the "
-            f"limit of {human_bytes(self.memory_bytes)}: if the claim is right, allow more "
+            f"limit of {human_bytes(self.memory_bytes)}: if this is right, allow more "
             f"(--memory-bytes {-(-needed // unit)}{letter})"
         )
 

@@ -75,7 +75,7 @@ def choose_columns(
         return [i for i in (*parts[:2], value) if i >= 0]
     if not 2 <= len(left) <= 3:
         names = ", ".join(repr(name) for name in header)
-        fail(f"it cannot be told which of the columns {names} are row, column and value: say it (--columns)")
+        fail(f"the names of the columns {names} do not show which are row, column and value: give --columns")
     return left
 
 
@@ -91,6 +91,6 @@ def _number(name: str, header: Sequence[str] | None, width: int, path: str) -> i
         if word.isdecimal():
             if int(word) < width:
                 return int(word)
-            raise OptionError(f"column {word} is not there: {printable(path)} has {width}, from 0")
+            raise OptionError(f"column {word} is missing: {printable(path)} has {width}, counted from 0")
     there = ", ".join(header) if header else f"no header, but columns 0 to {width - 1}"
-    raise OptionError(f"column {name!r} is not in {printable(path)}: it has {there}")
+    raise OptionError(f"column {name!r} is not in {printable(path)}, which has {there}")

@@ -1,7 +1,7 @@
 """Read compressed rows, compressed columns and coordinates piece by piece, with full checks.
 
-A vector, from a zip or HDF5, has a length, a type, and ranges of values. Nothing in it is trusted: pointers must start
-at 0, never decrease and end at the number of entries; indices must be in range; values must be finite.
+A vector, from a zip or HDF5, has a length, a type, and ranges of values. All of it is validated: pointers must start at
+0, never decrease and end at the number of entries; indices must be in range; values must be finite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from h5chunk.errors import SourceError
 from h5chunk.sources.matrix.block import Block
 
-ENTRY_BYTES = 64  # of memory for one entry: as read, as int64, masks
+ENTRY_BYTES = 64  # bytes of memory per entry: as read, as int64, masks
 MIN_ENTRIES = 256
 
 
@@ -54,8 +54,8 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
     num_major = shape[layout == "csc"]
     if second.length != num_major + 1:
         raise SourceError(
-            f"{second.name} has {second.length} numbers but a matrix of {num_major} must have {num_major + 1}: one "
-            "more than its rows, or columns if it is kept by columns"
+            f"{second.name} has {second.length} numbers but a matrix of {num_major} must have {num_major + 1}: "
+            "one more than its rows (or columns, for csc)"
         )
 
 

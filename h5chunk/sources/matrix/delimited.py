@@ -7,11 +7,11 @@
 has one name too few, the last column is empty, or the first has the names of rows, as R writes them |
 | columns | by their names (userId, movieId, rating, timestamp and the like), else the first, second and third; others \
 are left out |
-| ids | int64 if those that are looked at (the start of the file and places all over it) are whole numbers as int64 \
-writes them, but for one in 200 that is taken for broken; else bytes as they stand; ``007`` is a string |
+| ids | int64 if a sample of them (from all over the file) are integers in canonical form, but for one in 200, which \
+counts as broken; otherwise bytes, unchanged; ``007`` is a string |
 | values | float64, finite |
-| times | only if asked for: the column with such a name, or the fourth of four without a header if it looks like Unix \
-times; whole numbers, real numbers or ISO 8601 dates |
+| times | only if requested: the column with such a name, or the fourth of four without a header if it looks like Unix \
+times; integers, real numbers or ISO 8601 dates |
 
 Lines at the start that begin with ``#`` or ``%`` are comments; comments further down are an error unless the option
 ``comment`` has their mark. Blank lines are skipped. Source: pyarrow.csv reads the numbers.
@@ -44,7 +44,7 @@ from h5chunk.sources.matrix.dialect import Dialect, guess_dialect, is_number, is
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, read_columns, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 
-MAX_BROKEN_PART = 0.005  # of the ids looked at: so few words among whole numbers are taken for broken lines
+MAX_BROKEN_PART = 0.005  # share of the sampled ids: fewer words than this among integers count as broken lines
 UNIX_TIMES = range(10**8, 10**14)  # from 1973 in seconds to 5138 in milliseconds
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 COMMENTS = (b"#", b"%")
@@ -61,7 +61,7 @@ class DelimitedSource(TextSource):
     shape = (None, None)
     has_ids = True
     Options = DelimitedOptions
-    pieces_in_memory = 6  # text, its translation, pyarrow's columns, the block, masks
+    pieces_in_memory = 6  # bytes of memory per byte read: text, its translation, pyarrow's columns, the block, masks
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -84,10 +84,10 @@ class DelimitedSource(TextSource):
         lines = self._text.head_lines()
         self.num_skipped = _num_comments(lines, options.comment)
         marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]
-        self._comment = marks[0] if marks else None  # a file without comments may have ids that look like one
+        self._comment = marks[0] if marks else None  # in a file without comments, ids may look like comments
         lines = [line for line in lines[self.num_skipped :] if line.strip() and not self._is_comment(line)]
         if not lines:
-            self._text.fail("holds no line of data")
+            self._text.fail("has no line of data")
         self._dialect = _dialect_of(options, lines)
         table = [self._dialect.cells(line) for line in lines[:1000]]
         given = None if options.columns is None else tuple(map(str, options.columns))
@@ -95,7 +95,7 @@ class DelimitedSource(TextSource):
         self._width = len(self.header or table[0])
         self._check_width(lines[0], given)
         chosen = choose_columns(self.header, self._width, given, self.path, self._text.fail)
-        self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by their part
+        self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by role
         self.num_skipped += self.header is not None
         table = [row for row in table[self.header is not None :] if len(row) == self._width]
         self._types = {part: pyarrow.float64() for part in self._columns}
@@ -117,7 +117,7 @@ class DelimitedSource(TextSource):
                 self.num_skipped + 1,
             )
         if self.header is None and given is None and self._width > 4:
-            self._text.fail(f"{self._width} columns and no header: say which are row, column and value (--columns)")
+            self._text.fail(f"{self._width} columns and no header: name row, column and value (--columns)")
 
     def _choose_id_types(self, table: list[list[bytes]], given: tuple[str, ...] | None) -> None:
         """Read ids as strings if the given names say so, or if many of those that are looked at are no numbers."""
@@ -178,7 +178,7 @@ class DelimitedSource(TextSource):
             strange = next((cell for cell in cells if time_type([cell]) is None), cells[-1])
             self._text.fail(
                 f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
-                f"{shown(strange)}: write them so, or sort the lines by time and leave that column out"
+                f"{shown(strange)}: convert them, or sort the lines by time and leave that column out"
             )
 
     def _name(self, number: int) -> str:
@@ -199,7 +199,7 @@ class DelimitedSource(TextSource):
                 block = Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"), line)
                 yield block, piece.consumed_bytes
         if not num_rows:
-            self._text.fail("holds no line of data below its header")
+            self._text.fail("has no line of data below its header")
 
     def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
         """Parse the columns of whole lines; raise ArrowInvalid if anything is wrong."""
@@ -214,10 +214,10 @@ class DelimitedSource(TextSource):
         read = read_columns(data, mark, quotes, self._width, types, self._options.decimal)
         columns = dict(zip(self._columns, read, strict=True))
         num_lines = data.count(b"\n")
-        if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:  # some are empty
+        if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:  # some cells are empty
             num_lines = sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
         if len(columns["row"]) != num_lines:
-            raise pyarrow.ArrowInvalid("a line end where none should be")
+            raise pyarrow.ArrowInvalid("an unexpected line end")
         for column in columns.values():
             if column.type == pyarrow.string() and len(column):
                 lengths = byte_lengths(column)
@@ -231,7 +231,7 @@ class DelimitedSource(TextSource):
         cells = self._dialect.cells(text)
         if self._comment is not None and text.startswith(self._comment):
             mark = self._comment.decode()
-            self._text.fail(f"a comment below the data: remove it, or say --comment '{mark}': {shown(text)}", line)
+            self._text.fail(f"a comment below the data: remove it, or give --comment '{mark}': {shown(text)}", line)
         if b"\r" in text:
             self._text.fail(f"holds a carriage return that ends no line: {shown(text)}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:
@@ -254,19 +254,19 @@ class DelimitedSource(TextSource):
             if len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
             if not _is_utf8(cell):
-                problem = "not UTF-8: say what its encoding is, such as --encoding latin-1"
+                problem = "which is not UTF-8: give its encoding, such as --encoding latin-1"
         elif part == "time":
             is_right = is_number(cell) if kind == pyarrow.float64() else time_type([cell]) == kind
-            problem = "" if is_right else "no time as those above"
+            problem = "" if is_right else "which is not a time like those above"
         elif kind == pyarrow.int64() and not is_whole(cell):
             problem = (
-                "no whole number of 64 bits as the ids above: if ids are strings, say so with the column "
+                "which is not a 64-bit integer like the ids above: if ids are strings, name the column "
                 f"'{told}{AS_STRING}' (--columns)"
             )
         elif kind == pyarrow.float64():
             as_number = cell.replace(b",", b".") if self._options.decimal == "," else cell
             if not is_number(as_number):
-                problem = f"no number{self._number_hint(cell)}"
+                problem = f"which is not a number{self._number_hint(cell)}"
             elif not np.isfinite(float(as_number)):
                 row, column = (shown(cells[self._columns[axis]]) for axis in PARTS[:2])
                 self._text.fail(f"{name} at row {row}, column {column} is {shown(cell)}: values must be finite", line)
@@ -303,7 +303,7 @@ def _dialect_of(options: DelimitedOptions, lines: list[bytes]) -> Dialect:
 
 
 def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:
-    """Convert strings to bytes of fixed length, and times to whole numbers of the same order."""
+    """Convert strings to bytes of fixed length, and times to integers of the same order."""
     if column.type == pyarrow.string():
         return to_fixed_bytes(column)
     if pyarrow.types.is_timestamp(column.type):

@@ -44,7 +44,7 @@ class Dialect:
         text = line.decode("utf-8", "surrogateescape")
         try:
             row = next(csv.reader([text], delimiter=self.mark.decode()), [])
-        except csv.Error:  # a broken line, of which others say what is wrong
+        except csv.Error:  # a broken line, which is reported elsewhere
             return line.split(self.mark)
         return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
@@ -70,7 +70,7 @@ def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:
 
 
 def is_whole(cell: bytes) -> bool:
-    """Return whether a cell is a whole number that fits int64, in its usual spelling."""
+    """Return whether a cell is an integer that fits int64, in canonical form."""
     cell = cell.strip(b" \t")
     return WHOLE.fullmatch(cell) is not None and -(1 << 63) <= int(cell) < 1 << 63
 

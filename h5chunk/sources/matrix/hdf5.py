@@ -1,6 +1,6 @@
 """Groups and datasets of untrusted HDF5 files of matrices, checked and read by `h5chunk.store.hdf5`.
 
-No reference leads out of the file, and shapes are in proportion to the stored bytes (`h5chunk.store.hdf5.guard`).
+Links to other files are refused, and shapes must be in proportion to the stored bytes (`h5chunk.store.hdf5.guard`).
 Chunks are decoded outside of HDF5 if possible, to their exact length. Strings of variable length are resolved without
 HDF5, within bounds (`h5chunk.store.hdf5.strings`), and become strings of fixed length. Chunks, tables and strings that
 exceed the memory limit are refused before memory is allocated.
@@ -29,9 +29,9 @@ from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, Bytes, read_words, resolve
 
-CHUNK_COPIES = 2  # of a chunk in memory while it is decoded
-CHUNK_ENTRY_BYTES = 64  # of memory for a chunk in the table of chunks, while that is sorted
-STRING_BYTES = 64  # of memory for a short string that HDF5 reads, as a Python object
+CHUNK_COPIES = 2  # copies of a chunk in memory while it is decoded
+CHUNK_ENTRY_BYTES = 64  # bytes of memory per chunk in the chunk table, while it is sorted
+STRING_BYTES = 64  # bytes of memory for a short string that HDF5 reads, as a Python object
 REMEDY = "or copy it into this file (h5repack)"
 
 
@@ -155,7 +155,7 @@ class Stored:
         kind = self._dataset.id.get_type()
         if isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str():
             if self._dataset.file.id.get_create_plist().get_sizes()[0] != 8:
-                raise self.error("its strings have addresses that are not of 8 bytes: rewrite the file (h5repack)")
+                raise self.error("its strings do not have addresses of 8 bytes: rewrite the file (h5repack)")
             return True, POINTER
         try:
             dtype = self._dataset.dtype
@@ -221,7 +221,7 @@ class Stored:
         if self.is_text:
             return self._strings_by_hdf5()
         if self.dtype.kind != "S":
-            raise self.error(f"has the type {self.dtype} but must be strings")
+            raise self.error(f"has the type {self.dtype} but must contain strings")
         self._refuse_long(self.dtype.itemsize, 16 * MAX_STRING_BYTES)
         words = self.all()
         return self._narrowed(words, int(np.char.str_len(words).max(initial=0)))
@@ -251,7 +251,7 @@ class Stored:
             return
         num_rows, num_columns = self.shape
         cells = max(1, max_bytes // self.dtype.itemsize)
-        block = max(1, cells // num_columns), min(cells, num_columns)  # one of them is the whole axis
+        block = max(1, cells // num_columns), min(cells, num_columns)  # one of the two is the whole axis
         rows, columns = self._dataset.chunks or block
         for row in range(0, num_rows, rows):
             self._at = min(num_rows, row + rows)
@@ -269,7 +269,7 @@ class Stored:
         """Read contiguous elements of a contiguous dataset, or elements of a compact dataset."""
         if self._offset is None:
             if self.is_text and self.length:
-                raise self.error("its strings are stored in an unusual way: write them again")
+                raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)")
             return np.empty(0, POINTER) if self.is_text else np.asarray(self._dataset[wanted])
         values = np.empty(shape, self.dtype)
         offset = self._offset + start * self.dtype.itemsize

@@ -20,7 +20,7 @@ from h5chunk.sources.matrix.block import Block, MemoryLimit
 from h5chunk.sources.matrix.text import TextSource, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 
-LABEL_BYTES = 32  # of memory for a label: as read, in one array, as int64, permuted
+LABEL_BYTES = 32  # bytes of memory per label: as read, in one array, as int64, permuted
 COMMENT = re.compile(rb"#[^\n]*")
 FIRST_WORD = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)")
 ZERO = re.compile(rb"[ \t]\+?0+:")
@@ -33,11 +33,11 @@ class LibsvmSource(TextSource):
 
     kind = "libsvm"
     is_sorted_by_row = True
-    pieces_in_memory = 24  # words, pairs and numbers of a piece, in pyarrow's columns
+    pieces_in_memory = 24  # bytes of memory per byte read: words, pairs and numbers in pyarrow's columns
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Whether the name is of this kind, or the first lines are labels followed by pairs."""
+        """Return whether the suffix is known, or the first lines are labels followed by pairs."""
         if has_suffix(source, ".libsvm", ".svmlight", ".svm"):
             return True
         lines = text_lines(source, head)[:100]
@@ -53,7 +53,7 @@ class LibsvmSource(TextSource):
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
-        """Read all labels, int64 if all are whole, else float64; and find out where indices start."""
+        """Read all labels, int64 if all are integers, otherwise float64, and find the lowest index."""
         parts: list[np.ndarray] = []
         self._base, count = 1, 0
         for piece in self._pieces(memory.memory_bytes // 8):
@@ -65,7 +65,7 @@ class LibsvmSource(TextSource):
             memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
         labels = np.concatenate(parts)
         if not len(labels):
-            self._text.fail("holds no row")
+            self._text.fail("has no row")
         whole = (labels == np.rint(labels)).all() and np.abs(labels).max() < 1 << 53
         return labels.astype(np.int64) if whole else labels
 
@@ -121,7 +121,7 @@ class LibsvmSource(TextSource):
                     f"{shown(word)} must be index:value with an index from {self._base}: {shown(text)}", line
                 )
             elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
-                self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}, no finite number", line)
+                self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}: it must be finite", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)
 
 

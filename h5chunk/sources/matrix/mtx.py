@@ -29,7 +29,7 @@ class MtxSource(TextSource):
 
     kind = "mtx"
     shape: tuple[int, int]
-    pieces_in_memory = 10  # text, pyarrow's columns, the block, its mirror image
+    pieces_in_memory = 10  # bytes of memory per byte read: text, pyarrow's columns, the block, its mirror image
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -44,7 +44,7 @@ class MtxSource(TextSource):
             (i for i, line in enumerate(lines) if i and line.strip() and not line.startswith(b"%")), len(lines)
         )
         if self.num_skipped > len(lines):
-            self._text.fail("ends before the line with numbers of rows, columns and entries", len(lines))
+            self._text.fail("ends before the line with the numbers of rows, columns and entries", len(lines))
         self.shape, self._num_entries = self._read_size(lines[self.num_skipped - 1])
 
     def _read_banner(self, line: bytes) -> None:
@@ -53,24 +53,25 @@ class MtxSource(TextSource):
             self._text.fail(f"must be '%%MatrixMarket matrix coordinate ...' but is {shown(line)}", 1)
         layout, field, symmetry = words[2:]
         if layout != "coordinate":
-            self._text.fail(f"its matrix is kept as {layout!r}, dense, but coordinate is read: save it as .npy", 1)
+            self._text.fail(f"its layout is {layout!r}, but only coordinate is supported: save it as .npy", 1)
         if field not in FIELDS:
-            self._text.fail(f"its values are {field!r} but {', '.join(FIELDS)} are read", 1)
+            self._text.fail(f"its values are {field!r}, but only {', '.join(FIELDS)} are supported", 1)
         if symmetry not in SYMMETRIES or (field == "pattern" and symmetry == "skew-symmetric"):
-            self._text.fail(f"its symmetry is {symmetry!r} of {field} but {', '.join(SYMMETRIES)} are read", 1)
+            self._text.fail(f"its symmetry is {symmetry!r} of {field}, but it must be {', '.join(SYMMETRIES)}", 1)
         self._value_type = FIELDS[field]
         self._symmetry = symmetry
 
     def _read_size(self, line: bytes) -> tuple[tuple[int, int], int]:
         words = line.split()
         if len(words) != 3 or not all(word.isdigit() and len(word) < 19 for word in words):
-            self._text.fail(f"must give numbers of rows, columns and entries but is {shown(line)}", self.num_skipped)
+            self._text.fail(f"must be numbers of rows, columns and entries but is {shown(line)}", self.num_skipped)
         rows, columns, entries = (int(word) for word in words)
         if self._symmetry != "general" and rows != columns:
-            self._text.fail(f"{self._symmetry} but of {rows} rows and {columns} columns", self.num_skipped)
+            self._text.fail(f"{self._symmetry}, but it has {rows} rows and {columns} columns", self.num_skipped)
         if entries * MIN_ENTRY_BYTES > self.num_bytes * (MAX_RATIO if self._text.is_packed else 1):
             self._text.fail(
-                f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short", self.num_skipped
+                f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short",
+                self.num_skipped,
             )
         return (rows, columns), entries
 
@@ -85,8 +86,8 @@ class MtxSource(TextSource):
                 triangles |= set(np.unique(np.sign(rows - columns)).tolist()) - {0}
                 if len(triangles) > 1:
                     self._text.fail(
-                        f"{self._symmetry}, but entries lie on both sides of the diagonal, so that it cannot be told "
-                        "which count twice: it must keep one triangle, or be general",
+                        f"{self._symmetry}, but entries lie on both sides of the diagonal, which is ambiguous: "
+                        "it must have one triangle, or be general",
                         piece.line,
                     )
                 off = rows != columns

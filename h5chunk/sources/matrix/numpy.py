@@ -1,7 +1,7 @@
 """Read matrices in NumPy files: an .npz of ``scipy.sparse.save_npz``, or a dense .npy, whose zeros are dropped.
 
 The members of an .npz (compressed rows, compressed columns or coordinates) are unpacked as parallel streams, so that
-memory is bounded whatever they claim. Source: scipy.sparse.save_npz (members and their names).
+memory is bounded whatever sizes they claim. Source: scipy.sparse.save_npz (members and their names).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, 
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
 
-FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # indices that are larger do not pack that well unless they are made up
-CELL_BYTES = 48  # of memory for one cell that is not zero, as int64 numbers and masks
+FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # real indices above this do not compress so well
+CELL_BYTES = 48  # bytes of memory per nonzero cell: int64 numbers and masks
 MIN_CELLS = 1024
 MEMBERS = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("row", "col")}
 
@@ -47,8 +47,8 @@ class NpzSource(SparseSource):
                 is_index = member.filename in ("indices.npy", "row.npy", "col.npy")
                 if is_index and size > FREE_BYTES and size > MAX_LARGE_RATIO * packed:
                     raise self._file.error(
-                        f"member {member.filename!r} unpacks to {size} bytes, {size // packed} times what it takes, "
-                        "out of proportion for indices: save it with compressed=False if it is meant so"
+                        f"member {member.filename!r} unpacks to {size} bytes, {size // packed} times its size, "
+                        "which is implausible for indices: if it is right, save it with compressed=False"
                     )
             self._layout = self._read_layout(archive)
             shape = self._small(archive, "shape")
@@ -68,7 +68,7 @@ class NpzSource(SparseSource):
 
     def _small(self, archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if f"{name}.npy" not in archive.namelist():
-            raise self._file.error(f"has no member {name!r}, so it is no matrix of scipy.sparse.save_npz")
+            raise self._file.error(f"has no member {name!r}, so it is not a matrix of scipy.sparse.save_npz")
         member = _Member(self.path, archive, name)
         if member.num_bytes > MAX_SMALL_BYTES:
             raise self._file.error(f"member {name!r} has {member.num_bytes} bytes, which is invalid")
@@ -77,7 +77,7 @@ class NpzSource(SparseSource):
     def _read_layout(self, archive: zipfile.ZipFile) -> str:
         word = self._small(archive, "format")
         if word.dtype.kind not in "SU" or word.size != 1:
-            raise self._file.error(f"member 'format' has the type {word.dtype} but must be a word")
+            raise self._file.error(f"member 'format' has the type {word.dtype} but must be a string")
         text = word.ravel()[0]
         name = text.decode("latin-1") if isinstance(text, bytes) else str(text)
         if name not in MEMBERS:
@@ -110,7 +110,7 @@ class _Member:
         info = archive.getinfo(f"{name}.npy")
         there = info.file_size - self._file.tell()
         if there != self.num_bytes:
-            raise SourceError(f"{self.name} claims {self.num_bytes} bytes but {there} are there")
+            raise SourceError(f"{self.name} claims {self.num_bytes} bytes but the archive has {there}")
         self._packed_bytes = info.compress_size
         self._at = 0
 
@@ -165,7 +165,7 @@ class NpySource(SparseSource):
             yield block, self._offset + (start + len(part)) * self._dtype.itemsize
 
     def _cells(self, start: int, count: int) -> np.ndarray:
-        """Read cells as they are stored; the file is not memory-mapped, as truncation would then kill the process."""
+        """Read cells in stored order, without mapping the file, because truncation would then kill the process."""
         offset = self._offset + start * self._dtype.itemsize
         with self._file.reading() as file:
             cells = np.fromfile(file, self._dtype, count, offset=offset)

@@ -9,8 +9,8 @@ features. In a folder, a Matrix Market file has tables of barcodes and features 
 | Cell Ranger 3 and later, STARsolo | ``matrix.mtx.gz`` | ``barcodes.tsv.gz`` | ``features.tsv.gz`` |
 
 Every file may be compressed with gzip or not. The names may share a prefix, as in ``GSM123_matrix.mtx.gz``; the matrix
-may have another name if the tables have no prefix. The file has a row for each feature, so that it is read transposed;
-a file with a row for each barcode, judging by the lengths of the tables, is not transposed.
+may have another name if the tables have no prefix. A file with a row per feature is read transposed; a file with a row
+per barcode, according to the lengths of the tables, is not.
 Source: 10x Genomics, "Feature-Barcode Matrices" (HDF5 and the MEX format).
 """
 
@@ -34,7 +34,7 @@ from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextFile
 from h5chunk.sources.recognise import has_suffix, hdf5_members, is_path
 
 PIECE_BYTES = 1 << 20
-NAME_BYTES = 64  # of memory for a name while a piece is read
+NAME_BYTES = 64  # bytes of memory per name while a piece is read
 WAYS = (
     "put the tables of this matrix beside it, or convert the .mtx with --format mtx, which makes its rows the samples, "
     "or with --format mtx --transpose, which makes its columns the samples"
@@ -162,7 +162,7 @@ class TenxFolderSource(SparseSource):
 
     def __init__(self, files: TenxFiles, options: LayerOptions, context: OpenContext) -> None:
         if options.layer is not None:
-            raise OptionError(f"layer is {options.layer!r} but {printable(files.matrix)} has one matrix only")
+            raise OptionError(f"layer is {options.layer!r} but {printable(files.matrix)} has only one matrix")
         self.path, self._files = files.matrix, files
         if files.barcodes is None or files.features is None:
             other = files.barcodes or files.features

@@ -28,12 +28,12 @@ WIDE_TEXT = (b"\xff\xfe", b"\xfe\xff")
 UTF8_MARK = b"\xef\xbb\xbf"
 MAX_ID_BYTES = 256
 MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
-MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # of the limit on a line where pieces are small
-MAX_SHOWN = 120  # characters of a line in a message
+MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # least limit on the length of a line
+MAX_SHOWN = 120  # characters of a line that a message shows
 HEAD_BYTES = 1 << 18
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
 XZ_MEMORY_BYTES = 128 << 20  # xz -9 takes half of it
-ARROW_BLOCKS = 8  # a piece is parsed in so many parts, side by side
+ARROW_BLOCKS = 8  # parts of a piece that are parsed in parallel
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class TextFile(RegularFile):
         self._check_text(head, 1)
         self.head = head.removeprefix(UTF8_MARK)  # the last line may be cut
         if not self.head.strip(b" \t\r\n"):
-            self.fail("holds nothing but blanks")
+            self.fail("contains only blanks")
         if self.head.lstrip().startswith(b"<"):
             self.fail("starts with '<': this is a web page or XML, not the data")
         if b"\r" in self.head and b"\n" not in self.head:
-            self.fail("its lines end with carriage returns only: turn them into line feeds (tr '\\r' '\\n')")
+            self.fail("its lines end with carriage returns: replace them by line feeds (tr '\\r' '\\n')")
 
     def fail(self, what: str, line: int | None = None) -> NoReturn:
         """Raise an error that names file and line."""
@@ -152,12 +152,12 @@ class TextFile(RegularFile):
         """Yield all lines, in order, about ``num_bytes`` at a time; no piece exceeds `PIECES_OF_LINE` times that."""
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
-        rest: list[bytes] = []  # the start of a line that goes on
+        rest: list[bytes] = []  # the start of an unfinished line
         with self.reading() as raw, self._naming_damage(lambda: line):
             file = self._unpacked(raw)
             while data := file.read(num_bytes):
-                self.check_unchanged(raw.fileno())  # what grows while it is read may have no end
-                if line == 1 and not rest:  # the very start
+                self.check_unchanged(raw.fileno())  # a file that keeps growing would be read without end
+                if line == 1 and not rest:  # only at the start of the file
                     data = data.removeprefix(UTF8_MARK)
                 self._check_text(data, line)
                 cut = data.rfind(b"\n") + 1
@@ -176,7 +176,7 @@ class TextFile(RegularFile):
     def _check_text(self, data: bytes, line: int) -> None:
         if b"\0" in data:
             line += data.count(b"\n", 0, data.index(b"\0"))
-            self.fail("holds a zero byte: this is no text, or it is damaged", line)
+            self.fail("contains a zero byte: it is not text, or it is damaged", line)
 
     @contextlib.contextmanager
     def _naming_damage(self, line: Callable[[], int]) -> Iterator[None]:
@@ -195,7 +195,7 @@ class TextFile(RegularFile):
 class TextSource(SparseSource):
     """Base of text matrices, which are parsed piece by piece; if a piece fails, its first bad line is found."""
 
-    pieces_in_memory: ClassVar[int]  # text and all that is made of it
+    pieces_in_memory: ClassVar[int]  # bytes of memory per byte of text
     num_skipped = 0  # lines above the data
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
@@ -217,7 +217,7 @@ class TextSource(SparseSource):
             return read(piece.data)
         except ValueError:
             lines = piece.data.split(b"\n")[:-1]
-            low, high = 0, len(lines)  # lines[:low] are well
+            low, high = 0, len(lines)  # lines[:low] are valid
             while high - low > 1:
                 middle = (low + high) // 2
                 try:
