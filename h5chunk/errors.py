@@ -9,7 +9,7 @@ H5ChunkError
  +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
  |    +-- FieldError (KeyError)     a missing field, or a dataset that cannot be a field
  |         +-- UnsupportedError     legal in HDF5, but not supported here
- |         +-- TrustError           data elsewhere, which is not followed unless trusted
+ |         +-- TrustError           data outside of the file, read only if trusted
  +-- StateError    (ValueError)     a saved state that belongs to another order of samples
  +-- WorkerError   (RuntimeError)   a worker process that died, or a thread that hangs
 
@@ -42,7 +42,7 @@ class H5ChunkError(Exception):
         super().__init__(*args if message is None else (message,))
         self._has_lines = message is not None
 
-    def __str__(self) -> str:  # OSError and KeyError decorate their message; ours is the message
+    def __str__(self) -> str:  # OSError and KeyError change their message; h5chunk's errors do not
         text = str(self.args[0]) if self.args else ""
         return "\n".join(map(printable, text.split("\n"))) if self._has_lines else printable(text)
 
@@ -76,11 +76,11 @@ class FieldError(FileError, KeyError):
 
 
 class UnsupportedError(FieldError):
-    """The file has legal HDF5 content that is not supported, such as a huge dataset of which little was written."""
+    """The file has valid HDF5 content that is not supported, such as a huge dataset that is mostly unwritten."""
 
 
 class TrustError(FieldError):
-    """The file refers to data elsewhere, or needs foreign plugins: not followed unless the user trusts it."""
+    """The file refers to other files, or needs plugins, which is allowed only for trusted files."""
 
 
 class StateError(H5ChunkError, ValueError):
@@ -112,7 +112,7 @@ def as_text(name: str | bytes | os.PathLike[str]) -> str:
 
 
 def printable(name: str | bytes | os.PathLike[str]) -> str:
-    r"""Escape a name, or a line with names in it, so that printing it can neither fail nor steer a terminal.
+    r"""Escape a name, or a line with names in it, so that any terminal can print it safely.
 
     This escapes control characters, line breaks, invisible characters, and characters that change the text direction.
 

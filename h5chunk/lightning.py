@@ -64,13 +64,13 @@ class ChunkDataModule(LightningDataModule):
         Samples per batch, in each process.
     split : sequence of float, or str, optional
         Fractions for training, validation and test, as for `ChunkDataset.split`; two fractions leave the test out. Or
-        the name of a field with the part of each sample: ``train``, ``val``, ``test``, or other usual names of such
-        folders. Default: the field ``split``, if the file has it (`h5chunk.convert` makes it from such folders); else
-        0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, everything is for training.
+        the name of a field with the part of each sample: ``train``, ``val``, ``test``, or another usual name of such a
+        folder. Default: the field ``split``, if the file has it (`h5chunk.convert` makes it from such folders); else
+        0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, ``path`` is only for training.
     stratify : str, optional
         Field whose classes all parts have in equal proportions.
     split_seed : int
-        Keep the seed and the fractions the same: otherwise you validate on samples that were used for training.
+        Do not change the seed or the fractions between runs: otherwise you validate on samples used for training.
     val, test : path or ChunkDataset, optional
         Other files, or data sets, instead of a split.
     fields : sequence or mapping of str, optional
@@ -83,8 +83,8 @@ class ChunkDataModule(LightningDataModule):
         Arguments of training's `ChunkSampler`, with its defaults: ``drop_last`` (False), ``pad`` (False), ``seed``,
         ``lanes``, ``weights``, ``window_chunks``.
     train_options : dict, optional
-        Arguments of training's `ChunkLoader` alone, such as ``transforms`` that augment, or ``echo``. An echoing loader
-        has no state: with ``echo``, turn checkpoints off.
+        Arguments of training's `ChunkLoader` only, such as ``transforms`` that augment, or ``echo``. A loader with
+        ``echo`` has no state, so turn checkpoints off.
     **options
         Arguments of each `ChunkLoader`, such as ``transforms`` and ``memory_bytes``.
 
@@ -116,9 +116,9 @@ class ChunkDataModule(LightningDataModule):
         if given and (split is not None or stratify is not None):
             raise OptionError("split divides the file, but val or test is given: give either, not both")
         if split is not None and not isinstance(split, str) and len(split) not in (2, 3):
-            raise OptionError(f"split is {split!r}: give the shares of training, validation and, if wanted, test")
+            raise OptionError(f"split is {split!r}: give the fractions of training, validation and optionally test")
         for name in {*options, *(train_order or {}), *(train_options or {})} & set(TRAINER_KNOWS):
-            raise OptionError(f"{name} is given, but it is the Trainer that knows: leave it out")
+            raise OptionError(f"{name} is given, but the Trainer sets it: leave it out")
         self._path, self._val, self._test, self._fields = path, val, test, fields
         self._split, self._is_whole = split, given
         self._stratify, self._split_seed = stratify, split_seed
@@ -145,7 +145,7 @@ class ChunkDataModule(LightningDataModule):
 
     def _dataset(self, data: Data | None) -> ChunkDataset | None:
         if isinstance(data, ChunkDataset) and self._fields is not None:
-            raise OptionError("fields is given beside a ChunkDataset, which has its own: give it to the ChunkDataset")
+            raise OptionError("fields is given with a ChunkDataset: give it to the ChunkDataset instead")
         if data is None or isinstance(data, ChunkDataset):
             return data
         return ChunkDataset(data, fields=self._fields)
@@ -197,9 +197,9 @@ def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
     parts = {alias: part for part, aliases in enumerate(NAMES) for alias in aliases}
     unknown = [str(name) for name in names if str(name).lower() not in parts]
     if unknown:
-        raise OptionError(f"field {field!r} says {unknown[0]!r}, which is no name of a split: give split as shares")
+        raise OptionError(f"field {field!r} has {unknown[0]!r}, which is no split: give split as fractions")
     part_of = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
     train, val, test = (whole.subset(part_of == part) if (part_of == part).any() else None for part in range(3))
     if train is None:
-        raise OptionError(f"field {field!r} names no samples for training: give split as shares")
+        raise OptionError(f"field {field!r} has no samples for training: give split as fractions")
     return train, val, test

@@ -29,5 +29,5 @@ def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> 
         while waiting:
             yield waiting.popleft().result()
     finally:
-        with suppress(RuntimeError):  # the interpreter ends
+        with suppress(RuntimeError):  # raised while the interpreter exits
             pool.shutdown(wait=True, cancel_futures=True)

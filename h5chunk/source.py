@@ -1,7 +1,7 @@
 """The contract between sources of data and the writers of files.
 
-A source gives samples by number (`SampleSource`), or the entries of a matrix (`h5chunk.sources.matrix.block`). Writers
-know only this contract, not the kinds of sources.
+A source returns samples by number (`SampleSource`), or the entries of a matrix (`h5chunk.sources.matrix.block`).
+Writers depend only on this contract, not on the kinds of sources.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ENDS_IN_NULL = "ends in a null byte, which strings in a file do not keep: remove
 class SampleField:
     """A field that a source reads sample by sample."""
 
-    shape: tuple[int, ...]  # of one sample; () for a number
-    dtype: np.dtype  # of a fixed size
+    shape: tuple[int, ...]  # shape of one sample; () for a number
+    dtype: np.dtype  # a dtype of fixed size
     axes: str = ""  # names of the dataset's axes, such as NCHW; empty if they have none
 
     @property
@@ -85,11 +85,11 @@ class SampleReader(Protocol):
 class SampleSource(SampleReader):
     """Base class of sample sources: reading samples by number, and what a file records about them."""
 
-    kind: ClassVar[str]  # such as images or arrays
-    fields: Mapping[str, SampleField] = MappingProxyType({})  # read sample by sample; at least one, the largest first
-    columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, in memory already
+    kind: ClassVar[str]  # name of the kind, such as images or arrays
+    fields: Mapping[str, SampleField] = MappingProxyType({})  # at least one, the largest first
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, already in memory
     categories: Mapping[str, list[str]] = MappingProxyType({})  # meaning of a field's codes; for labels: class names
-    names: Names | None = None  # where each sample came from, such as its path
+    names: Names | None = None  # origin of each sample, such as its path
     options: Mapping[str, Any] = MappingProxyType({})  # how samples were read, for the file's header (JSON)
     ignored: Sequence[str] = ()  # content of the source that is left out, for the report
     notes: Sequence[str] = ()  # notes on the source, for the report
@@ -107,7 +107,7 @@ class SampleSource(SampleReader):
 
     def disagreement(self) -> str:
         """Name two samples of different shapes and the remedy; called once a `ShapeError` was raised."""
-        return "the samples do not all have one shape"
+        return "the samples have different shapes"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -121,9 +121,9 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class OpenContext:
-    """The context in which a source is opened: everything it may use, besides the options of its kind."""
+    """The context in which a source is opened: everything that it may use, except the options of its kind."""
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
-    skips_bad_samples: bool = False  # unreadable samples will be left out, even the first
+    skips_bad_samples: bool = False  # whether unreadable samples, even the first, are left out
     with_times: bool = False  # whether matrix entries come with their times, if any
     report_found: Callable[[int], None] = lambda count: None  # called now and then with the number of samples found

@@ -1,4 +1,4 @@
-"""A pool of threads in C that read byte ranges and gather rows without Python's lock, if the C library was built.
+"""A pool of threads in C that read byte ranges and gather rows without the GIL, if the C library was built.
 
 `pip install` builds ``core.c`` if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is
 False, and callers read with Python threads.
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 4  # of the functions and structures of core.c
-PART_BYTES = 2 << 20  # what a thread takes at a time
+VERSION = 4  # version of the functions and structures of core.c
+PART_BYTES = 2 << 20  # bytes of jobs that a thread takes at a time
 JOB = np.dtype(
     [
         ("kind", np.int32),
@@ -33,9 +33,9 @@ JOB = np.dtype(
         ("is_checked", np.uint32),
     ]
 )
-READ, VERIFY, GATHER = range(3)  # kinds of jobs; core.c says what their numbers mean
-DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # what became of a ticket
-_abandoned: list[Any] = []  # what threads may still write to that hang in a read
+READ, VERIFY, GATHER = range(3)  # kinds of jobs; their fields are described in core.c
+DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # outcomes of a ticket
+_abandoned: list[Any] = []  # memory that hanging threads may still write to
 
 
 class Result(NamedTuple):
@@ -43,9 +43,9 @@ class Result(NamedTuple):
 
     ticket: int
     status: int  # DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED
-    error: int  # the errno, where the status is SYSTEM; the bits of the checksum, where it is CHECKSUM
-    job: int  # the number of the one that failed
-    offset: int  # where it failed in its file
+    error: int  # the errno for SYSTEM; the bits of the checksum for CHECKSUM
+    job: int  # the number of the failed job
+    offset: int  # where the job failed in its file
 
 
 class _Result(ctypes.Structure):
@@ -83,7 +83,7 @@ def _library() -> Any:
             library = ctypes.CDLL(str(path))
             if library.h5chunk_version() == VERSION:
                 return _declare(library)
-        except (OSError, AttributeError):  # of another machine, or of something else
+        except (OSError, AttributeError):  # a library for another machine, or another file
             continue
     return None
 
@@ -124,8 +124,8 @@ class NativePool:
         if not self._pool:
             raise OSError("no reading thread could be started")
         self._kept: dict[int, np.ndarray] = {}  # jobs, by ticket
-        self._lock = threading.Lock()  # none of the functions is called once the pool was given back
-        self._num_inside = 0  # calls of other threads that wait in the library
+        self._lock = threading.Lock()  # no function may be called after the pool was freed
+        self._num_inside = 0  # calls by other threads that are inside the library
 
     @property
     def num_threads(self) -> int:
@@ -179,7 +179,7 @@ class NativePool:
 
     @contextmanager
     def _inside(self) -> Iterator[Any]:
-        """Enter the library for a while, during which the pool stays."""
+        """Return a context for calling the library, in which the pool is not freed."""
         with self._lock:
             pool = self._pool
             self._num_inside += 1
@@ -192,7 +192,7 @@ class NativePool:
     def free(self) -> None:
         """Free the closed pool; threads that still read keep their memory.
 
-        The pool stays if a thread is still inside: one whose start a signal interrupted, so that nobody knows of it.
+        The pool is not freed while another thread is inside the library, such as one whose start a signal interrupted.
         """
         if self.num_threads:
             _abandoned.append(self._kept)
@@ -257,4 +257,4 @@ def dense_rows(
         out.itemsize,
     )
     if _library().h5chunk_dense(matrix, rows.ctypes.data, len(rows), out.ctypes.data):
-        raise IndexError(f"a column is not one of {out.shape[1]}")
+        raise IndexError(f"a column is out of range for {out.shape[1]} columns")

@@ -1,9 +1,9 @@
 /* A pool of threads that read byte ranges of files into scattered memory, and gather rows of memory.
  *
- * It knows nothing of HDF5, of orders or of Python: the caller hands it tables of jobs and waits for tickets. The tables,
- * and all memory that they point into, belong to the caller and must stay in place until their ticket is done.
+ * It does not depend on HDF5, orders or Python: the caller submits tables of jobs and waits for tickets. The tables, and
+ * all memory that they point to, belong to the caller and must stay valid until their ticket is done.
  *
- * Every function may be called by any thread, but none in a fork of the process that opened the pool.
+ * Every function may be called by any thread, but not in a fork of the process that opened the pool.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,14 +18,14 @@
 #define EXPORT __attribute__((visibility("default")))
 #define VERSION 4
 
-enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* what a job does */
-enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* what became of a ticket */
+enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* kinds of jobs */
+enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* outcomes of a ticket */
 
 enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
-enum { PIECE_BYTES = 256 << 10 };   /* what is summed while a processor's cache still holds it */
+enum { PIECE_BYTES = 256 << 10 };   /* bytes that are read and then summed while still in the cache */
 enum { PREFETCHED_ROWS = 8 };
 
-/* One thing to do; what its numbers mean depends on its kind.
+/* A job, whose fields depend on its kind.
  *
  * READ    `count` vectors (struct iovec) at `source` are filled from `offset` of `descriptor`: `num_bytes` in all.
  *         With `is_checked`, the CRC-32 of these bytes must be `expected`.
@@ -42,9 +42,9 @@ typedef struct {
 
 typedef struct {
     uint64_t ticket;
-    int32_t status, error; /* `error` is an errno where `status` is SYSTEM, and the bits of the checksum at CHECKSUM */
+    int32_t status, error; /* `error` is the errno for SYSTEM, and the bits of the checksum for CHECKSUM */
     int64_t job;    /* the number of the job that failed first */
-    int64_t offset; /* where in its file */
+    int64_t offset; /* where the job failed in its file */
 } Result;
 
 typedef struct Ticket {
@@ -62,9 +62,9 @@ typedef struct Pool {
     pthread_mutex_t lock;
     pthread_cond_t work, done, ended;
     Queue waiting;   /* tickets with jobs that no thread has taken */
-    Queue finished;  /* tickets that nobody has asked for */
+    Queue finished;  /* tickets that `wait` has not returned yet */
     int64_t part_bytes, progress;
-    int64_t num_open; /* tickets that were not given back */
+    int64_t num_open; /* tickets that were submitted and not returned */
     int num_threads, is_closing, is_left;
 } Pool;
 
@@ -84,7 +84,7 @@ static void make_tables(void) {
             tables[table][i] = (tables[table - 1][i] >> 8) ^ tables[0][tables[table - 1][i] & 0xFF];
 }
 
-/* By tables, eight bytes at a time; takes and gives the inverted checksum. */
+/* By tables, eight bytes at a time; takes and returns the inverted checksum. */
 static uint32_t crc_by_tables(uint32_t crc, const uint8_t *data, size_t length) {
     pthread_once(&tables_once, make_tables);
     for (; length >= 8; data += 8, length -= 8) {
@@ -120,7 +120,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_folding(uint32_t
         for (int i = 0; i < 4; i++)
             state[i] = fold(state[i], _mm_loadu_si128((const __m128i *)data + i), by_four);
     for (int i = 1; i < 4; i++) state[0] = fold(state[0], state[i], by_one);
-    /* The 16 bytes that are left have the checksum of all bytes before: let the tables finish. */
+    /* The remaining 16 bytes have the same checksum as all bytes before, and the tables compute it. */
     uint8_t rest[16];
     _mm_storeu_si128((__m128i *)rest, state[0]);
     return crc_by_tables(crc_by_tables(0, rest, sizeof rest), data, length);
@@ -140,7 +140,7 @@ WIDE static uint32_t crc_by_wide_folding(uint32_t crc, const uint8_t *data, size
             __m512i high = _mm512_clmulepi64_epi128(state[i], by_four, 0x11);
             state[i] = _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(data + 64 * i), 0x96);
         }
-    uint8_t rest[256]; /* has the checksum of all bytes before */
+    uint8_t rest[256]; /* has the same checksum as all bytes before */
     for (int i = 0; i < 4; i++) _mm512_storeu_si512(rest + 64 * i, state[i]);
     crc = crc_by_folding(0, rest, sizeof rest);
     return length >= 64 ? crc_by_folding(crc, data, length) : crc_by_tables(crc, data, length);
@@ -157,9 +157,9 @@ EXPORT uint32_t h5chunk_crc32(const uint8_t *data, int64_t length, uint32_t star
     return ~crc_by_tables(~start, data, (size_t)length);
 }
 
-/* ---- What a thread does ---- */
+/* ---- Running jobs ---- */
 
-/* Fill some memory from a file: 0, or what went wrong in `result`. */
+/* Fill memory from a file. Returns 0, or -1 with the error in `result`. */
 static int read_rest(int descriptor, uint8_t *out, int64_t num_bytes, int64_t offset, Result *result) {
     while (num_bytes > 0) {
         ssize_t got = pread(descriptor, out, (size_t)num_bytes, offset);
@@ -177,7 +177,7 @@ static int read_rest(int descriptor, uint8_t *out, int64_t num_bytes, int64_t of
     return 0;
 }
 
-/* Fill vectors of `num_bytes` in all: usually by one call, which may give less than was asked for. */
+/* Fill vectors of `num_bytes` in all: usually with one call, which may read less than requested. */
 static int read_vectors(int descriptor, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
                         Result *result) {
     int64_t got = preadv(descriptor, vectors, count, offset);
@@ -255,7 +255,7 @@ static int do_job(const Job *job, uint8_t *scratch, Result *result) {
     return 0;
 }
 
-/* Do jobs in the calling thread; the result says which failed, and is all zeros if none did. */
+/* Run jobs in the calling thread; the result has the first failed job, and is all zeros if none failed. */
 EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
     uint8_t *scratch = malloc(PIECE_BYTES);
     *result = (Result){.status = scratch ? DONE : SYSTEM, .error = scratch ? 0 : ENOMEM};
@@ -298,7 +298,7 @@ static Ticket *pop(Queue *queue) {
     return ticket;
 }
 
-/* Count jobs of a ticket as over; the lock is held. */
+/* Count jobs of a ticket as done; the caller holds the lock. */
 static void finish(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     pool->progress++;
     ticket->num_left -= num_jobs;
@@ -307,7 +307,7 @@ static void finish(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     pthread_cond_signal(&pool->done);
 }
 
-/* Leave undone what no thread has taken of the first waiting ticket; the lock is held. */
+/* Cancel the jobs of the first waiting ticket that no thread has taken; the caller holds the lock. */
 static void skip_first(Pool *pool, int status) {
     Ticket *ticket = pop(&pool->waiting);
     int64_t num_left = ticket->num_jobs - ticket->num_taken;
@@ -316,7 +316,7 @@ static void skip_first(Pool *pool, int status) {
     finish(pool, ticket, num_left);
 }
 
-/* Take jobs of about `part_bytes` from the first waiting ticket; the lock is held. */
+/* Take jobs of about `part_bytes` from the first waiting ticket; the caller holds the lock. */
 static int64_t take(Pool *pool, Ticket *ticket) {
     int64_t first = ticket->num_taken, num_bytes = 0;
     while (ticket->num_taken < ticket->num_jobs && num_bytes < pool->part_bytes)
@@ -396,7 +396,7 @@ static struct timespec after(double seconds) {
 
 EXPORT int h5chunk_version(void) { return VERSION; }
 
-/* Make a pool; NULL if there is no memory, or no thread could be started. */
+/* Make a pool; NULL if memory is short, or no thread could be started. */
 EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
@@ -418,7 +418,7 @@ EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
     return pool;
 }
 
-/* How many threads the pool has: fewer than asked for where the system refused more. */
+/* Number of threads of the pool: fewer than requested if the system refused more. */
 EXPORT int h5chunk_num_threads(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     int num_threads = pool->num_threads;
@@ -426,7 +426,7 @@ EXPORT int h5chunk_num_threads(Pool *pool) {
     return num_threads;
 }
 
-/* Queue jobs behind those before: 0, or -1 if there is no memory or the pool is closing. */
+/* Queue jobs after earlier ones: 0, or -1 if memory is short or the pool is closing. */
 EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs) {
     Ticket *ticket = calloc(1, sizeof *ticket);
     if (!ticket) return -1;
@@ -444,8 +444,8 @@ EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t 
     return is_closing ? -1 : 0;
 }
 
-/* Wait for the next ticket that is over: 1 and its result, 0 if none was for `timeout_s`, -1 if the pool is closing and
- * all were given back. */
+/* Wait for the next ticket that is done: 1 and its result; 0 after `timeout_s`; -1 if the pool is closing and all
+* tickets were returned. */
 EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
     struct timespec end = after(timeout_s);
     pthread_mutex_lock(&pool->lock);
@@ -461,7 +461,7 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
     return found;
 }
 
-/* A number that grows with each part that is over. */
+/* A number that grows whenever a part of a job ends. */
 EXPORT int64_t h5chunk_progress(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     int64_t progress = pool->progress;
@@ -469,7 +469,7 @@ EXPORT int64_t h5chunk_progress(Pool *pool) {
     return progress;
 }
 
-/* How many tickets were not given back. */
+/* Number of tickets that were submitted and not returned. */
 EXPORT int64_t h5chunk_num_open(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     int64_t num_open = pool->num_open;
@@ -477,7 +477,7 @@ EXPORT int64_t h5chunk_num_open(Pool *pool) {
     return num_open;
 }
 
-/* Drop what waits, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */
+/* Drop waiting jobs, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */
 EXPORT int h5chunk_close(Pool *pool, double timeout_s) {
     struct timespec end = after(timeout_s);
     pthread_mutex_lock(&pool->lock);
@@ -492,7 +492,7 @@ EXPORT int h5chunk_close(Pool *pool, double timeout_s) {
     return is_over;
 }
 
-/* Free a closed pool; the last of the threads that still read does. Nobody may wait for it any more. */
+/* Free a closed pool, or let the last thread that still reads free it. No thread may be waiting for it. */
 EXPORT void h5chunk_free(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     pool->is_left = 1;

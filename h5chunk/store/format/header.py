@@ -21,9 +21,9 @@ from h5chunk.store.hdf5.guard import check_beside
 from h5chunk.store.hdf5.open import damages_are
 
 MATRIX = "X"  # name of the group, or of the dataset of dense rows
-CSR, DENSE = "csr", "dense"  # kinds
+CSR, DENSE = "csr", "dense"  # values of ``kind``
 
-VALUE_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32))  # of the matrix of an h5chunk file
+VALUE_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32))  # of a matrix of an h5chunk file
 
 _NUMBERS = {
     "num_samples": np.int64,
@@ -86,12 +86,13 @@ def read_header(file: h5py.File) -> Header | None:
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
         return None
     shown = printable(file.filename)
-    with damages_are(FileError, f"{shown}: damaged: what its group /{GROUP} says cannot be", AttributeError):
+    with damages_are(FileError, f"{shown}: damaged: its group /{GROUP} is invalid", AttributeError):
         attrs = group.attrs
         version = int(attrs["format_version"])
         if version > FORMAT_VERSION:
             raise FileError(
-                f"{shown}: format version {version} but this h5chunk reads up to {FORMAT_VERSION}: install a newer one"
+                f"{shown}: format version {version}, but this h5chunk reads up to {FORMAT_VERSION}: install a "
+                "newer h5chunk"
             )
         num_samples, chunk_samples, window_chunks, seed, shuffled = (int(attrs[name]) for name in _NUMBERS)
         if num_samples < 1 or chunk_samples < 1 or window_chunks < 1:
@@ -161,7 +162,7 @@ def read_matrix(file: h5py.File) -> Matrix | None:
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:
         return None
-    with damages_are(FileError, f"{printable(file.filename)}: damaged: its matrix cannot be", AttributeError):
+    with damages_are(FileError, f"{printable(file.filename)}: damaged: its matrix is invalid", AttributeError):
         kind = bytes(group.attrs["kind"]).decode("utf-8", "replace")
         if kind not in (CSR, DENSE):
             raise ValueError(f"its kind is {kind!r}, not {CSR} or {DENSE}: a newer h5chunk may read it")
@@ -197,5 +198,5 @@ def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: 
     if indices.chunks != data.chunks:
         raise ValueError(f"chunks of {indices.chunks} indices but {data.chunks} data")
     if indptr[0] != 0 or indptr[-1] != num_entries:
-        raise ValueError(f"indptr goes from {indptr[0]} to {indptr[-1]}, not from 0 to {num_entries}")
+        raise ValueError(f"indptr is from {indptr[0]} to {indptr[-1]}, but must be from 0 to {num_entries}")
     return num_entries

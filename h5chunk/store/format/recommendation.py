@@ -2,9 +2,9 @@
 
 A recommendation overrides the window and the cache in the header of an h5chunk file, which is not changed.
 
-It is a JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it is for: the
-path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, the recommendation is
-ignored. It appears under its name only when it is complete and on disk.
+It is a JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it applies to:
+the path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, the
+recommendation is ignored. It is renamed to its name once it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUFFIX = ".h5chunk.json"
 MAX_BYTES = 1 << 16
 NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
-Recommended = tuple[int, CacheSettings]  # window in chunks, and the cache of one process that reads all windows
+Recommended = tuple[int, CacheSettings]  # the window in chunks, and the cache of one process that reads all windows
 
 
 def sidecar_of(path: str | os.PathLike[str]) -> Path:

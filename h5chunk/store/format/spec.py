@@ -15,8 +15,8 @@ has
 ``/labels``
     (N,), int64, if samples have a class or a label; float64 if labels are fractions.
 ``/split``
-    (N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only if the top
-    folders were splits, such as ``train`` and ``val``; ``options`` then says ``split_folders``: ``yes``.
+(N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only if the top
+folders were splits, such as ``train`` and ``val``; ``options`` then has ``split_folders``: ``yes``.
 others
     Columns of a manifest: (N,), uint8, int8, int64 or float64, or UTF-8 strings of fixed length, padded with zeros.
 
@@ -25,15 +25,15 @@ name and shape: (N, ...) of integers, floats, or strings of fixed length. ``opti
 names of the fields that readers read by default, in this order.
 
 Each field has chunks of (k, ...) with k <= N: whole samples, the same k for all fields. No filter, allocated early, no
-fill value is written, and maximum dimensions are fixed. So HDF5 keeps the address of the first chunk alone: in its
-"implicit" index, or, where k = N, in its "single chunk" index. In both cases the chunks of a field are one run of bytes
-in order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the bytes behind the last sample
-are zero. Fields whose chunks take 64 KiB or more start at a multiple of 4096.
+fill value is written, and maximum dimensions are fixed. So HDF5 stores only the address of the first chunk: in its
+"implicit" index, or, if k = N, in its "single chunk" index. In both cases the chunks of a field are one run of bytes in
+order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the bytes after the last sample are
+zero. Fields whose chunks take 64 KiB or more start at a multiple of 4096.
 
 Sparse matrices
 ---------------
-A sample is a row of the matrix, N the number of rows. In place of ``/images`` there is the group ``/X``, as AnnData
-writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in row order:
+A sample is a row of the matrix, and N is the number of rows. In place of ``/images`` there is the group ``/X``, as
+AnnData writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in row order:
 
 ``/X``
     Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
@@ -49,47 +49,46 @@ writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`), in ro
     entry, finite and not zero, where ``scale`` is 1. In a pattern, which is uint8, no chunk was ever written and the
     fill value is 1: HDF5 returns ones without reading the file.
 
-``indices`` and ``data`` have chunks of equal numbers of entries (about 1 MiB of indices; no more than there are), which
-are not aligned with rows. Like a field they are one run of bytes each: entry e of ``indices`` lies at
-``offset + e * itemsize``. A matrix without entries has datasets of length 0. Other fields (columns of AnnData's
-``obs``, labels) are datasets at the root as above, in chunks of (chunk_samples,), of any integer or float type, or
-strings; truth values are uint8.
+``indices`` and ``data`` have chunks with equal numbers of entries (about 1 MiB of indices, or all entries), which are
+not aligned with rows. Like a field, each is one run of bytes: entry e of ``indices`` is at ``offset + e * itemsize``. A
+matrix without entries has datasets of length 0. Other fields (columns of AnnData's ``obs``, labels) are datasets at the
+root as above, in chunks of (chunk_samples,), of any integer or float type, or strings; booleans are uint8.
 
-In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the rows of a nominal chunk of rows: a power of two (but no
-more than N), of at most 256 KiB of entries on average. It is what an order of an epoch permutes; no dataset but the
-fields is cut there. The cache is that of a process that reads rows through HDF5. Beside the tables below there may be
+In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the number of rows in a nominal chunk of rows: a power of two
+(at most N), with at most 256 KiB of entries on average. The order of an epoch permutes these chunks; only the fields
+are stored in such chunks. The cache is that of a process that reads rows through HDF5. In addition to the tables below,
+there may be
 
 ``row_ids``, ``column_ids``
     int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name that row i or column j had in the source.
 ``column_index``
-    int64, (columns,): column j is column ``column_index[j]`` of the source. Only where columns were left out.
+    int64, (columns,): column j is column ``column_index[j]`` of the source. Only if columns were left out.
 ``categories/<field>``
-    See below; of columns of ``obs``.
+    See below; for columns of ``obs``.
 
-``source_index`` counts the rows of the source from 0, all of them: as they are numbered there, or, where they have ids,
-in ascending order of all ids of the source. So does ``column_index``. Rows that were filtered away leave gaps.
+``source_index`` counts all rows of the source from 0: in their own order, or, if they have ids, in ascending order of
+all ids of the source. So does ``column_index``. Rows that were filtered out leave gaps.
 
 A file of dense rows has, in place of the group, the dataset ``/X``: (N, columns), of a type of ``/X/data``, with the
 attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
-``dense``. If it is compressed, HDF5 keeps an index of its chunks, which lie in order.
+``dense``. If it is compressed, HDF5 has an index of its chunks, which are stored in order.
 
 Beside the data, in the group ``/h5chunk``
 ------------------------------------------
 attributes
     ``format_version`` int64: 2, or 1, in which matrices hold no floats. ``h5chunk_version``: the writing version.
     ``kind``: ``csr`` or ``dense``; absent if samples are not rows of a matrix. ``num_samples``, ``chunk_samples``,
-    ``window_chunks`` int64: N, k, and how many chunks should be shuffled together. ``rdcc_nslots``, ``rdcc_nbytes``
-    int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads all open windows (see
-    `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted. ``options``: JSON, the
-    options of the command; in a shard also ``shard`` and ``shards``: its number, from 0, and the number of shards. All
-    strings have fixed length.
+    ``window_chunks`` int64: N, k, and the number of chunks that should be shuffled together. ``rdcc_nslots``,
+    ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads all open windows
+    (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted. ``options``: JSON,
+    the options of the command; in a shard also ``shard`` and ``shards``: its number, from 0, and the number of shards.
+    All strings have fixed length.
 ``checksums/<field>``
     uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. For a sparse matrix,
     ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, except for a pattern, ``checksums/X/data``.
 ``source_index``
     int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order, split
-    by split if there are splits, or in the order of the manifest's lines. Samples that were skipped leave gaps in the
-    numbers.
+    by split if there are splits, or in the order of the manifest's lines. Skipped samples leave gaps in the numbers.
 ``source_names``, ``source_name_ends``
     uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
     Only if samples have names.
@@ -98,25 +97,24 @@ attributes
 ``categories/<field>``
     The same for the codes of another field; code -1 means missing.
 
-Files that were appended to
----------------------------
-`h5chunk append` puts new samples behind the old ones, which keep their places; k is unchanged. ``shuffled`` is then 0,
-as old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
-``appended``: a list with one object per call, with its options: ``samples`` (how many were added), ``seed`` and
-``shuffle`` (how these were permuted) and, for images, ``fit``; and ``first_index``: ``source_index`` of a new sample is
-this number plus the sample's number in its source. It is one more than any earlier number in the table.
-``source_names`` are paths below that source. New classes follow the old classes.
+Files that were appended to --------------------------- `h5chunk append` adds new samples after the old ones, which keep
+their positions; k is unchanged. ``shuffled`` is then 0, because old and new samples are not mixed; ``seed`` is still
+the seed of the first samples. ``options`` gets the key ``appended``: a list with one object per call, with its options:
+``samples`` (the number of added samples), ``seed`` and ``shuffle`` (how these were permuted) and, for images, ``fit``;
+and ``first_index``: ``source_index`` of a new sample is this number plus the sample's number in its source. It is one
+more than any earlier number in the table. ``source_names`` are paths below that source. New classes follow the old
+classes.
 
 Files that were repacked
 ------------------------
-`h5chunk repack` keeps all of the above, and brings the group up to date: ``options`` gets the key ``repack``, and a
-shuffle permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may be
-compressed: then HDF5 keeps an index of their chunks, which lie in order, and checksums cover the stored bytes.
+`h5chunk repack` keeps all of the above, and updates the group: ``options`` gets the key ``repack``, and a shuffle
+permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may be compressed:
+then HDF5 has an index of their chunks, which are stored in order, and checksums cover the stored bytes.
 
 Another HDF5 file that is repacked with a shuffle, window or cache gets the group, without ``kind``, ``class_names``,
 ``source_names`` and, unless it was shuffled, ``source_index``. It keeps its own types, soft links, attributes and user
-block; behind a user block of less than 4096 bytes, fields start at multiples of its size. Its fields are whichever
-datasets have ``num_samples`` rows and elements of a fixed size, in any group, of any type and name; ``checksums`` has
+block; after a user block of less than 4096 bytes, fields start at multiples of its size. Its fields are all datasets
+with ``num_samples`` rows and elements of a fixed size, in any group, of any type and name; ``checksums`` has
 these fields, and the parts of sparse matrices, by their paths. Datasets of other types keep their chunks.
 """
 
@@ -138,8 +136,8 @@ GROUP = "h5chunk"
 LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
 ALIGNMENT_THRESHOLD = 64 << 10
-HEADER_BYTES = 16 << 10  # metadata of a file, about
-GZIP_LEVEL = 1  # of dense rows, mostly zeros: higher ones take three times the time for a few percent
+HEADER_BYTES = 16 << 10  # approximate size of a file's metadata
+GZIP_LEVEL = 1  # level for dense rows, mostly zeros: higher levels take three times as long and save a few percent
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dataset in the file; 0 if they are not known before."""
+        """Bytes of the dataset in the file; 0 if they are not known yet."""
         if self.fill is not None or self.gzip:
             return 0
         shape = self.shape
@@ -178,7 +176,7 @@ def field_spec(
 class FileSpec:
     """The layout of a file, which must be known before its first sample is written: its objects by path.
 
-    The field with the largest samples comes first: it then lies at the start of the file.
+    The field with the largest samples comes first, and is stored at the start of the file.
     """
 
     datasets: dict[str, ArraySpec]

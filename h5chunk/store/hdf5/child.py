@@ -1,11 +1,11 @@
 """Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
-The child is forked: it runs the code that the caller would run, with the same memory, and touches nothing but HDF5 and
-the file. Forking is safe despite other threads and an initialised GPU, as no thread is inside HDF5 at that moment (its
-lock is held), no garbage of the caller is collected in the child, and the child ends without any cleanup. A child that
-nevertheless sleeps for ever, because of a lock that nobody will release, is ended.
+The child is forked: it runs the caller's code with the same memory, and uses only HDF5 and the file. Forking is safe
+despite other threads and an initialised GPU, because no thread is inside HDF5 at that moment (its lock is held), no
+garbage of the caller is collected in the child, and the child exits without any cleanup. A child that sleeps forever
+nevertheless, because of a lock that is never released, is killed.
 
-It works only on Linux. Elsewhere, and if the system refuses to fork, the work is done in the calling process.
+This works only on Linux. Elsewhere, and if the system cannot fork, the work is done in the calling process.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from h5chunk.stamp import stamp_of
 T = TypeVar("T")
 Say = Callable[[Any], None]
 
-LOOP_S = 60.0  # of one thread's processor time, without a read, a write or a word from the child
-IDLE_S = 120.0  # in which all threads of the child only sleep
+LOOP_S = 60.0  # processor time of one thread, without a read, a write or a message of the child
+IDLE_S = 120.0  # time in which all threads of the child sleep
 LOOK_S = 1.0
-METADATA_BYTES = 256 << 20  # of memory
-METADATA_RATIO = 32  # and so many bytes for one of the file: its tables may be compressed
-PR_SET_PDEATHSIG = 1  # of prctl
-SAID, DONE, FAILED = "said", "done", "failed"  # messages of the child, each with a value
+METADATA_BYTES = 256 << 20  # memory limit of the child
+METADATA_RATIO = 32  # plus this many bytes per byte of the file: its tables may be compressed
+PR_SET_PDEATHSIG = 1  # option of prctl
+SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages of the child, each with a value
 
-_is_child = False  # then work is done at once: the process may crash
-_tried: set[Hashable] = set()  # files, as they were, that did not crash
+_is_child = False  # whether work is done in this process, which may crash
+_tried: set[Hashable] = set()  # versions of files that did not crash
 
 
 class Stuck(WorkerError):
@@ -73,9 +73,9 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
     try:
         in_child(look_at_all, lambda: printable(reached[-1]), reached.append)
     except Stuck as error:
-        warnings.warn(f"{error}: it is opened without having been tried", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{error}: it is opened without a test in a child process", RuntimeWarning, stacklevel=4)
     except WorkerError:
-        return  # not an error of HDF5's: the caller meets it as well
+        return  # not an error of HDF5: the caller will get it as well
     _tried.update(keys[path] for path in due)
 
 
@@ -93,7 +93,7 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
     try:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         with warnings.catch_warnings(), phil:  # while it is held, no other thread is inside HDF5
-            warnings.simplefilter("ignore")  # about a fork beside threads
+            warnings.simplefilter("ignore")  # warnings about forks of processes with threads
             child = os.fork()
     except OSError:
         return work(heard)
@@ -110,7 +110,7 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
             os.kill(child, signal.SIGKILL)
         try:
             status = os.waitpid(child, 0)[1]
-        except ChildProcessError:  # another part of this process has waited for it
+        except ChildProcessError:  # another thread of this process has waited for it
             status = 0
     if result:
         value: T = result[0]
@@ -121,7 +121,7 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit a child process's memory in a context: damaged metadata may claim more than a file of this size needs."""
+    """Limit a child process's memory in a context, because damaged metadata may claim more than the file needs."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
@@ -162,7 +162,7 @@ class _Watch:
 
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
-        self.moved: bytes | None = None  # counters that change whenever it reads or writes; None: look anew
+        self.moved: bytes | None = None  # counters that change whenever it reads or writes; None: unknown
         self._ticks: dict[str, tuple[str, int]] = {}
         self._since = 0.0
 
@@ -177,7 +177,7 @@ class _Watch:
         per_s = os.sysconf("SC_CLK_TCK")
         ran = max((ticks - self._ticks.get(name, ("", 0))[1] for name, (_, ticks) in threads.items()), default=0)
         if ran > LOOP_S * per_s:
-            raise FileError(f"{shown()}: HDF5 runs in circles on it: it is damaged")
+            raise FileError(f"{shown()}: this file makes HDF5 loop: it is damaged")
         if any(state != "S" for state, _ in threads.values()) or ran:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
@@ -204,8 +204,8 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
     _is_child = True
     code = 1
     try:
-        gc.freeze()  # garbage of the parent's may be memory of a GPU
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which ends us
+        gc.freeze()  # garbage of the parent may own GPU memory
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which ends this one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
             try:
@@ -216,4 +216,4 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
                 pipe.send((FAILED, WorkerError(traceback.format_exc())))
             code = 0
     finally:
-        os._exit(code)  # nothing of the parent's is closed or flushed
+        os._exit(code)  # closes and flushes nothing of the parent

@@ -22,15 +22,15 @@ from h5py._objects import phil
 from h5chunk.errors import FileError, as_text, printable
 
 NUMBERS_AT_A_TIME = 1 << 17
-FILTER_BYTES = 64 << 10  # that filters add to a chunk at most, beside its length once more, for headers and tables
-CHECKSUM_BYTES = 4  # that Fletcher-32 puts behind a chunk
+FILTER_BYTES = 64 << 10  # most bytes that filters add to twice the length of a chunk, for headers and tables
+CHECKSUM_BYTES = 4  # bytes that Fletcher-32 appends to a chunk
 COMPARED_BYTES = 1 << 20  # the largest chunk that is read whole to compare it
-COMPARED_ELEMENTS = 64  # of a larger one, or of contiguous data
+COMPARED_ELEMENTS = 64  # bytes to compare of a larger chunk, or of contiguous data
 PROBE = bytes(range(1, 33))
 PROBE_BLOCK = 512
 SEC2 = h5py.h5fd.SEC2
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped them all
+ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
 EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 
 
@@ -40,14 +40,14 @@ class NotDirect(Exception):
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The stored chunks of one dataset, in the order of their places in the dataset (row-major).
+    """The stored chunks of one dataset, in the order of their positions in the dataset (row-major).
 
     An offset of -1 means never written: all elements are the fill value. If bit i of a mask is set, filter i was
     skipped for this chunk; all bits are set for partial edge chunks of a dataset that stores them unfiltered. Edge
     chunks are stored in full. A contiguous dataset is one chunk.
     """
 
-    offsets: np.ndarray  # in the file: (num_chunks,) int64
+    offsets: np.ndarray  # offsets in the file: (num_chunks,) int64
     sizes: np.ndarray  # stored bytes: (num_chunks,) int64
     filter_masks: np.ndarray  # (num_chunks,) uint32
     chunk_shape: tuple[int, ...]
@@ -103,13 +103,13 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):
-        raise NotDirect("HDF5 lists its chunks at wrong places, as an axis other than the first can grow without limit")
+        raise NotDirect("HDF5 lists wrong offsets for its chunks, because an axis other than the first is unlimited")
     if dataset.chunks is None:
-        offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None  # else None plus the user block
+        offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None  # else None plus user block
         table = ChunkTable.unwritten(dataset.shape, dataset.shape)
         if offset is not None:
             table.offsets[:] = offset
-            table.sizes[:] = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's type may be wider
+            table.sizes[:] = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's dtype may be wider
     else:
         table = _list_index(dataset, name)
     end = int((table.offsets + table.sizes).max(initial=0))
@@ -180,7 +180,7 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     if dataset.chunks is None:
         return
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
-    written, changed = table.offsets >= 0, np.zeros(len(table), bool)  # changed: in length, by a filter
+    written, changed = table.offsets >= 0, np.zeros(len(table), bool)  # whether a filter changes the length
     checksums = np.zeros(len(table), np.int64)
     properties = dataset.id.get_create_plist()
     for number in range(properties.get_nfilters()):
@@ -188,10 +188,10 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
         changed |= applied & (code not in (h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32))
         checksums[applied] += CHECKSUM_BYTES * (code == h5py.h5z.FILTER_FLETCHER32)
     if partial_chunks_are_plain(properties) is None or is_variable(dataset.id.get_type()):
-        changed |= written  # HDF5 does not say what they take in the file
+        changed |= written  # HDF5 does not know their bytes in the file
     sizes = table.sizes
     wrong = written & np.where(changed, sizes <= checksums, sizes != chunk_bytes + checksums)
-    wrong |= sizes > 2 * chunk_bytes + FILTER_BYTES  # no filter does that
+    wrong |= sizes > 2 * chunk_bytes + FILTER_BYTES  # impossible with any filter
     if wrong.any():
         first = int(wrong.argmax())
         raise FileError(
@@ -214,9 +214,10 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
         raise FileError(f"{name}: its chunk {chunk} cannot be read: {error}") from None
     if os.pread(file.get_vfd_handle(), len(expected), int(table.offsets[chunk])) != expected:
         raise FileError(
-            f"{name}: HDF5 reads other bytes for its chunk {chunk} than the file has at {table.offsets[chunk]}, where "
-            "HDF5 says that it lies: it is being written, is damaged, or this version of HDF5 lists chunks wrongly: "
-            "try another h5py"
+            f"{name}: HDF5 reads other bytes for its chunk {chunk} than the file has at {table.offsets[chunk]}, "
+            "the offset that HDF5 lists: it is "
+            "being written, is damaged, or this version of HDF5 lists wrong "
+            "offsets: try another h5py"
         )
 
 
@@ -260,7 +261,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
     block = dataset.file.userblock_size
     missing = block if block and _leaves_out_user_block() else 0
-    numbers: list[int] = []  # of some chunks: all at once takes less time, all of a file too much memory
+    numbers: list[int] = []  # many chunks at once: faster than one by one, with less memory than all
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:
         place, mask, offset, size = chunk
@@ -282,7 +283,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
         _visit_chunks(dataset, add)
         settle()
     except (IndexError, OverflowError) as error:
-        raise FileError(f"{name} lists a chunk that cannot be: {error}: it is damaged") from None
+        raise FileError(f"{name} lists an invalid chunk: {error}: it is damaged") from None
     except (OSError, RuntimeError) as error:
         raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
     if partial_chunks_are_plain(dataset.id.get_create_plist()):

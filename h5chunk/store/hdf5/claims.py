@@ -13,10 +13,10 @@ from h5chunk.plan.layout import human_bytes
 from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
 
-MAX_RATIO = 1032  # bytes that gzip can make of one
-SLACK_BYTES = 64 << 20  # that may be claimed without being stored: a dataset of the fill value alone
-SLACK_CHUNKS = 1 << 20  # the same in chunks, 20 bytes of table each
-MAX_INFLATED_BYTES = 256 << 20  # of a chunk: larger ones must be stored in a size that gzip could make of them
+MAX_RATIO = 1032  # highest ratio of gzip
+SLACK_BYTES = 64 << 20  # bytes that may be claimed without being stored: a dataset of only the fill value
+SLACK_CHUNKS = 1 << 20  # the same limit as a number of chunks, with 20 bytes of table each
+MAX_INFLATED_BYTES = 256 << 20  # larger chunks must be stored in a size that gzip could decode to them
 MAX_ATTRIBUTE_BYTES = 1 << 20
 
 
@@ -25,11 +25,11 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
     codes = []
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
-        if code == BITSHUFFLE and len(values) >= 3 and not values[2]:  # it would crash
+        if code == BITSHUFFLE and len(values) >= 3 and not values[2]:  # HDF5 would crash
             raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
         if code in (h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT) and len(values) >= 3:
             count = math.prod(properties.get_chunk())
-            if values[2] != count:  # so would these
+            if values[2] != count:  # these would crash HDF5, too
                 raise FieldError(
                     f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they "
                     f"have {count}: it is damaged"
@@ -44,7 +44,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
     twice = next((code for code in codes if codes.count(code) > 1), None)
     if twice is not None:
         label = KNOWN_FILTERS.get(twice, str(twice))
-        raise FieldError(f"{where} is packed with filter {label} more than once, as a bomb would be: repack it")
+        raise FieldError(f"{where} has filter {label} more than once, like a decompression bomb: use h5repack")
 
 
 def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
@@ -60,13 +60,11 @@ def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: st
     if layout == h5py.h5d.CHUNKED:
         _check_chunk_claims(dataset, properties, where, claimed, stored)
     elif stored and stored < claimed:
-        raise FieldError(f"{where} has a shape of {claimed} bytes but {stored} are stored: it is damaged")
+        raise FieldError(f"{where} has a shape of {claimed} bytes, but {stored} are stored: it is damaged")
     elif not stored and claimed > SLACK_BYTES:
-        raise UnsupportedError(
-            f"{where} claims {human_bytes(claimed)} of which nothing was ever written: write it first"
-        )
+        raise UnsupportedError(f"{where} claims {human_bytes(claimed)}, but nothing was ever written: write it first")
     elif layout == h5py.h5d.CONTIGUOUS and stored and (dataset.id.get_offset() or 0) + claimed > file_bytes:
-        raise FieldError(f"{where} reaches beyond the end of the file: it is damaged")
+        raise FieldError(f"{where} extends beyond the end of the file: it is damaged")
 
 
 def _check_chunk_claims(
@@ -79,12 +77,13 @@ def _check_chunk_claims(
         raise UnsupportedError(f"{where} has chunks of {size}, and none was ever written: write one")
     if chunk_bytes > max(MAX_INFLATED_BYTES, MAX_RATIO * stored):
         raise FieldError(
-            f"{where} has chunks of {human_bytes(chunk_bytes)} but {human_bytes(stored)} are stored: damaged, or a bomb"
+            f"{where} has chunks of {human_bytes(chunk_bytes)} but {human_bytes(stored)} are stored: damaged, or "
+            "a decompression bomb"
         )
     expected = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
     there = dataset.id.get_num_chunks()
     if there > expected:
-        raise FieldError(f"{where} has {there} chunks but its shape has room for {expected}: it is damaged")
+        raise FieldError(f"{where} has {there} chunks, but its shape has only {expected}: it is damaged")
     unwritten = (expected - there) * chunk_bytes
     if expected - there > SLACK_CHUNKS:
         raise UnsupportedError(

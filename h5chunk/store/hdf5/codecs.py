@@ -1,8 +1,8 @@
 """Decode the stored bytes of one chunk outside HDF5, in any number of threads, and check every length.
 
-HDF5 decodes under its global lock and does not check that a chunk comes out whole. Here each filter must produce
-exactly the bytes of the chunk, or an error is raised; stored bytes can make it neither write beyond the chunk nor
-allocate too much memory. This module reads no files, and does not know the meaning of values.
+HDF5 decodes under its global lock and does not check the length of a decoded chunk. Here each filter must produce
+exactly the bytes of the chunk, or an error is raised; whatever the stored bytes are, it does not write beyond the chunk
+or allocate too much memory. This module reads no files, and does not depend on the meaning of values.
 
 imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 decodes
 compressed chunks. Each filter makes few calls into C, as every call releases the GIL and may wait to get it back.
@@ -26,8 +26,8 @@ import numpy as np
 from h5chunk import native
 from h5chunk.store.hdf5.chunk_table import partial_chunks_are_plain
 
-MAX_CHUNK_BYTES = 1 << 30  # the libraries count in 32 bits
-SLACK_BYTES = 64 << 10  # headers and block tables of small chunks
+MAX_CHUNK_BYTES = 1 << 30  # the libraries have 32-bit lengths
+SLACK_BYTES = 64 << 10  # for headers and block tables of small chunks
 
 GZIP, SHUFFLE, FLETCHER32 = 1, 2, 3
 LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD = 32000, 32001, 32004, 32008, 32015
@@ -47,7 +47,7 @@ KNOWN_FILTERS = {
 }  # numbers as registered with The HDF Group
 INSTALL = 'pip install "h5chunk[codecs]"'
 
-PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's own numbers of what compresses the bit planes
+PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's numbers of the compressors of bit planes
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -68,12 +68,12 @@ class ChunkDecoder:
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
         if chunk_bytes < 1 or item_bytes < 1 or chunk_bytes % item_bytes:
-            raise NoDecoder(f"its chunks of {chunk_bytes} bytes are not of whole elements of {item_bytes} bytes")
+            raise NoDecoder(f"its chunks of {chunk_bytes} bytes do not have whole elements of {item_bytes} bytes")
         if chunk_bytes > MAX_CHUNK_BYTES:
-            raise NoDecoder(f"its chunks are of {chunk_bytes} bytes: more than {MAX_CHUNK_BYTES} are left to HDF5")
+            raise NoDecoder(f"its chunks have {chunk_bytes} bytes: HDF5 decodes those with more than {MAX_CHUNK_BYTES}")
         if properties.get_layout() == h5py.h5d.CHUNKED and partial_chunks_are_plain(properties) is None:
             raise NoDecoder("this build of h5py does not say whether partial chunks pass the filters")
-        self._filters: list[tuple[int, int, tuple[int, ...]]] = []  # bit in the masks, number, parameters
+        self._filters: list[tuple[int, int, tuple[int, ...]]] = []  # (bit in the masks, number, parameters)
         for bit in range(properties.get_nfilters()):
             code, _, values, name = properties.get_filter(bit)
             _check_filter(code, values, name)
@@ -90,9 +90,9 @@ class ChunkDecoder:
         Bit i of the mask says that filter i was skipped for this chunk. After an error ``out`` is undefined.
         """
         if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 ({self.chunk_bytes},)")
+            raise ValueError(f"out is {out.dtype} {out.shape}, but must be contiguous uint8 ({self.chunk_bytes},)")
         active = [(code, values) for bit, code, values in self._filters if not filter_mask >> bit & 1]
-        lengths: list[int | None] = [self.chunk_bytes]  # before each filter, and as stored; None: depends on values
+        lengths: list[int | None] = [self.chunk_bytes]  # before each filter, and stored; None: depends on values
         for code, values in active:
             keeps = code in (SHUFFLE, FLETCHER32) or (code == BITSHUFFLE and not _compressor(values))
             last = lengths[-1]
@@ -108,7 +108,7 @@ class ChunkDecoder:
             except DecodeError as error:
                 raise DecodeError(f"{KNOWN_FILTERS[code]}: {error}") from None
             _check_length(f"{KNOWN_FILTERS[code]} gives", len(decoded), length, self.max_stored_bytes)
-            if np.may_share_memory(decoded, room):  # else it is a part of data, which must not be overwritten
+            if np.may_share_memory(decoded, room):  # otherwise it is a part of data, which must not be overwritten
                 turn ^= 1
             data = decoded
         if not np.may_share_memory(data, out):
@@ -119,7 +119,7 @@ def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
     """Raise NoDecoder unless a filter with these parameters can be decoded here."""
     label = KNOWN_FILTERS.get(code) or ascii(name.decode(errors="replace")[:40])
     if code not in _CODECS:
-        raise NoDecoder(f"filter {label} ({code}) is decoded by HDF5 alone")
+        raise NoDecoder(f"filter {label} ({code}) is decoded only by HDF5")
     functions = _CODECS[code].functions
     if code == BITSHUFFLE:
         if (
@@ -128,7 +128,7 @@ def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
             or (len(values) > 3 and values[3] % 8 != 0)
             or _compressor(values) not in (0, PLANES_LZ4, PLANES_ZSTD)
         ):
-            raise NoDecoder(f"filter {label} ({code}) with parameters {values} is left to HDF5")
+            raise NoDecoder(f"filter {label} ({code}) with parameters {values} is decoded only by HDF5")
         planes = {PLANES_LZ4: ("lz4h5_decode", "lz4_decode"), PLANES_ZSTD: ("zstd_decode",)}
         functions = (*functions, *planes.get(_compressor(values), ()))
     for function in functions:
@@ -193,19 +193,19 @@ def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
 
 def _check_length(what: str, found: int, expected: int | None, limit: int) -> None:
     if expected is not None and found != expected:
-        raise DecodeError(f"{what} {found} bytes, {expected} are expected")
+        raise DecodeError(f"{what} {found} bytes, but {expected} are expected")
     if not 0 < found <= limit:
-        raise DecodeError(f"{what} {found} bytes, 1 to {limit} are expected")
+        raise DecodeError(f"{what} {found} bytes, but 1 to {limit} are expected")
 
 
 def _check_room(found: int, out: np.ndarray) -> None:
     if found > len(out):
-        raise DecodeError(f"more than the {len(out)} bytes that are expected: it says {found}")
+        raise DecodeError(f"claims {found} bytes, more than the {len(out)} that are expected")
 
 
 def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
     decoded = _call("deflate_decode", data, out)
-    if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate stops where it ends
+    if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate stops at its end
         raise DecodeError("bytes follow the end of its stream")
     return decoded
 
@@ -214,7 +214,7 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
     """Undo the shuffle filter, which puts byte j of all elements together; bytes after the last whole element stay."""
     _check_room(len(data), out)
     if not values or not values[0]:  # so HDF5 writes a second shuffle, which it then skips in each chunk
-        raise DecodeError("the size of elements is not known")
+        raise DecodeError("the size of elements is missing")
     item, count = values[0], len(data) // values[0]
     if item == 1 or count < 2:
         return data
@@ -231,7 +231,7 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
 def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
     """Check and strip the checksum. HDF5 up to 1.6.2 stored it with the bytes of both halves swapped."""
     if len(data) < 4:
-        raise DecodeError(f"{len(data)} bytes hold no checksum")
+        raise DecodeError(f"{len(data)} bytes are too few for a checksum")
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
     computed = _function("h5checksum_fletcher32")(body) if len(body) else 0
     if found not in (computed, (computed & 0x00FF00FF) << 8 | computed >> 8 & 0x00FF00FF):
@@ -241,7 +241,7 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
 
 def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
     if bytes(data[:4]) != ZSTD_MAGIC:
-        raise DecodeError(f"starts with {bytes(data[:4]).hex()}, not as a frame of Zstandard does")
+        raise DecodeError(f"starts with {bytes(data[:4]).hex()}, not like a Zstandard frame")
     return _call("zstd_decode", data, out)
 
 
@@ -251,10 +251,10 @@ def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.n
         raise DecodeError(f"{len(data)} bytes, but its header has 16")
     version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
     if stored != len(data):
-        raise DecodeError(f"{len(data)} bytes are stored, its header says {stored}")
+        raise DecodeError(f"{len(data)} bytes are stored, but its header says {stored}")
     _check_room(length, out)
     if version not in (1, 2) or not item or not 0 < block <= length:
-        raise DecodeError(f"its header makes no sense: version {version}, items of {item}, blocks of {block} bytes")
+        raise DecodeError(f"its header is invalid: version {version}, items of {item}, blocks of {block} bytes")
     return _call("blosc_decode", data, out[:length], numthreads=1)
 
 
@@ -273,7 +273,7 @@ def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
     length, block = struct.unpack_from(">QI", data.data)
     _check_room(length, out)
     if not length or not block:
-        raise DecodeError(f"its header makes no sense: {length} bytes in blocks of {block}")
+        raise DecodeError(f"its header is invalid: {length} bytes in blocks of {block}")
     return length, block
 
 
@@ -303,7 +303,7 @@ def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) ->
         length, block = _read_header(data, out)
     _check_room(length, out)
     if length % item or block % (8 * item):
-        raise DecodeError(f"{length} bytes in blocks of {block} bytes are not of whole groups of elements")
+        raise DecodeError(f"{length} bytes in blocks of {block} bytes do not have whole groups of elements")
     planes = _unpack_planes(data, length, block, values) if _compressor(values) else data
     return _call("bitshuffle_decode", planes.data, out[:length], itemsize=item, blocksize=block // item)
 
@@ -313,23 +313,23 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
     packed, planes = length - rest, scratch(_local, "planes", length)
     places, end = _find_blocks(data, packed, block)
     if len(data) - end != rest:
-        raise DecodeError(f"{len(data) - end} bytes follow its last block, {rest} are expected")
+        raise DecodeError(f"{len(data) - end} bytes follow its last block, but {rest} are expected")
     room, done = planes[:packed], packed
     sizes = [min(block, packed - start) for start in range(0, packed, block)]
     if _compressor(values) == PLANES_ZSTD:
         frames = [bytes(data[place]) for place in places]
         if any(not frame.startswith(ZSTD_MAGIC) for frame in frames):
-            raise DecodeError("a block does not start as a frame of Zstandard does")
+            raise DecodeError("a block does not start like a Zstandard frame")
         done = len(_call("zstd_decode", b"".join(frames), room)) if frames else 0
     elif all(place.stop - place.start != size for place, size in zip(places, sizes, strict=True)):
         framed = struct.pack(">QI", packed, block) + bytes(data[12:end]) if rest else data
         done = len(_call("lz4h5_decode", framed, room)) if places else 0
-    else:  # the LZ4 filter takes a block of its full size for one that is not compressed; Bitshuffle has none such
+    else:  # the LZ4 filter treats a block of full size as uncompressed; Bitshuffle always compresses
         starts = range(0, packed, block)
         parts = [room[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         done = sum(len(_call("lz4_decode", data[place], part)) for place, part in zip(places, parts, strict=True))
     if done != packed:
-        raise DecodeError(f"its blocks give {done} bytes, {packed} are expected")
+        raise DecodeError(f"its blocks decode to {done} bytes, but {packed} are expected")
     planes[packed:] = data[end:]
     return planes
 
@@ -338,7 +338,7 @@ class _Codec(NamedTuple):
     """The functions of imagecodecs that a filter needs, and the function that undoes the filter."""
 
     functions: tuple[str, ...]
-    decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # stored bytes, parameters, room for them
+    decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # stored bytes, parameters, output
 
 
 _CODECS = {

@@ -1,16 +1,16 @@
-"""Validate untrusted HDF5 files: no references out of the file, and sizes in proportion to the stored bytes.
+"""Validate untrusted HDF5 files: no references to other files, and sizes in proportion to the stored bytes.
 
-| threat | what is done |
+| threat | defence |
 | --- | --- |
-| soft and external links | each name on a path must be a hard link; looked at before anything is opened |
-| external storage, virtual datasets | refused, before their shape is asked for |
-| unknown filters | refused before a chunk is read, so that no plugin is loaded for them; each filter only once |
-| shapes larger than what is stored | refused beyond 64 MiB and 1032 times what is stored (`check_claims`) |
-| chunks that overlap, lie beyond the file, or are of another length | refused (`list_chunks`, `ChunkDecoder`) |
-| filters set up for other chunks than there are, which crash on them | refused (`check_filters`) |
-| strings of variable length that say what a matrix is | looked up without HDF5, which may never come back |
-| values of variable length, references | refused as fields; not read in our own group, nor large attributes there |
-| links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and such shapes |
+| soft and external links | each name on a path must be a hard link, which is checked before anything is opened |
+| external storage, virtual datasets | refused, before their shape is queried |
+| unknown filters | refused before a chunk is read, so that no plugin is loaded; each filter only once |
+| shapes larger than the stored bytes | refused beyond 64 MiB plus 1032 times the stored bytes (`check_claims`) |
+| chunks that overlap, lie outside of the file, or have another length | refused (`list_chunks`, `ChunkDecoder`) |
+| filters whose parameters do not fit the chunks, which crash | refused (`check_filters`) |
+| strings of variable length that describe a matrix | read without HDF5, which may hang on them |
+| values of variable length, references | refused as fields; not read in /h5chunk, nor large attributes there |
+| links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and valid shapes |
 
 Damaged metadata is left to HDF5 itself. Its errors become FileErrors, and so do its crashes and loops, because files
 are first opened in a child process (`h5chunk.store.hdf5.child`).
@@ -35,16 +35,16 @@ from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.claims import check_attributes, check_claims, check_filters, small_attribute
 from h5chunk.store.hdf5.open import DAMAGES, address_of, damages_are
 
-MAX_DEPTH = 32  # links that lead to links
-REMEDY = "to let it through, pass trusted=True (--trusted)"
+MAX_DEPTH = 32  # links to links
+REMEDY = "to allow it, pass trusted=True (--trusted)"
 PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", "storage": "HDF5_EXTFILE_PREFIX"}
 
 
 class Trust:
-    """The folder that data may come from: the folder of the trusted file, and those below it.
+    """The folder that data may come from: the folder of the trusted file, and its subfolders.
 
-    HDF5 looks for the file of a link in several places, and opens the first that it can. Here the same places are
-    examined, in the same order, and the first existing file must be in the folder, after symbolic links are resolved.
+    HDF5 looks for the file of a link in several places, and opens the first file that it can. This class checks the
+    same places in the same order, and the first existing file must be in the folder, after symbolic links are resolved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,8 +55,8 @@ class Trust:
         real = target.resolve()
         if not real.is_relative_to(self.folder):
             raise TrustError(
-                f"{where} leads to {target_name!r}, which lies outside of the file's folder {printable(self.folder)}: "
-                "copy what it leads to into that folder, or name that file itself"
+                f"{where} leads to {target_name!r}, which is outside of the file's folder "
+                f"{printable(self.folder)}: copy the target into that folder, or read that file directly"
             )
         if not stat.S_ISREG(os.stat(real).st_mode):
             raise TrustError(f"{where} leads to {target_name!r}, which is not a regular file")
@@ -71,7 +71,7 @@ class Trust:
             with h5py.File(base, "r") as file:
                 yield file
             return
-        if what == "a view" and "%" in target:  # one of many, by number: they lie in one folder
+        if what == "a view" and "%" in target:  # one of many, by number, all in one folder
             folder, _, last = target.rpartition("/")
             place = _places(base, f"{folder}/" if folder else ".", "a view")[0]
             if "%" in folder or not place.resolve().is_relative_to(self.folder):
@@ -128,7 +128,7 @@ class Guard:
     def _is_there(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
         """Walk the names of a path; every name must be a hard link, or a trusted link."""
         if depth > MAX_DEPTH:
-            raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they go round in a circle")
+            raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a circle")
         group: Any = start.file["/"] if name.startswith("/") else start
         for part in (part for part in name.split("/") if part not in ("", ".")):
             if not isinstance(group, h5py.Group):
@@ -143,11 +143,11 @@ class Guard:
         """Return whether a soft or external link points to an object."""
         soft, external = isinstance(link, h5py.SoftLink), isinstance(link, h5py.ExternalLink)
         if not soft and not external:
-            raise TrustError(f"{where} is a user-defined link: copy the object that it points to")
+            raise TrustError(f"{where} is a user-defined link: copy its target")
         if self._trust is None:
             to = f"a soft link to {link.path!r}" if soft else f"an external link to {link.path!r} of {link.filename!r}"
-            target = "that file" if external else "what it leads to"
-            raise TrustError(f"{where} is {to}, which is not followed: name {target} itself; {self._remedy}")
+            target = "that file" if external else "its target"
+            raise TrustError(f"{where} is {to}, which is not followed: read {target} directly; {self._remedy}")
         if soft:
             return self._is_there(group, link.path, where, depth + 1)
         with self._trust.opened(group.file.filename, link.filename, where, "an external link") as other:
@@ -168,15 +168,15 @@ class Guard:
             names = [os.fsdecode(properties.get_external(i)[0]) for i in range(properties.get_external_count())]
             if self._trust is None:
                 raise TrustError(
-                    f"{where} keeps its values in another file, {names[0]!r}, which is not opened: copy them; "
+                    f"{where} has its values in another file, {names[0]!r}, which is not opened: copy them; "
                     f"{self._remedy}"
                 )
             for name in names:
                 found = next((place for place in _places("", name, "storage") if place.exists()), None)
                 if found is None:
-                    raise FieldError(f"{where} keeps its values in {name!r}, which is not there")
+                    raise FieldError(f"{where} has its values in {name!r}, which does not exist")
                 self._trust.check(found, where, name)
-        elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # not before: it opens what a view shows
+        elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # this opens the sources of a view
             check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
             check_claims(dataset, properties, where)
 
@@ -188,11 +188,11 @@ class Guard:
         if self._trust is None:
             first = f", such as {sources[0][0]!r}" if sources else ""
             raise TrustError(
-                f"{where} is a view of other files{first}, which are not opened: name those; {self._remedy}"
+                f"{where} is a view of other files{first}, which are not opened: read those; {self._remedy}"
             )
         if depth > MAX_DEPTH:
             raise FieldError(f"{where} is a view of views, more than {MAX_DEPTH} deep")
-        for filename, name in dict.fromkeys(sources):  # each once
+        for filename, name in dict.fromkeys(sources):  # each source once
             with self._trust.opened(view.file.filename, filename, where, "a view") as other:
                 if other is not None and "%" not in name and self._is_there(other, name, where, depth + 1):
                     self._check_field(other[name], where, depth + 1)
@@ -217,7 +217,7 @@ class Guard:
                 parts = list(inside)
             except DAMAGES as error:
                 name = prefix.rstrip("/") or "/"
-                yield name, FieldError(f"{self._where(name)} is damaged, HDF5 cannot list what is in it: {error}")
+                yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot list its members: {error}")
                 continue
             for part in parts:
                 name = f"{prefix}{as_text(part)}"
@@ -228,7 +228,7 @@ class Guard:
                     yield name, error
                     continue
                 except DAMAGES as error:
-                    yield name, FieldError(f"{self._where(name)} is damaged, HDF5 cannot open it: {error}")
+                    yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot open it: {error}")
                     continue
                 if address in seen:
                     continue
@@ -239,11 +239,11 @@ class Guard:
                     yield name, item
 
     def _member(self, group: h5py.Group, part: str | bytes, where: str) -> Any:
-        if isinstance(part, bytes):  # as h5py gives what it cannot decode
+        if isinstance(part, bytes):  # h5py returns names that it cannot decode as bytes
             raise UnsupportedError(f"{where} has a name that is not UTF-8: rename it")
         link = group.get(part, getlink=True)
         if not isinstance(link, h5py.HardLink) and not self._leads(link, group, where, 0):
-            raise FieldError(f"{where} is a link that leads to nothing")
+            raise FieldError(f"{where} is a link without a target")
         return group[part]
 
     def _where(self, name: str) -> str:
@@ -252,11 +252,11 @@ class Guard:
 
 def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
     """Raise FileError unless h5chunk's own group, and the named attributes, can be read safely."""
-    shown = f"{printable(file.filename)}: damaged: what its group /{name} holds cannot be"
+    shown = f"{printable(file.filename)}: damaged: its group /{name} is invalid"
     with damages_are(FileError, shown):
         link = file.get(name, getlink=True)
         if link is not None and not isinstance(link, h5py.HardLink):
-            raise FileError(f"{shown}: it is itself a link to somewhere else")
+            raise FileError(f"{shown}: it is a link instead of a group")
         group = None if link is None else file[name]
         if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
             return

@@ -13,15 +13,15 @@ import h5py
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 
-# What h5py raises of a damaged file
+# errors that h5py raises for a damaged file
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REASONS = (
-    ("truncated", "cut short: the file is smaller than it says; copy or convert it again"),
+    ("truncated", "cut short: the file is smaller than its header says; copy or convert it again"),
     ("signature not found", "not an HDF5 file"),
     ("Permission denied", "no permission to read it"),
-    ("unable to lock file", "is locked: another process is writing to it: wait for that"),
-)  # of files that do not open: what HDF5 says, and what the error says
+    ("unable to lock file", "is locked by another process that is writing to it: wait for that process"),
+)  # for files that do not open: HDF5's message, and h5chunk's
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         if any(os.strerror(number) in reason for number in FULL_DISK):
             raise OutputError(f"{printable(path)}: its copy cannot be written: {reason}") from None
-        raise FileError(f"{printable(path)}: damaged, or of a kind that is not known: HDF5: {reason}") from error
+        raise FileError(f"{printable(path)}: damaged, or of an unknown kind: HDF5: {reason}") from error
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     Raises FileError if the file is missing, not HDF5, truncated, or open for writing.
     """
     shown = printable(path)
-    if not os.path.exists(path):  # False as well of names that are too long
+    if not os.path.exists(path):  # also False for names that are too long
         raise FileError(f"{shown}: no such file")
     if not Path(path).is_file():
         raise FileError(f"{shown}: not a regular file")
@@ -75,9 +75,9 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         words = "Permission denied" if isinstance(error, PermissionError) else str(error)
         reason = next((ours for theirs, ours in REASONS if theirs in words), f"cannot be opened: {words}")
         raise FileError(f"{shown}: {reason}") from None
-    if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares what this process has open already
+    if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares files that this process already has open
         file.close()
-        raise FileError(f"{shown}: is open for writing (or beside a writer, SWMR) in this process: close it first")
+        raise FileError(f"{shown}: is open for writing (or for SWMR) in this process: close it first")
     return file
 
 

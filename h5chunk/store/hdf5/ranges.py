@@ -1,7 +1,7 @@
 """Read byte ranges of a file into many places in memory, with one system call per range.
 
 ``os.preadv`` needs a Python object per buffer, created under the GIL. Here NumPy makes tables of addresses and lengths,
-which are passed to libc's ``preadv``: scattering a shuffled batch takes no time in Python.
+which are passed to libc's ``preadv``, so that scattering a shuffled batch takes no time in Python.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.native import CUT_SHORT, DONE, JOB, READ, SYSTEM, Result, available, plan_reads, run
 
-RUN_BYTES = 2 << 20  # of one call, about; long ranges are cut into such runs, so that threads can share them
+RUN_BYTES = 2 << 20  # approximate bytes per call; long ranges are cut into such runs, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
 CUT = "the file ends in the middle of its data: it was cut short"
-PART_BYTES = 8 << 20  # what a thread does at a time: large enough not to fight for the GIL; scripts/LOG.md
+PART_BYTES = 8 << 20  # bytes per task of a thread: large enough to avoid fights for the GIL; scripts/LOG.md
 
-Part = Callable[[int], None]  # reads what it stands for through a descriptor of the file
-Where = Callable[[int], str]  # names what lies at an offset of the file, for messages
+Part = Callable[[int], None]  # reads its part through a descriptor of the file
+Where = Callable[[int], str]  # names the data at an offset of the file, for messages
 
 _preadv = ctypes.CDLL(None).preadv
 _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -55,7 +55,7 @@ class VectorPart:
             return
         for source, count, offset, num_bytes in self._runs():
             got = _preadv(descriptor, source, min(count, MAX_VECTORS), offset)
-            if got != num_bytes:  # an error of the system comes again, from read_bytes
+            if got != num_bytes:  # an error of the system will recur in read_bytes
                 self._read_rest(descriptor, self._places(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:

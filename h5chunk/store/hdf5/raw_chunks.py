@@ -31,7 +31,7 @@ class RawChunks:
         self.chunk_bytes = math.prod(chunks) * self._item_bytes
         self.decodes = properties.get_nfilters() > 0 or table is None
         self._local = threading.local()
-        self.left_to_hdf5 = "" if table is not None else "HDF5 does not say where its chunks lie"
+        self.left_to_hdf5 = "" if table is not None else "HDF5 does not list the offsets of its chunks"
         if table is not None:
             try:
                 self._decoder = ChunkDecoder(properties, self.chunk_bytes, self._item_bytes)
@@ -108,7 +108,7 @@ class RawChunks:
     def _read_by_hdf5(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
         """Read elements without conversion."""
         assert self._dataset is not None
-        values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves it so where there is no fill value
+        values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
         dataset = self._dataset.id
         space = dataset.get_space()
         space.select_hyperslab(start, count)

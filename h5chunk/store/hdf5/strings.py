@@ -1,8 +1,8 @@
 """Read strings of variable length, and attributes that hold them, from an HDF5 file without the HDF5 library.
 
-HDF5 trusts the lengths in the file: one damaged byte makes it allocate gigabytes. Here everything is checked against
-the file first. Addresses in the file must have 8 bytes. Source: HDF5 File Format Specification, III.E (global heap),
-IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
+HDF5 trusts the lengths in the file: one damaged byte makes it allocate gigabytes. Here all lengths and addresses are
+checked against the file first. Addresses in the file must have 8 bytes. Source: HDF5 File Format Specification, III.E
+(global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_HEADER_BLOCKS = 64
 HEAP_HEADER = struct.Struct("<4sB3xQ")
 HEAP_OBJECT = struct.Struct("<HH4xQ")
-POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a string of variable length
+POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a variable-length string
 ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 
@@ -44,7 +44,7 @@ class Bytes:
 
     def read(self, address: int, num_bytes: int) -> bytes:
         if address + num_bytes > self.num_bytes - self.base:
-            raise self.error("its strings lie beyond the end of the file: it is cut short or damaged")
+            raise self.error("its strings are beyond the end of the file: it is cut short or damaged")
         data = os.pread(self.descriptor, num_bytes, address + self.base)
         if len(data) != num_bytes:
             raise self.error("the file is cut short")
@@ -115,7 +115,7 @@ def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
     at = HEAP_HEADER.size
     while at + HEAP_OBJECT.size <= len(data):
         index, _, size = HEAP_OBJECT.unpack_from(data, at)
-        if index == 0:  # the free space behind the last one
+        if index == 0:  # free space after the last object
             break
         at += HEAP_OBJECT.size
         if size > len(data) - at:
@@ -139,7 +139,7 @@ def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> by
                 value = message[at + sum(parts) :][:num_bytes]
                 if len(value) == num_bytes:
                     return value
-    raise file.error(f"its attribute {name!r} is stored in an unusual way, or damaged: write the file again")
+    raise file.error(f"its attribute {name!r} is damaged, or in an unsupported layout: rewrite it (h5repack)")
 
 
 def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
@@ -156,7 +156,7 @@ def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
     else:
         blocks = [(address + 16, int.from_bytes(start[8:12], "little"))]
         head = struct.Struct("<HHB3x")
-    for number, (place, size) in enumerate(blocks):  # grows as continuations are met
+    for number, (place, size) in enumerate(blocks):  # grows with each continuation
         if size > MAX_HEADER_BYTES or number >= MAX_HEADER_BLOCKS:
             raise file.error("an object header is damaged: it has no end")
         data = file.read(place, size)
