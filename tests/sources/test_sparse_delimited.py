@@ -116,7 +116,9 @@ def test_other_encodings(tmp_path, encoding):
 
 def test_ids_that_are_not_utf8_name_the_option(tmp_path):
     source = opened(tmp_path / "r.csv", "user,item\nann,x\ncafé,y\n".encode("latin-1"))
-    with pytest.raises(SourceError, match=r"line 3: row 'user' is 'caf.+xe9', not UTF-8: .*--encoding latin-1"):
+    with pytest.raises(
+        SourceError, match=r"line 3: row 'user' is 'caf.+xe9', which is not UTF-8: .*--encoding latin-1"
+    ):
         entries(source)
     with pytest.raises(SourceError, match="no text in the encoding ascii"):
         open_source(tmp_path / "r.csv", encoding="ascii")
@@ -237,7 +239,7 @@ def test_columns_that_are_not_there(tmp_path, columns, message):
 BROKEN = {
     "1,x,3": "column 'movieId' is 'x', which is not a 64-bit integer.*'movieId:str'",
     "1,2,x": "value 'rating' is 'x', which is not a number",
-    '1,2,"3,5"': "is '3,5', no number: if commas mark decimals, say so .--decimal ,",
+    '1,2,"3,5"': "is '3,5', which is not a number: if commas mark decimals, give --decimal ,",
     "1,,3": "column 'movieId' is empty",
     "1,2,": "value 'rating' is empty",
     "1,2": "2 columns where the lines above have 3: '1,2'",

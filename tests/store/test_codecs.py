@@ -282,7 +282,7 @@ MESSAGES = [
     (["gzip"], zlib.compress(bytes(100)) + b"..", r"gzip: bytes follow the end"),
     (["zstd"], b"PK\3\4....", r"zstd: starts with 504b0304"),
     (["zstd"], imagecodecs.zstd_encode(bytes(101)), r"zstd: does not decode into 100 bytes"),
-    (["lz4"], struct.pack(">QI", 1 << 60, 100), r"lz4: more than the 100 bytes .* 1152921504606846976"),
+    (["lz4"], struct.pack(">QI", 1 << 60, 100), r"lz4: claims 1152921504606846976 bytes, more than the 100 "),
     (["lz4"], struct.pack(">QI", 100, 0), r"lz4: .* 100 bytes in blocks of 0"),
     (["lz4"], struct.pack(">QII", 100, 100, 1 << 31), r"lz4: block 0 ends at byte 2147483664 of 16"),
     (["lz4"], struct.pack(">QII", 100, 100, 100) + bytes(102), r"lz4: 2 bytes follow its last block"),
@@ -296,7 +296,11 @@ MESSAGES = [
     (["bitshuffle, zstd"], struct.pack(">QII", 100, 96, 4) + b"PK.." + bytes(4), r"bitshuffle: a block does not start"),
     (["bitshuffle alone"], bytes(99), r"stored in 99 bytes, but 100 are expected"),
     (["shuffle", "shuffle"], bytes(100), r"shuffle: the size of elements is missing"),
-    (["blosc, lz4, 0"], struct.pack("<4B3I", 2, 1, 2, 1, 1 << 31, 100, 16), r"blosc: more than the 100 .* 2147483648"),
+    (
+        ["blosc, lz4, 0"],
+        struct.pack("<4B3I", 2, 1, 2, 1, 1 << 31, 100, 16),
+        r"blosc: claims 2147483648 bytes, more than the 100 ",
+    ),
     (["blosc, lz4, 0"], struct.pack("<4B3I", 2, 1, 2, 1, 100, 100, 99), r"blosc: 16 bytes are stored, .* says 99"),
     (["blosc, lz4, 0"], struct.pack("<4B3I", 2, 1, 2, 1, 100, 101, 16), r"blosc: its header is invalid"),
 ]
@@ -398,7 +402,7 @@ def test_filters_of_numbers_are_left_to_hdf5():
 
 @pytest.mark.parametrize(("chunk_bytes", "item_bytes"), [(0, 1), (10, 4), (10, 0), ((1 << 30) + 4, 4)])
 def test_sizes_that_are_left_to_hdf5(chunk_bytes, item_bytes):
-    with pytest.raises(NoDecoder, match=rf"chunks .*of {chunk_bytes} bytes"):
+    with pytest.raises(NoDecoder, match=rf"chunks .*{chunk_bytes} bytes"):
         ChunkDecoder(h5py.h5p.create(h5py.h5p.DATASET_CREATE), chunk_bytes, item_bytes)
 
 

@@ -175,7 +175,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     os.mkfifo(tmp_path / "pipe.h5")
     for name, reason in (
-        ("cut.h5", "cut short: the file is smaller than it says"),
+        ("cut.h5", "cut short: the file is smaller than its header says"),
         ("text.h5", "not an HDF5 file"),
         ("empty.h5", "not an HDF5 file"),
         ("none.h5", "no such file"),

@@ -307,7 +307,7 @@ ATTACKS: dict[str, Attack] = {
         "'h5chunk/source_index' claims .*, but nothing was ever written",
         "takes 8 TB on [:]",
     ),
-    "newer format": Attack(header(format_version=99), "format version 99 but this h5chunk reads up to 2", "reads it"),
+    "newer format": Attack(header(format_version=99), "format version 99, but this h5chunk reads up to 2", "reads it"),
     "header makes no sense": Attack(
         header(num_samples=np.int64(-5)), "damaged: its group /h5chunk is invalid", "reads it"
     ),

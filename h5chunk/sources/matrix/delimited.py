@@ -112,8 +112,8 @@ class DelimitedSource(TextSource):
     def _check_width(self, first: bytes, given: tuple[str, ...] | None) -> None:
         if self._width < 2:
             self._text.fail(
-                f"one column only, {shown(first)}: at least row and column must be there, separated by a comma, tab, "
-                "semicolon, '|', blank or '::', or by what you say (--separator)",
+                f"only one column, {shown(first)}: give at least row and column, separated by a comma, tab, "
+                "semicolon, '|', blank or '::', or name the separator (--separator)",
                 self.num_skipped + 1,
             )
         if self.header is None and given is None and self._width > 4:
@@ -275,7 +275,7 @@ class DelimitedSource(TextSource):
 
     def _number_hint(self, cell: bytes) -> str:
         if is_number(cell.replace(b",", b".")):
-            return ": if commas mark decimals, say so (--decimal ,)"
+            return ": if commas mark decimals, give --decimal ,"
         return "" if self.header or self._options.columns else ": if values are elsewhere, say where (--columns)"
 
 
