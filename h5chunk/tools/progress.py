@@ -8,7 +8,7 @@ from collections.abc import Callable
 Progress = Callable[[str, int, "int | None"], None]
 """Called with (stage, done, total); the total is None where it is not known."""
 
-LEAST_SLICE_S, MOST_SLICE_S = 0.05, 1.0
+LEAST_SLICE_S, MOST_SLICE_S = 0.02, 0.5
 
 
 def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
@@ -46,7 +46,7 @@ class TimeBudget:
     @property
     def slice_s(self) -> float:
         """Seconds for one of many measurements."""
-        return min(MOST_SLICE_S, max(LEAST_SLICE_S, self.seconds / 75))
+        return min(MOST_SLICE_S, max(LEAST_SLICE_S, self.seconds / 200))
 
     def report(self) -> None:
         """Report the percentage of the time used."""

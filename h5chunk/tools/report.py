@@ -77,6 +77,11 @@ def shell_command(words: Iterable[str]) -> str:
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words)
 
 
+def python_text(text: str) -> str:
+    """Return a text as a literal of Python without control characters, in double quotes where it can be."""
+    return f'"{text}"' if text.isprintable() and not {'"', "\\"} & set(text) else ascii(text)
+
+
 def _escaped(word: str) -> str:
     """Escape a word for use between the quotes of ``$''``."""
     bare = "".join(rf"\{each}" if each in "\\'" else each for each in word)

@@ -35,8 +35,12 @@ class BatchRate:
     stops the loader, also if the first batch fails.
     """
 
-    def __init__(self, epochs: Iterable[Any], device: str, read_ahead: int, close: Callable[[], None]) -> None:
+    def __init__(
+        self, epochs: Iterable[Any], device: str, order: Order, read_ahead: int, close: Callable[[], None]
+    ) -> None:
         self._device, self._read_ahead, self._close = device, read_ahead, close
+        first = next(order.rounds(), None)
+        self._round = 1 if first is None else first.num_windows * first.window_batches
         self._batches = (batch for _ in itertools.count() for batch in epochs)
         try:
             with warnings.catch_warnings():  # more workers than cores, a fork with threads: it was asked for
@@ -46,23 +50,27 @@ class BatchRate:
             close()
             raise
 
-    def rate(self, seconds: float, lead_s: float) -> float:
+    def rate(self, seconds: float, lead_s: float, most_s: float = 0.0) -> float:
         """Measure samples/s over about this many seconds, and at least one batch.
 
-        Before that, samples that were read ahead are used up, for at most ``lead_s`` seconds.
+        Before that, samples that were read ahead are used up, for at most ``lead_s`` seconds. The batches of a window
+        come all at once, and then none for a while: whole rounds of windows are measured if that takes at most
+        ``most_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
         started = time.perf_counter()
-        num_samples = self._take(seconds)
+        num_samples = self._take(seconds, most_s=most_s)
         self._synchronize()
         return num_samples / max(1e-9, time.perf_counter() - started)
 
-    def _take(self, seconds: float, most: int | None = None) -> int:
-        deadline, num_samples = time.perf_counter() + seconds, 0
+    def _take(self, seconds: float, most: int | None = None, most_s: float = 0.0) -> int:
+        started, num_samples, num_batches = time.perf_counter(), 0, 0
         while True:
-            num_samples += len(next(self._batches)[0])
-            if time.perf_counter() >= deadline or (most is not None and num_samples >= most):
+            num_samples, num_batches = num_samples + len(next(self._batches)[0]), num_batches + 1
+            taken_s = time.perf_counter() - started
+            is_round = num_batches % self._round == 0 or taken_s >= most_s
+            if (taken_s >= seconds and is_round) or (most is not None and num_samples >= most):
                 return num_samples
 
     def _synchronize(self) -> None:
@@ -91,7 +99,7 @@ def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: 
         warnings.simplefilter("ignore")
         sampler = ChunkSampler.of_order(dataset, order)
         loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
-    return BatchRate(loader, device, loader.read_ahead_samples, loader.close)
+    return BatchRate(loader, device, loader.order, loader.read_ahead_samples, loader.close)
 
 
 def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> BatchRate:
@@ -106,7 +114,7 @@ def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> Ba
             running._shutdown_workers()  # type: ignore[attr-defined]
         dataset.close()
 
-    return BatchRate(epochs, "cpu", (2 * num_workers + 1) * order.batch_size, close)
+    return BatchRate(epochs, "cpu", order, (2 * num_workers + 1) * order.batch_size, close)
 
 
 def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> Order:
@@ -122,14 +130,16 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
 
-    It reads random samples among the first ``num_samples``, at least one sample.
+    It reads random samples among the first ``num_samples``, at least one sample; and as long before, to fill the cache.
     """
-    rng, done = np.random.default_rng(0), 0
+    rng, done, warm = np.random.default_rng(0), 0, False
     with open_file(reader.path) as file:
         datasets = [file[each.dataset] for each in reader.fields.values() if not isinstance(each, MatrixField)]
         matrix = None if reader.matrix is None else file[reader.matrix.dataset]
         started = time.perf_counter()
-        while not done or time.perf_counter() < started + seconds:
+        while not done or not warm or time.perf_counter() < started + seconds:
+            if not warm and time.perf_counter() >= started + seconds:
+                started, done, warm = time.perf_counter(), 0, True
             samples: list[list[Any]] = [[] for _ in datasets]
             for row in rng.integers(0, num_samples, batch_size).tolist():
                 for dataset, column in zip(datasets, samples, strict=True):

@@ -1,18 +1,15 @@
-"""Measure memory and device bandwidth, and compare rates that were measured on a busy machine."""
+"""Measure memory and device bandwidth, and describe the machine."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -21,8 +18,6 @@ from h5chunk.plan.cache import CacheSettings
 REGION_BYTES = 128 << 20  # what is copied: larger than most processors' caches
 LEAST_PIECE_BYTES = 1 << 20  # a copy of less would measure Python
 DEVICE_COPY_BYTES = 256 << 20
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 class NotMeasured(Exception):
@@ -54,27 +49,6 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
         deadline = started + seconds
         moved = sum(pool.map(loop, range(num_threads)))
         return moved / max(1e-9, time.perf_counter() - started)
-
-
-def interleaved_rates(turns: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Return one rate per key of the first turn, from rates that were measured in turns on a machine under other load.
-
-    A busy machine slows down a whole turn. So rates are compared within each turn, and the median of each key's share
-    is used. The last turn has the keys that are in all turns; other keys may be missing from later turns.
-
-    >>> found = interleaved_rates([{"a": 100.0, "b": 90.0}, {"a": 50.0, "b": 45.0}, {"a": 98.0, "b": 99.0}])
-    >>> round(found["a"] / found["b"], 2)  # twice a is ahead by a ninth, once they are level
-    1.11
-    """
-    if not turns:
-        return {}
-    stayed = turns[-1].keys()
-    bases = [math.exp(statistics.fmean(math.log(turn[key]) for key in stayed)) for turn in turns]
-    usual = statistics.median(bases)
-    return {
-        key: usual * statistics.median(turn[key] / base for turn, base in zip(turns, bases, strict=True) if key in turn)
-        for key in turns[0]
-    }
 
 
 def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:

@@ -38,15 +38,14 @@ H5D__chunk_hash_val.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, Integers, batch_accesses, chunk_counts
+from h5chunk.tools.model.accesses import Accesses, Integers, chunk_counts
 
 HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # the defaults of HDF5 up to 1.14
 HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # and from 2.0 on
@@ -205,30 +204,3 @@ class _EntryList:
                     return slot
                 slot = self._after[slot]
         return foremost
-
-
-@dataclass(frozen=True)
-class BatchReads:
-    """Reads of several batches through HDF5: samples, calls of HDF5, visits of chunks, and the resulting reads."""
-
-    num_samples: int
-    num_calls: int
-    num_accesses: int
-    misses: int  # visits that read the file: whole chunks, or the wanted bytes of chunks that are not cached
-    chunk_bytes: int  # decoded bytes that they read
-
-
-def replay_batches(
-    grid: ChunkGrid, cache: CacheSettings, batches: Iterable[Integers], most_accesses: int, seconds: float
-) -> BatchReads:
-    """Replay batches, at least one, until ``most_accesses`` chunks were visited, or for this many seconds."""
-    until = time.perf_counter() + seconds
-    model = ChunkCache(grid, cache)
-    counts = np.zeros(5, np.int64)
-    for rows in batches:
-        num_calls, accesses = batch_accesses(grid, cache, rows)
-        replay = model.access(accesses)
-        counts += (len(rows), num_calls, len(accesses), replay.misses + replay.bypasses, replay.bytes_read)
-        if counts[2] >= most_accesses or time.perf_counter() >= until:
-            break
-    return BatchReads(*counts.tolist())

@@ -10,18 +10,6 @@ A setting says how samples are laid out (unchanged or repacked), how many chunks
 (30, Setting(way='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
 >>> order_of(settings[0], facts).window_batches
 1
-
-The fastest setting that mixes well enough and fits in memory is chosen, or a simpler setting of nearly the same rate:
-
->>> slow, fast, sorted_ = (
-...     Candidate(Setting("loader", 8, 9), 900.0, 1 << 20, 250.0),
-...     Candidate(Setting("loader", 32, 9, repack=True), 1000.0, 1 << 20, 250.0),
-...     Candidate(Setting("loader", 64, 9, repack=True), 2000.0, 1 << 20, 90.0),
-... )
->>> choose([slow, fast, sorted_], Limits(243.2, 1 << 30)).setting.chunk_samples
-32
->>> choose([slow, fast, sorted_], Limits(243.2, 1000)) is None
-True
 """
 
 from __future__ import annotations
@@ -85,11 +73,17 @@ class Setting:
     repack: bool = False  # the file is first rewritten uncompressed, in chunks of ``chunk_samples``
     shuffle: bool = False  # and its samples are permuted then
 
+    @property
+    def layout(self) -> tuple[int, bool, bool]:
+        """How the samples lie in the file that is read."""
+        return self.chunk_samples, self.repack, self.shuffle
+
     def __str__(self) -> str:
         workers = f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
-        who = "ChunkLoader" if self.way == LOADER else f"ChunkDataset, {workers}"
-        anew = (", repacked and shuffled" if self.shuffle else ", repacked") if self.repack else ""
-        return f"{who}; {self.window_chunks} x {self.chunk_samples} a window{anew}"
+        who = "ChunkLoader" if self.way == LOADER else f"DataLoader with {workers}"
+        anew = f", the file rewritten in chunks of {self.chunk_samples:,}" if self.repack else ""
+        shuffled = " and shuffled" if self.shuffle else ""
+        return f"{who}, windows of {self.window_chunks * self.chunk_samples:,} samples{anew}{shuffled}"
 
 
 def uses_hdf5(setting: Setting, facts: DataFacts) -> bool:
@@ -202,76 +196,33 @@ def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A setting with its rate, memory and shuffle quality."""
+class Trial:
+    """A setting with its memory, shuffle quality and, once it was measured, its rate."""
 
     setting: Setting
-    rate: float  # samples/s
     memory_bytes: int
     effective_batch: float | None  # None where no field says which samples are alike
-
-
-@dataclass(frozen=True)
-class TriedSetting(Candidate):
-    """A setting with its predicted and measured rates, in samples/s from the page cache."""
-
-    predicted_rate: float  # by the cost model, corrected by measurements of other settings, not of this one
-    measured_rate: float | None
-    num_measured: int  # how often it was measured
     allowed: bool  # it fits in memory and mixes well enough
+    rate: float | None = None  # samples/s from the page cache; None if it was not measured
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a setting: the minimum effective batch, in samples, and the maximum memory."""
+def choose(trials: Iterable[Trial]) -> Trial | None:
+    """Choose among the allowed and measured settings; None if there are none.
 
-    effective_batch: float
-    memory_bytes: int
+    Among those within 3 % of the fastest, it is the one that changes least: the unchanged file, then `ChunkLoader`,
+    then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
 
-    def allow(self, candidate: Candidate) -> bool:
-        """Return whether a candidate fits in memory and mixes well enough."""
-        mixes = candidate.effective_batch is None or candidate.effective_batch >= self.effective_batch
-        return mixes and candidate.memory_bytes <= self.memory_bytes
-
-
-def choose(candidates: Iterable[Candidate], limits: Limits) -> Candidate | None:
-    """Choose a candidate; None if none is allowed.
-
-    Among the candidates within 3 % of the fastest, it is the one that changes least: the unchanged file, then
-    `ChunkLoader`, then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
+    >>> small, large = (Trial(Setting(LOADER, n, 9, repack=True), 1 << 20, 250.0, True, 98.0 + n) for n in (1, 2))
+    >>> choose([small, large, replace(large, allowed=False, rate=200.0)]).setting.chunk_samples
+    1
     """
-    fitting = [each for each in candidates if limits.allow(each)]
-    if not fitting:
-        return None
-    best = max(each.rate for each in fitting)
+    fitting = [(each.rate, each) for each in trials if each.allowed and each.rate is not None]
+    best = max((rate for rate, _ in fitting), default=0.0)
 
-    def effort(each: Candidate) -> tuple[float, ...]:
+    def effort(pair: tuple[float, Trial]) -> tuple[float, ...]:
+        rate, each = pair
         setting = each.setting
         changes = setting.shuffle, setting.repack, setting.way != LOADER, setting.num_workers
-        return *changes, setting.chunk_samples * setting.repack, each.memory_bytes, -each.rate
+        return *changes, setting.chunk_samples * setting.repack, each.memory_bytes, -rate
 
-    return min((each for each in fitting if each.rate >= STAY * best), key=effort)
-
-
-def runner_up(candidates: Sequence[Candidate], chosen: Candidate, limits: Limits) -> Candidate | None:
-    """Return the second choice: without a new file if the first needs one, else another reader, or any setting."""
-    others = [each for each in candidates if each.setting != chosen.setting]
-    kinds = [
-        [each for each in others if chosen.setting.repack and not each.setting.repack],
-        [each for each in others if each.setting.way != chosen.setting.way and not each.setting.repack],
-        others,
-    ]
-    found = (choose(some, limits) for some in kinds)
-    mixes_best = max(others, key=lambda each: each.effective_batch or 0.0, default=None)
-    return next((each for each in found if each is not None), mixes_best)
-
-
-def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the Pareto frontier of rate and effective batch size, by increasing rate."""
-    found: list[Candidate] = []
-    best = -1.0
-    for each in sorted(candidates, key=lambda each: (-each.rate, -(each.effective_batch or 0.0))):
-        if (each.effective_batch or 0.0) > best:
-            best = each.effective_batch or 0.0
-            found.append(each)
-    return found[::-1]
+    return min((pair for pair in fitting if pair[0] >= STAY * best), key=effort, default=(0.0, None))[1]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.measure.machine import default_cache
 from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
-from h5chunk.tools.model.cost import Machine
 from h5chunk.tools.tune.study import Study
 
 GIANT_BYTES = 64 << 20  # of a chunk: a window of a few no longer fits in memory
 LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller one is giant if it holds an eighth of the data
 LEAST_CORRELATION = 0.02  # of labels in a piece: less is of no consequence for a batch of hundreds
-SLOW_SHARE = 0.5  # decoding by all cores that gives less than this part of what reading gives is slow
 ENOUGH = 0.95  # of a batch: it is worth no less for being read from neighbours
 PIECES = (2, 16, 64)  # neighbours that are looked at, whatever the chunks are
 
@@ -34,18 +31,16 @@ class Advice:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def find_advice(
-    study: Study, effective_batch: float | None, machine: Machine, repack: str, shuffle: str
-) -> list[Advice]:
+def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repack: str, shuffle: str) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is that of the file as it is read now; ``repack`` and ``shuffle`` are the commands that rewrite
-    it in other chunks, or shuffle it.
+    ``effective_batch`` is that of the file as it is read now; ``is_slow``: a new file is worth it; ``repack`` and
+    ``shuffle`` are the commands that rewrite it in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
     if not study.matrix:
         found += advise_layout(study.facts.grid, default_cache(), repack)
-        found += _advise_filter(machine, repack) if study.facts.grid.filtered else []
+        found += [_advise_filter(study, repack)] if study.facts.grid.filtered and is_slow else []
     return found
 
 
@@ -103,13 +98,8 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
     return [Advice("labels_clustered", message, shuffle, figures)]
 
 
-def _advise_filter(machine: Machine, repack: str) -> list[Advice]:
-    """Detect filters that decode slower than the file can be read."""
-    decoding, reading = machine.decode_rate * machine.num_cores, machine.read_rate
-    if math.isinf(decoding) or decoding >= SLOW_SHARE * reading:
-        return []
-    message = (
-        f"{machine.num_cores} cores decode {human_bytes(decoding)}/s, where {human_bytes(reading)}/s could be read"
-    )
-    figures = {"decode_bytes_per_s": decoding, "read_bytes_per_s": reading}
-    return [Advice("slow_filter", message, repack, figures)]
+def _advise_filter(study: Study, repack: str) -> Advice:
+    """Say that decoding is what takes the time, and what a file without it costs."""
+    times = 1 / max(1e-9, study.stored_share)
+    message = f"decoding its compressed chunks takes most of the time; uncompressed, they take {times:,.1f} x the space"
+    return Advice("slow_filter", message, repack, {"times_the_space": times})

@@ -1,15 +1,19 @@
-"""Plot samples/s against effective batch size, one dot per setting, with the recommendation marked."""
+"""Draw the measured rates, one line for each setting, with its description beside it."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
-from h5chunk.tools.model.settings import frontier
-from h5chunk.tools.tune.report import CHOSEN, TODAY, Recommendation
+from h5chunk.tools.model.settings import Trial
+from h5chunk.tools.tune.report import Recommendation, TuneRow
+from h5chunk.tools.tune.search import PLAIN, TODAY
+
+MOST_OTHERS = 12  # settings that were measured once, the fastest ones
+COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -27,18 +31,16 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw the frontier of rate against effective batch, after `check_plot`; the path's suffix chooses the format."""
+    """Draw the rates of all measured settings, one line each, after `check_plot`; the suffix chooses the format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    others = _others(found)
+    figure = Figure(figsize=(9, 1.6 + 0.42 * (len(found.rows) + len(others))), layout="constrained")
     axes = figure.add_subplot()
-    _draw(axes, found)
+    _draw(axes, found, others)
     axes.set_xscale("log")
-    axes.set_ylim(0, 1.1 * found.batch_size)
-    axes.set_xlabel("samples/s")
-    axes.set_ylabel(f"a batch of {found.batch_size} is worth")
-    axes.set_title(f"{printable(Path(found.path).name)}: {found.row(CHOSEN).description}", fontsize=10)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    axes.set_xlabel("samples/s (bars: where 95 % of the turns lie, against today's rate)")
+    figure.suptitle(f"{printable(Path(found.path).name)}: {found.headline()}", fontsize=9, wrap=True)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -47,25 +49,33 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
         raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}") from None
 
 
-def _draw(axes: Any, found: Recommendation) -> None:
-    """Draw all settings, the frontier, and the rows of the report. An unknown effective batch is a whole batch."""
+def _others(found: Recommendation) -> list[Trial]:
+    """Return the fastest settings that were measured but are in no row of the report."""
+    shown = {row.setting for row in found.rows}
+    others = [each for each in found.candidates if each.rate is not None and each.setting not in shown]
+    return sorted(others, key=lambda each: each.rate or 0.0, reverse=True)[:MOST_OTHERS]
 
-    def worth(effective_batch: float | None) -> float:
-        return float(found.batch_size if effective_batch is None else effective_batch)
 
-    candidates = [replace(each, effective_batch=worth(each.effective_batch)) for each in found.candidates]
-    for allowed, measured in ((True, True), (True, False), (False, True), (False, False)):
-        some = [e for e in candidates if e.allowed == allowed and (e.measured_rate is not None) == measured]
-        if some:
-            color, word = ("tab:blue", "allowed") if allowed else ("tab:gray", "too much memory or mixes too little")
-            label = f"{'measured' if measured else 'predicted'}, {word}"
-            style: dict[str, Any] = {"color": color} if measured else {"facecolors": "none", "edgecolors": color}
-            axes.scatter([e.rate for e in some], [e.effective_batch for e in some], label=label, zorder=2, **style)
-    best = frontier(candidates)
-    rates, ends = [each.rate for each in best], [each.effective_batch for each in best]
-    axes.plot(rates, ends, color="tab:blue", linewidth=1, zorder=1, label="frontier")
-    for name, marker in ((CHOSEN, "*"), (TODAY, "D")):
-        row = found.row(name)
-        style = {"marker": marker, "s": 180, "color": "tab:red", "edgecolors": "black", "zorder": 4}
-        axes.scatter([row.rate], [worth(row.effective_batch)], label=name, **style)
-    axes.axhline(found.min_effective_batch, color="tab:gray", linestyle="--", linewidth=1)
+def _draw(axes: Any, found: Recommendation, others: list[Trial]) -> None:
+    """Draw a line for each row of the report, then for each other setting, with what a batch is worth."""
+    labels: list[tuple[str, TuneRow | Trial, float | None]] = []
+    today = found.row(TODAY).rate
+    for place, row in enumerate(found.rows):
+        color = "tab:red" if row.name == found.chosen != TODAY else COLORS.get(row.name, "tab:green")
+        axes.plot(row.rate, place, "o", color=color)
+        if row.times is not None:
+            ends = [max(limit, 1e-3) * today for limit in (row.times.low, min(row.times.high, 1e3))]
+            axes.plot(ends, [place, place], color=color, linewidth=2)
+        labels.append((f"{row.name}{', recommended' if row.name == found.chosen else ''}", row, row.effective_batch))
+    for place, trial in enumerate(others, len(labels)):
+        axes.plot(trial.rate, place, "o", color="tab:gray", fillstyle="none")
+        labels.append(("", trial, trial.effective_batch))
+    names = []
+    for name, each, effective in labels:
+        about = each.description if isinstance(each, TuneRow) else f"{each.setting} (measured once)"
+        mixes = effective is None or effective >= found.batch_size
+        worth = "" if mixes else f"; a batch of {found.batch_size} mixes like {effective:.0f} shuffled samples"
+        names.append("\n".join([name] * bool(name) + textwrap.wrap(f"{about}{worth}", 64)))
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="x", linewidth=0.3)

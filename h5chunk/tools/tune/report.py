@@ -1,4 +1,4 @@
-"""The report of `h5chunk tune`: a table of settings with reasons, and advice."""
+"""The report of `h5chunk tune`: what to do, how many times today's rate it gives, and the measured settings."""
 
 from __future__ import annotations
 
@@ -8,47 +8,41 @@ from typing import Any
 
 from h5chunk.errors import printable
 from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.model.settings import Setting, TriedSetting
+from h5chunk.tools.model.ratio import Ratio
+from h5chunk.tools.model.settings import Setting, Trial
 from h5chunk.tools.report import Report
 from h5chunk.tools.tune.advice import Advice
+from h5chunk.tools.tune.search import NEW, TODAY, WORTH_FILE
 
 Triple = tuple[int, int, float]
 
 WIDTH = 100  # of the lines of a report, but for commands
-TODAY, PLAIN, CHOSEN, SECOND = "today", "h5py default", "recommendation", "runner-up"
+UNSURE = 4.0  # times its lower end: an interval that says nothing
 
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One line of the table; for rates, memory and ``effective_batch``, see `TriedSetting`."""
+    """One line of the table."""
 
-    name: str  # TODAY, PLAIN, CHOSEN or SECOND
+    name: str  # TODAY, IN_PLACE, NEW or PLAIN
     setting: Setting | None  # None for plain h5py
     description: str  # the setting in words
-    cache: Triple  # (nslots, nbytes, w0) of each process that reads through HDF5
-    rate: float
-    measured_rate: float | None
-    predicted_rate: float
+    rate: float  # samples/s, median of all turns
+    times: Ratio | None  # today's rate, in the same turns; None for today's setting itself
     memory_bytes: int
-    hit_rate: float | None  # of HDF5's chunk cache; None where it is not used
-    amplification: float  # bytes read over bytes used
-    effective_batch: float | None
-    slowest: str  # the stage that takes most of the time
-    reason: str
+    effective_batch: float | None  # None where no field says which samples are alike
 
-    def lines(self) -> list[str]:
-        """Return the figures in columns, and the setting with its reason."""
-        hits = "-" if self.hit_rate is None else f"{self.hit_rate:.3f}"
-        batch = "-" if self.effective_batch is None else f"{self.effective_batch:.0f}"
-        rate = f"{self.rate:,.0f}" if self.measured_rate is not None else f"~{self.rate:,.0f}"
-        figures = f"{rate:>11s}{human_bytes(self.memory_bytes):>11s}{hits:>9s}{self.amplification:>10,.2f}{batch:>7s}"
-        indent = f"{'':17s}"
-        return [f"{self.name:15s}{figures}", *_wrapped(f"{self.description}: {self.reason}", indent, indent)]
+    def lines(self, batch_size: int) -> list[str]:
+        times = "" if self.times is None else str(self.times)
+        lines = [f"{self.name:24s}{self.rate:>12,.0f}  {times:30s}{human_bytes(self.memory_bytes):>10s}"]
+        if self.effective_batch is not None:
+            lines[0] += f"{f'{self.effective_batch:.0f} of {batch_size}':>17s}"
+        return [*lines, *_wrapped(self.description, "    ", "    ")]
 
 
 @dataclass(frozen=True)
 class Recommendation(Report):
-    """The recommended setting, with its rates, memory and shuffle quality.
+    """The recommended setting, with its measured rate, memory and shuffle quality.
 
     Its JSON is the input of ``--tuned`` of `h5chunk convert` and `h5chunk repack`.
 
@@ -62,14 +56,18 @@ class Recommendation(Report):
         The best window and cache without a new file, which ``--apply`` stores.
     num_samples, num_measured : int
         Number of samples, and of the samples that rates were measured on.
-    commands : list of str
-        The commands to run, and a line of Python.
+    chosen : str
+        The name of the row that is recommended.
+    commands, code : list of str
+        The commands to run, and lines of Python that feed training.
+    why_small : str
+        Why no setting can matter for this data; empty if one may.
     min_effective_batch : float
         Minimum shuffle quality, as an effective batch in samples.
     memory_bytes : int
         Upper limit on the memory of feeding.
-    machine : dict
-        Rates of the machine as probed, in bytes/s.
+    num_turns : int
+        How often each row was measured.
     verify : dict or None
         Predicted and measured reads.
     applied : str or None
@@ -86,17 +84,20 @@ class Recommendation(Report):
     num_samples: int
     num_measured: int
     sample_bytes: int
+    chosen: str
     rows: list[TuneRow]
     advice: list[Advice]
     commands: list[str]
+    code: list[str]
+    why_small: str
     min_effective_batch: float
     memory_bytes: int
+    num_turns: int
     notes: list[str]
     seconds: float
     budget_s: float
     versions: dict[str, str]
-    candidates: list[TriedSetting] = field(repr=False)
-    machine: dict[str, float | None] = field(repr=False)
+    candidates: list[Trial] = field(repr=False)
     verify: dict[str, Any] | None = None
     applied: str | None = None
 
@@ -109,35 +110,62 @@ class Recommendation(Report):
 
     def lines(self) -> list[str]:
         size = human_bytes(self.sample_bytes)
+        mixing = f"{'effective batch':>17s}" if self.row(TODAY).effective_batch is not None else ""
         lines = [
+            *_wrapped(self.headline(), "", "    "),
+            *(f"    {line}" for line in (*self.commands, *self.code)),
+            "",
             f"{self.path}: {self.num_samples:,} samples of {size}, batches of {self.batch_size} to {self.device}",
-            "",
-            *_wrapped(self._headline(), "", "    "),
-            *(f"  {command}" for command in self.commands),
-            "",
-            f"{'':15s}{'samples/s':>11s}{'memory':>11s}{'hit rate':>9s}{'read/used':>10s}{'batch':>7s}",
+            f"{'':24s}{'samples/s':>12s}  {'against today':30s}{'memory':>10s}{mixing}",
         ]
         for row in self.rows:
-            lines += row.lines()
+            lines += row.lines(self.batch_size)
         for advice in self.advice:
             lines += [*_wrapped(f"{advice.code}: {advice.message}:", "advice: "), f"{'':8s}{advice.remedy}"]
         if self.verify is not None:
             lines.append(_verified(self.verify))
-        if self.applied is not None:
-            lines.append(f"stored in {self.applied}: readers take window and cache from there")
+        lines += self._stored()
         for note in self.notes:
             lines += _wrapped(note, "note: ")
-        measured = f"measured on {self.num_measured:,} samples in {self.seconds:.0f} s"
-        return [*lines, f"slowest stage: {self.row(CHOSEN).slowest}; {measured}"]
+        what = f"{self.num_turns} turns on {self.num_measured:,} samples in the page cache, {self.seconds:.0f} s in all"
+        return [*lines, f"measured in {what}; 95 % of turns lie in the brackets"]
 
-    def _headline(self) -> str:
-        chosen, today = self.row(CHOSEN), self.row(TODAY)
-        gain = chosen.rate / max(1e-9, today.rate)
-        batch = f", a batch of {self.batch_size} worth {chosen.effective_batch:.0f}" if chosen.effective_batch else ""
-        times = f"{gain:,.0f}" if gain >= 10 else f"{gain:.2g}"
-        against = "as today" if chosen.setting == today.setting else f"{times} x today's"
-        about = "" if chosen.measured_rate is not None else "about "
-        return f"{chosen.description}: {about}{chosen.rate:,.0f} samples/s, {against}{batch}"
+    def headline(self) -> str:
+        """Return what to do, and what it gives."""
+        row, today = self.row(self.chosen), self.row(TODAY)
+        rate = "" if row.times is None else row.times.text(" today's rate")
+        if self.chosen == TODAY:
+            return f"Keep the file as it is{f': {self.why_small}' if self.why_small else ''}.{self._not_worth()}"
+        why = ""
+        if today.effective_batch is not None and today.effective_batch < self.min_effective_batch:
+            now, then = f"{today.effective_batch:.0f}", f"{row.effective_batch:.0f}"
+            why = f"a batch of {self.batch_size} mixes like {now} shuffled samples today, and like {then} then; "
+        elif today.memory_bytes > self.memory_bytes:
+            why = f"it takes {human_bytes(row.memory_bytes)} of memory, not {human_bytes(today.memory_bytes)}; "
+        shuffled = " shuffled" if self.setting.shuffle else ""
+        action = f"Rewrite it{shuffled}" if self.chosen == NEW else "Keep the file, and read it like this"
+        return f"{action}: {why}{rate}."
+
+    def _not_worth(self) -> str:
+        """Say what a new file gave, if that is more than nothing, and why it is not recommended."""
+        times = next((each.times for each in self.rows if each.name == NEW), None)
+        if times is None or times.times < 1.1:
+            return ""
+        if times.high > UNSURE * times.low:
+            return " Whether a new one is faster could not be measured: give more time, or a quieter machine."
+        gave = times.text(" today's rate")
+        return f" A new one gave {gave}, not surely more than {WORTH_FILE:g} times."
+
+    def _stored(self) -> list[str]:
+        if self.applied is None:
+            return []
+        slots, num_bytes, _ = self.cache_in_place
+        cache = f"a chunk cache of {human_bytes(num_bytes)} in {slots:,} slots" if num_bytes else "no chunk cache"
+        text = (
+            f"stored in {self.applied}: windows of {self.window_in_place:,} chunks, and {cache}. Readers of this file "
+            "take both from there, until you delete it; nothing else was changed"
+        )
+        return _wrapped(text, "")
 
 
 def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:

@@ -1,197 +1,172 @@
-"""Search for the best setting: measure the settings with the best predictions, and correct the predictions."""
+"""Search for the fastest setting by measuring, and measure the finalists again, turn about with today's setting."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from h5chunk.errors import OptionError, OutputError
-from h5chunk.plan.layout import human_bytes
-from h5chunk.tools.measure.machine import interleaved_rates
+from h5chunk.errors import OutputError
+from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import (
     LOADER,
-    Candidate,
-    Limits,
     Setting,
-    TriedSetting,
+    Trial,
     choose,
     cut_order,
-    memory_of,
     order_of,
     window_samples,
 )
 from h5chunk.tools.progress import TimeBudget
-from h5chunk.tools.tune.predict import Predictor
 from h5chunk.tools.tune.study import Study
 
-SEARCH_SHARE, FINAL_SHARE = 0.5, 0.85  # of the budget, when a phase ends
-FIRST_SHARE = 0.3  # of the budget: settings whose first window takes more are not measured
-LOOK, TURN = 0.4, 0.6  # of a slice: the first measurement of a setting, and those in turns
-FINALISTS, TURNS, LEAST_TURNS = 6, 15, 2
-HOPELESS, WORTH = 0.4, 0.3  # of the best rate: settings that are predicted to be slower are not measured
-BEHIND = 0.88  # of the best rate: slower finalists leave the turns
-MOST_LEAD = 3  # times the seconds of a measurement, to use up what was read ahead
+IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
+FIRST_SHARE = 0.2  # of the budget: settings whose first window takes more are not measured
+FINALISTS, HEATS = 2, 3  # of the unchanged file, and of a new one; and how often they are measured before the choice
+LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
+LEAD, ROUND = 1, 3  # times the seconds of a measurement, to use up what was read ahead, and for a round of windows
+WORTH_CODE, WORTH_FILE = 1.0, 1.3  # surely more than so many times as fast: a line of code, and a new file
+
+TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
 
 
-def measure(study: Study, setting: Setting, device: str, budget: TimeBudget, seconds: float) -> float:
+def measure(study: Study, setting: Setting, device: str, seconds: float) -> float:
     """Measure samples/s of a setting with its actual loader, from the page cache."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import open_dataset, open_loader
 
-    path, fields = study.path_of(setting, budget)
+    path, fields = study.path_of(setting)
     order = cut_order(order_of(setting, study.facts), study.num_measured)
     dataset = ChunkDataset(path, fields=fields, trusted=study.reader.trusted)
     if setting.way == LOADER:
-        batches = open_loader(dataset, order, device=device)
+        is_whole = study.num_measured == study.facts.num_samples
+        batches = open_loader(dataset, order, device=device, resident="auto" if is_whole else False)
     else:
         batches = open_dataset(dataset, order, num_workers=setting.num_workers)
     with closing(batches):
-        return batches.rate(seconds, MOST_LEAD * seconds)
+        return batches.rate(seconds, LEAD * seconds, ROUND * seconds)
 
 
 @dataclass
 class Search:
-    """Measure settings, the current one first, within a time budget."""
+    """Measure settings, the current one first, within a time budget; the finalists in turns."""
 
     study: Study
-    predictor: Predictor
-    limits: Limits
     device: str
     budget: TimeBudget
-    settings: list[Setting]
-    rates: dict[Setting, list[float]] = field(default_factory=dict)  # samples/s of each measurement
-    turns: list[dict[Setting, float]] = field(default_factory=list)  # rates of the best settings, measured in turns
-    steady: dict[Setting, float] = field(default_factory=dict)  # one rate for each of these
-    left_out: set[Setting] = field(default_factory=set)  # not measured, as they take too much memory or time
+    trials: dict[Setting, Trial]
+    memory_bytes: int
+    finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of their row
+    turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of their row
+    _tried: set[Setting] = field(default_factory=set)
 
     @property
     def today(self) -> Setting:
         """The current setting: what readers choose by default."""
-        return self.settings[0]
+        return next(iter(self.trials))
 
-    def run(self) -> None:
-        """Measure one setting of each kind, then the most promising ones; then race the best.
+    def run(self, *, only_today: bool) -> None:
+        """Look for the fastest settings, unless the data is too small, and measure the finalists in turns."""
+        self.finalists = {TODAY: self.today}
+        if not only_today:
+            in_place = self._climb([each for each in self.trials if not each.repack], IN_PLACE_SHARE)
+            anew = self._climb([each for each in self.trials if each.repack], NEW_SHARE)
+            self._choose_finalists([self.today, *in_place], anew)
+        race: dict[str, Callable[[], float | None]] = {
+            name: partial(self._rate, each) for name, each in self.finalists.items()
+        }
+        race[PLAIN] = self._plain_rate
+        self.turns = self._race(race, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
+        for name, setting in self.finalists.items():
+            self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
-        Raises OptionError if no setting fits in memory.
+    def ratio(self, name: str, other: str = TODAY) -> Ratio:
+        """Compare two finalists by the rates of the same turns."""
+        return Ratio.of(self.turns[name], self.turns[other])
+
+    def decide(self) -> tuple[str, str]:
+        """Return the names of the recommended finalist, and of the best one without a new file.
+
+        A new file has to be worth the space and the time, and any change has to be certain.
         """
-        least = min(memory_of(setting, self.study.facts) for setting in self.settings)
-        if least > self.limits.memory_bytes:
-            given, needed = human_bytes(self.limits.memory_bytes), human_bytes(least)
-            raise OptionError(f"memory_bytes is {given}, but feeding takes at least {needed}: allow more memory")
-        self.look(self._anchors())
-        measured = [setting for setting in self.settings if setting in self.rates]
-        ranked = sorted(measured, key=lambda setting: self.candidate(setting).rate, reverse=True)
-        allowed = [setting for setting in ranked if self.allows(setting)] or ranked
-        self.race(list(dict.fromkeys([*allowed[:FINALISTS], *self._needed(allowed)])))
-
-    def look(self, anchors: Iterable[Setting]) -> None:
-        """Measure the anchors and the current setting, then the most promising settings, while time remains."""
-        for setting in anchors:
-            if self.budget.has(SEARCH_SHARE) or not self.rates:
-                self.measure(setting, LOOK)
-        self.measure(self.today, LOOK)
-        while self.budget.has(SEARCH_SHARE) and (promising := self._most_promising()) is not None:
-            self.measure(promising, LOOK)
-
-    def race(self, runners: list[Setting]) -> None:
-        """Measure settings in turns; a setting that falls behind is dropped, unless the report needs it."""
-        while len(self.turns) < TURNS and self.budget.has(FINAL_SHARE):
-            turn = {setting: rate for setting in runners if (rate := self.measure(setting, TURN)) is not None}
-            if not turn:
-                break
-            self.turns.append(turn)
-            self.steady = interleaved_rates(self.turns)
-            runners = list(turn)
-            if len(self.turns) >= LEAST_TURNS:
-                best = max((self.steady[setting] for setting in runners if self.allows(setting)), default=0.0)
-                needed = self._needed(runners)
-                runners = [each for each in runners if self.steady[each] >= BEHIND * best or each in needed]
-
-    def measure(self, setting: Setting, part: float = 1.0) -> float | None:
-        """Measure samples/s for this part of a slice; None if the setting exceeds memory, or starts too slowly."""
-        first = min(window_samples(setting, self.study.facts), self.study.num_measured)
-        too_long = first / self.predictor.rate(setting) > FIRST_SHARE * self.budget.seconds
-        if too_long or memory_of(setting, self.study.facts) > self.limits.memory_bytes:
-            self.left_out.add(setting)
-            return None
-        try:
-            self.study.path_of(setting, self.budget)
-        except OutputError as error:  # settings without a new file can still be measured
-            self.study.note(f"other chunks are not measured: {error}")
-            self.left_out.add(setting)
-            return None
-        rate = measure(self.study, setting, self.device, self.budget, part * self.budget.slice_s)
-        self.predictor.learn(setting, rate)
-        self.rates.setdefault(setting, []).append(rate)
-        return rate
-
-    def _anchors(self) -> Iterable[Setting]:
-        """Yield the second-best setting per way, workers and layout: measuring it corrects the predicted best."""
-        kinds: dict[tuple[str, int, bool], list[Setting]] = {}
-        for setting in sorted(self.settings, key=self.predictor.rate, reverse=True):
-            if memory_of(setting, self.study.facts) <= self.limits.memory_bytes:
-                kinds.setdefault((setting.way, setting.num_workers, setting.repack), []).append(setting)
-        for ranked in kinds.values():
-            anchor = ranked[min(1, len(ranked) - 1)]
-            best = max(map(statistics.median, self.rates.values()), default=0.0)
-            if not anchor.repack or self.predictor.rate(anchor) >= HOPELESS * best:
-                yield anchor
-
-    def _most_promising(self) -> Setting | None:
-        """Return the allowed, unmeasured setting with the fastest prediction, if measuring it may be worthwhile."""
-        best = max((statistics.median(rates) for each, rates in self.rates.items() if self.allows(each)), default=0.0)
-        known = self.rates.keys() | self.left_out
-        unknown = [setting for setting in self.settings if setting not in known and self.allows(setting)]
-        promising = max(unknown, key=self.predictor.rate, default=None)
-        return None if promising is None or self.predictor.rate(promising) < WORTH * best else promising
-
-    def _needed(self, ranked: Sequence[Setting]) -> list[Setting]:
-        """Return the first setting without a new file, and the current setting."""
-        return [*[setting for setting in ranked if not setting.repack][:1], self.today]
-
-    def allows(self, setting: Setting) -> bool:
-        """Return whether a setting fits in memory and mixes well enough."""
-        return self.limits.allow(self.candidate(setting))
-
-    def measured(self, setting: Setting) -> float | None:
-        """Return measured samples/s, from turns if the setting took part in them; None if it was never measured."""
-        rates = self.rates.get(setting)
-        return self.steady.get(setting, statistics.median(rates)) if rates else None
-
-    def candidate(self, setting: Setting) -> Candidate:
-        """Return the candidate of a setting, with its rate in turns, or else measured once, or else predicted."""
-        measured = self.measured(setting)
-        rate = self.predictor.rate(setting) if measured is None else measured
-        return Candidate(setting, rate, memory_of(setting, self.study.facts), self.predictor.effective(setting))
-
-    def tried(self, setting: Setting) -> TriedSetting:
-        """Return the setting with its predicted and measured rates, for the report."""
-        candidate = self.candidate(setting)
-        return TriedSetting(
-            **vars(candidate),
-            predicted_rate=self.predictor.rate(setting, alone=True),
-            measured_rate=self.measured(setting),
-            num_measured=len(self.rates.get(setting, ())),
-            allowed=self.limits.allow(candidate),
+        kept = TODAY
+        today_fails = not self.trials[self.today].allowed
+        if IN_PLACE in self.finalists and (today_fails or self.ratio(IN_PLACE).low > WORTH_CODE):
+            kept = IN_PLACE
+        anew = NEW in self.finalists and (
+            (today_fails and kept == TODAY) or self.ratio(NEW, kept).low > WORTH_FILE < self.ratio(NEW).low
         )
+        return (NEW if anew else kept), kept
 
-    def choose(self, *, in_place: bool = False) -> Candidate | None:
-        """Choose a setting among those measured in turns, else once, else predicted; None if none is allowed.
+    def _climb(self, settings: Sequence[Setting], share: float) -> list[Setting]:
+        """Measure settings that differ in one respect from the fastest so far; return the fastest few."""
+        allowed = [each for each in settings if self.trials[each].allowed]
+        while allowed and (not self._tried.intersection(allowed) or self.budget.has(share)):
+            best = choose(self.trials[each] for each in allowed)
+            at = allowed[0] if best is None else best.setting
+            near = (each for each in allowed if each not in self._tried and self._is_near(each, at))
+            if (setting := next(near, None)) is None:
+                break
+            self._look(setting)
+        known = [each for each in allowed if self.trials[each].rate is not None]
+        return sorted(known, key=lambda each: self.trials[each].rate or 0.0, reverse=True)[:FINALISTS]
 
-        A single measurement may be too high by chance, and the maximum of many measurements usually is. With
-        ``in_place`` only settings without a new file are considered.
-        """
-        settings = [setting for setting in self.settings if not (in_place and setting.repack)]
-        for known in (self.steady.keys(), self.rates.keys(), set(settings)):
-            best = choose([self.candidate(setting) for setting in settings if setting in known], self.limits)
-            if best is not None:
-                return best
-        return None
+    def _is_near(self, one: Setting, other: Setting) -> bool:
+        """Whether only the window, the reader or the layout differ; of another layout, the default window is near."""
+        same_reader = (one.way, one.num_workers) == (other.way, other.num_workers)
+        if one.layout == other.layout:
+            return same_reader or one.window_chunks == other.window_chunks
+        default = next(each for each in self.trials if each.layout == one.layout)
+        return same_reader and one.window_chunks == default.window_chunks
 
-    def nearest(self) -> Candidate:
-        """Return the setting that mixes best among those that fit in memory, for when no setting is allowed."""
-        candidates = [self.candidate(setting) for setting in self.settings]
-        fitting = [each for each in candidates if each.memory_bytes <= self.limits.memory_bytes]
-        return max(fitting, key=lambda each: (each.effective_batch or 0.0, -each.memory_bytes))
+    def _look(self, setting: Setting) -> None:
+        """Measure a setting once, unless its first window would take too long, or it cannot be laid out."""
+        self._tried.add(setting)
+        known = [each for each in self._tried if each.layout == setting.layout and self.trials[each].rate]
+        fastest = max((self.trials[each].rate or 0.0 for each in known), default=0.0)
+        first = min(window_samples(setting, self.study.facts), self.study.num_measured)
+        if fastest and first / fastest > FIRST_SHARE * self.budget.seconds:
+            return
+        try:
+            self.study.path_of(setting)
+        except OutputError as error:  # settings without a new file can still be measured
+            self.study.note(f"a new file is not measured: {error}")
+            return
+        self.trials[setting] = replace(self.trials[setting], rate=self._rate(setting))
+
+    def _choose_finalists(self, in_place: Iterable[Setting], anew: Iterable[Setting]) -> None:
+        """Choose by a few turns: the fastest of many single measurements is so by chance."""
+        names = list(dict.fromkeys([*in_place, *anew]))
+        heats = self._race({each: partial(self._rate, each) for each in names}, HEATS, HEATS_SHARE)
+        for setting, rates in heats.items():
+            self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates))
+        for name, settings in ((IN_PLACE, in_place), (NEW, anew)):
+            best = choose(self.trials[each] for each in settings)
+            if best is not None and best.setting != self.today:
+                self.finalists[name] = best.setting
+        if not any(each.allowed for each in self.trials.values()):
+            fitting = [each for each in self.trials.values() if each.memory_bytes <= self.memory_bytes]
+            best = min(fitting, key=lambda each: (-(each.effective_batch or 0.0), each.memory_bytes))
+            self.finalists[NEW if best.setting.repack else IN_PLACE] = best.setting
+
+    def _race(self, runners: dict, most: int, share: float) -> dict:
+        """Measure all runners in turns, forwards and backwards; at least twice."""
+        turns: dict = {name: [] for name in runners}
+        for number in range(most):
+            if number >= LEAST_TURNS and not self.budget.has(share):
+                break
+            for name in list(runners)[:: 1 if number % 2 else -1]:
+                turns[name].append(runners[name]())
+                self.budget.report()
+        return turns
+
+    def _rate(self, setting: Setting) -> float:
+        return measure(self.study, setting, self.device, self.budget.slice_s)
+
+    def _plain_rate(self) -> float:
+        from h5chunk.tools.measure.batches import plain_rate
+
+        study = self.study
+        return plain_rate(study.reader, study.num_measured, study.facts.batch_samples, self.budget.slice_s)

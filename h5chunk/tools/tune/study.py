@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
+import time
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, OutputError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, OutputError, human_bytes, printable
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, FileSpec, create_file, field_spec
@@ -24,14 +28,17 @@ from h5chunk.store.read.files import SUFFIXES
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.part_file import reason_of
 from h5chunk.tools.measure.checks import check_samples, why_not_direct
-from h5chunk.tools.model.settings import DataFacts, Setting
-from h5chunk.tools.progress import TimeBudget
+from h5chunk.tools.measure.disk import FileReads
+from h5chunk.tools.measure.machine import NotMeasured, available_bytes
+from h5chunk.tools.model.clustering import Clustering, find_clustering
+from h5chunk.tools.model.mixing import effective_batch
+from h5chunk.tools.model.settings import DataFacts, Setting, order_of
 from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.report import shell_command
 
 SAMPLE_BYTES = 384 << 20  # that are measured: the same samples as they lie and laid out anew
 BATCH_BYTES = 4 * SAMPLE_BYTES  # of a batch: if it has more, a part of one is measured
-SAMPLE_SHARE = 0.12  # of the budget, in which they are read
+SMALL_BYTES = 16 << 20  # data of fewer bytes is not worth a new file
 PIECE_BYTES = 32 << 20
 DENSE_BYTES = 4  # of a number of a row made dense
 MOST_GROUPS = 1 << 27  # samples whose labels are looked at
@@ -47,11 +54,12 @@ class Study:
     folder: Path  # for samples that are laid out anew
     num_measured: int  # the first samples, which figures are of
     asked: Mapping[str, str] | None = None  # the fields, if they were named
-    why_not_direct: str = ""
     anndata: bool = False  # such a file cannot be shuffled in place, nor have a header of h5chunk
     stored_share: float = 1.0  # stored bytes of the largest field over decoded ones
     groups: np.ndarray | None = None  # (num_samples,): equal values mark samples that are alike, such as labels
     notes: list[str] = field(default_factory=list)
+    reading_s: float = math.inf  # how long samples are read that are laid out anew
+    _clusterings: dict[int, Clustering] = field(default_factory=dict)
     _rows: dict[str, np.ndarray] = field(default_factory=dict)
     _made: dict[int, Path] = field(default_factory=dict)
 
@@ -65,12 +73,27 @@ class Study:
         """Whether samples are rows of a sparse matrix."""
         return self.reader.matrix is not None
 
-    def path_of(self, setting: Setting, budget: TimeBudget) -> tuple[Path, Mapping[str, str]]:
+    def clustering(self, chunk_samples: int) -> Clustering:
+        """Measure how similar the samples of a chunk are."""
+        assert self.groups is not None
+        if chunk_samples not in self._clusterings:
+            self._clusterings[chunk_samples] = find_clustering(self.groups, chunk_samples)
+        return self._clusterings[chunk_samples]
+
+    def effective_batch(self, setting: Setting) -> float | None:
+        """Return the effective batch size on the whole data; None if no field marks similar samples."""
+        if self.groups is None:
+            return None
+        if setting.shuffle:
+            return float(self.facts.batch_samples)
+        return effective_batch(self.clustering(setting.chunk_samples), order_of(setting, self.facts))
+
+    def path_of(self, setting: Setting) -> tuple[Path, Mapping[str, str]]:
         """Return the file to measure a setting on, and its fields. Raises OutputError if it cannot be written."""
         if not setting.repack or self.matrix:
             return self.reader.path, self.fields
         if setting.chunk_samples not in self._made:
-            self._rows = self._rows or read_rows(self, budget)
+            self._rows = self._rows or read_rows(self)
             path = self.folder / f"chunks-{setting.chunk_samples}.h5"
             write_rows(path, self._rows, self.num_measured, setting.chunk_samples)
             self._made[setting.chunk_samples] = path
@@ -142,7 +165,7 @@ def study_file(
         loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
     num_measured = min(reader.num_samples, most_samples(batch_size, sample_bytes))
-    study = Study(reader, facts, folder, num_measured, asked=fields, why_not_direct=why)
+    study = Study(reader, facts, folder, num_measured, asked=fields)
     with opened(path) as file:
         study.groups = _read_groups(study, file, group_by)
         study.anndata = is_anndata(file)
@@ -150,6 +173,38 @@ def study_file(
             dataset = file[reader.main.dataset]
             study.stored_share = dataset.id.get_storage_size() / max(1, dataset.nbytes)
     return study
+
+
+def why_small(study: Study, device: str) -> str:
+    """Return why no layout can make reading faster; empty if one may."""
+    from h5chunk.feed.dataset import ChunkDataset
+    from h5chunk.feed.loader import ChunkLoader
+
+    num_bytes = study.facts.num_samples * study.facts.sample_bytes
+    if num_bytes < SMALL_BYTES:
+        return f"its {human_bytes(num_bytes)} are too little to matter"
+    if not study.facts.loads:
+        return ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dataset = ChunkDataset(study.reader.path, fields=study.fields, trusted=study.reader.trusted)
+        with ChunkLoader(dataset, study.facts.batch_size, device=device) as loader:
+            is_resident = loader.is_resident
+    return f"ChunkLoader reads its {human_bytes(num_bytes)} once and keeps them in memory" if is_resident else ""
+
+
+def fill_page_cache(study: Study, seconds: float) -> None:
+    """Read the samples to measure into the page cache; if that takes longer, fewer are measured."""
+    if study.matrix:
+        return
+    try:
+        reads = FileReads(study.reader)
+    except NotMeasured as reason:
+        study.note(f"the file was not read beforehand: {reason}")
+        return
+    with closing(reads):
+        cached, _ = reads.fill_page_cache(available_cores(), seconds, available_bytes() // 2)
+    study.num_measured = min(max(cached, study.facts.batch_size), study.num_measured)
 
 
 def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndarray | None:
@@ -184,18 +239,18 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
     return item if num_samples <= MOST_GROUPS else f"{num_samples:,} samples are too many to look at"
 
 
-def read_rows(study: Study, budget: TimeBudget) -> dict[str, np.ndarray]:
-    """Read the first samples of each field, as many as the time budget allows."""
+def read_rows(study: Study) -> dict[str, np.ndarray]:
+    """Read the first samples of each field, as many as there is time for."""
     found: dict[str, np.ndarray] = {}
     wanted = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
-    until = budget.taken_s + SAMPLE_SHARE * budget.seconds
+    until = time.perf_counter() + study.reading_s
     with opened(study.reader.path) as file:
         for name, each in study.reader.fields.items():
             assert not isinstance(each, MatrixField)
             step = max(1, PIECE_BYTES // max(1, each.grid.sample_bytes))
             pieces: list[np.ndarray] = []
             for start in range(0, wanted, step):
-                if pieces and budget.taken_s >= until:
+                if pieces and time.perf_counter() >= until:
                     break
                 pieces.append(file[each.dataset][start : min(start + step, wanted)])
             found[name] = np.ascontiguousarray(np.concatenate(pieces).astype(each.dtype, copy=False))

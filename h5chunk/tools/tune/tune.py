@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from h5chunk.errors import OptionError, check_whole, printable
+from h5chunk.errors import OptionError, check_whole, human_bytes, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.recommendation import write_recommendation
 from h5chunk.store.hdf5.child import in_child
 from h5chunk.tools.measure.checks import check_budget, worker_counts
 from h5chunk.tools.measure.counted import count_reads
-from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
+from h5chunk.tools.measure.machine import available_bytes, default_cache, describe_device, library_versions
 from h5chunk.tools.model.clustering import LEAST_CHANCE
 from h5chunk.tools.model.mixing import window_for
-from h5chunk.tools.model.settings import DATASET, Limits, Setting, enumerate_settings, order_of
+from h5chunk.tools.model.settings import (
+    DATASET,
+    Setting,
+    Trial,
+    cache_of,
+    enumerate_settings,
+    memory_of,
+    order_of,
+)
 from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.tune.advice import find_advice
+from h5chunk.tools.tune.commands import code_for, rewrite_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
-from h5chunk.tools.tune.predict import Predictor
-from h5chunk.tools.tune.probe import probe
-from h5chunk.tools.tune.report import Recommendation
-from h5chunk.tools.tune.rows import cache_triple, commands_for, plain_row, repack_command, rows_of
-from h5chunk.tools.tune.search import Search
-from h5chunk.tools.tune.study import Study, check_converted, study_file, temporary_folder
+from h5chunk.tools.tune.report import Recommendation, Triple, TuneRow
+from h5chunk.tools.tune.search import NEW, PLAIN, TODAY, Search
+from h5chunk.tools.tune.study import Study, check_converted, fill_page_cache, study_file, temporary_folder, why_small
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
 LEAST_VERIFY_S = 1.0
-PREDICT_SHARE = 0.1  # of the budget, to predict the reads of all settings
+READ_SHARE = 0.1  # of the budget: to fill the page cache, and to read samples that are laid out anew
 
 
 def tune(
@@ -52,7 +59,7 @@ def tune(
     trusted: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
-    """Find the fastest setting that mixes well enough, by a cost model and by measuring the best few.
+    """Find the fastest setting that mixes well enough, and measure it turn about with today's.
 
     Parameters
     ----------
@@ -110,13 +117,15 @@ def tune(
     with temporary_folder() as folder:
         options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
         study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
-        predictor = Predictor(study, probe(study, device, budget))
-        settings = _settings(study, predictor, numbers, min_effective_batch)
-        predictor.replay_s = PREDICT_SHARE * budget_s / len(settings)
-        limits = Limits(min_effective_batch * study.facts.batch_samples, min(memory_bytes, available_bytes()))
-        search = Search(study, predictor, limits, device, budget, settings)
-        search.run()
-        found = _report(search)
+        study.reading_s = READ_SHARE * budget_s
+        limits = min_effective_batch * study.facts.batch_samples, min(memory_bytes, available_bytes())
+        trials = {each: _trial(study, each, *limits) for each in _settings(study, numbers, min_effective_batch)}
+        _check_memory(trials.values(), limits[1])
+        fill_page_cache(study, READ_SHARE * budget_s)
+        search = Search(study, device, budget, trials, limits[1])
+        small = why_small(study, device) if trials[search.today].allowed else ""
+        search.run(only_today=bool(small))
+        found = _report(search, small, *limits)
         if verify:
             found = replace(found, verify=_verify(study, found, budget))
         if plot is not None:
@@ -127,12 +136,12 @@ def tune(
         return replace(found, seconds=budget.taken_s)
 
 
-def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_share: float) -> list[Setting]:
+def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Setting]:
     """Enumerate the settings to consider, the current one first."""
     facts, settings = study.facts, enumerate_settings(study.facts, workers=workers)
     if study.groups is None:
         return settings
-    clustering, order = predictor.clustering(facts.chunk_samples), order_of(settings[0], facts)
+    clustering, order = study.clustering(facts.chunk_samples), order_of(settings[0], facts)
     window = window_for(clustering, order, min_share)
     settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
     if not study.anndata and clustering.chance < LEAST_CHANCE:
@@ -141,42 +150,86 @@ def _settings(study: Study, predictor: Predictor, workers: Sequence[int], min_sh
     return settings
 
 
-def _report(search: Search) -> Recommendation:
-    """Choose the recommendation, and the best setting without a new file."""
-    study, facts, predictor = search.study, search.study.facts, search.predictor
-    allowed, in_place = search.choose(), search.choose(in_place=True)
-    chosen = search.nearest() if allowed is None else allowed
-    setting, kept = chosen.setting, search.today if in_place is None else in_place.setting
-    today, *others = rows_of(search, chosen, allowed is not None)
-    commands = commands_for(study, setting)
-    repack, shuffle = commands[0], commands[0] if setting.shuffle else repack_command(study, shuffle=True)
-    if not setting.repack:  # what a new file would need
-        anew = [search.candidate(each) for each in search.settings if each.repack and not each.shuffle]
-        best = max(anew, key=lambda each: each.rate, default=chosen)
-        repack = repack_command(study, best.setting.chunk_samples)
+def _trial(study: Study, setting: Setting, least_batch: float, memory_bytes: int) -> Trial:
+    """Describe a setting before it is measured."""
+    needed, effective = memory_of(setting, study.facts), study.effective_batch(setting)
+    mixes = effective is None or effective >= least_batch
+    return Trial(setting, needed, effective, mixes and needed <= memory_bytes)
+
+
+def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
+    """Raise OptionError if no setting fits in memory."""
+    least = min(each.memory_bytes for each in trials)
+    if least > memory_bytes:
+        given, needed = human_bytes(memory_bytes), human_bytes(least)
+        raise OptionError(f"memory_bytes is {given}, but feeding takes at least {needed}: allow more memory")
+
+
+def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -> Recommendation:
+    """Choose the recommendation, and describe it."""
+    study, facts = search.study, search.study.facts
+    chosen, kept = search.decide()
+    setting, in_place = search.finalists[chosen], search.finalists[kept]
+    anew = search.finalists.get(NEW)
+    best_new = None if anew is None or anew.shuffle else anew
+    repack, shuffle = rewrite_command(study, best_new), rewrite_command(study, shuffle=True)
+    commands = [rewrite_command(study, setting, shuffle=setting.shuffle)] if setting.repack else []
+    if commands and setting.shuffle:
+        repack = shuffle = commands[0]
     return Recommendation(
         setting=setting,
-        cache=cache_triple(setting, search, 1),
-        window_in_place=kept.window_chunks,
-        cache_in_place=cache_triple(kept, search, 1),
+        cache=_cache_triple(setting, study),
+        window_in_place=in_place.window_chunks,
+        cache_in_place=_cache_triple(in_place, study),
         path=str(study.reader.path),
         batch_size=facts.batch_size,
         device=search.device,
         num_samples=facts.num_samples,
         num_measured=study.num_measured,
         sample_bytes=facts.sample_bytes,
-        rows=[today, plain_row(search), *others],
-        advice=find_advice(study, predictor.effective(search.today), predictor.machine, repack, shuffle),
+        chosen=chosen,
+        rows=[*(_row(search, name) for name in search.finalists), _plain_row(search)],
+        advice=find_advice(study, search.trials[search.today].effective_batch, chosen == NEW, repack, shuffle),
         commands=commands,
-        min_effective_batch=search.limits.effective_batch,
-        memory_bytes=search.limits.memory_bytes,
+        code=code_for(study, setting, search.device),
+        why_small=small,
+        min_effective_batch=least_batch,
+        memory_bytes=memory_bytes,
+        num_turns=len(search.turns[PLAIN]),
         notes=study.notes,
         seconds=search.budget.taken_s,
         budget_s=search.budget.seconds,
         versions=library_versions(),
-        candidates=[search.tried(each) for each in search.settings],
-        machine=asdict(predictor.machine),
+        candidates=list(search.trials.values()),
     )
+
+
+def _cache_triple(setting: Setting, study: Study) -> Triple:
+    """Return the cache of one process that reads all windows of a setting, as (nslots, nbytes, w0)."""
+    cache = cache_of(setting, study.facts, 1)
+    return cache.nslots, cache.nbytes, cache.w0
+
+
+def _row(search: Search, name: str) -> TuneRow:
+    trial = search.trials[search.finalists[name]]
+    times = None if name == TODAY else search.ratio(name)
+    description = str(trial.setting)
+    return TuneRow(
+        name, trial.setting, description, trial.rate or 0.0, times, trial.memory_bytes, trial.effective_batch
+    )
+
+
+def _plain_row(search: Search) -> TuneRow:
+    """Describe a loop that reads single random samples through the library's default chunk cache."""
+    study, facts, cache = search.study, search.study.facts, default_cache()
+    description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
+    if not study.matrix and facts.grid.chunks:
+        times = facts.grid.amplification(facts.grid.chunk_bytes <= cache.nbytes)
+        description += f", reads up to {times:,.1f} times the bytes of its samples" if times > 1.5 else ""
+    memory = cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes
+    mixed = None if study.groups is None else float(facts.batch_samples)
+    rate = statistics.median(search.turns[PLAIN])
+    return TuneRow(PLAIN, None, description, rate, search.ratio(PLAIN), memory, mixed)
 
 
 def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Compare two rates that were measured turn about, so that other work on the machine slows both down alike.
+
+>>> print(Ratio.of([110.0, 66.0, 121.0, 108.0], [100.0, 60.0, 100.0, 99.0]))
+1.1 times (0.91 to 1.4)
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
+LEAST_SPREAD = 0.03  # two runs of the same loop differ by so much, however steady each is
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast one setting is as another: the middle of all turns, and where 95 % of the turns lie.
+
+    One pair of measurements says nothing about the spread: its interval is unbounded.
+    """
+
+    times: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rates: Sequence[float], others: Sequence[float]) -> Ratio:
+        """Compare the rates of each turn with another setting's of the same turn; there is at least one turn."""
+        logs = [math.log(rate / other) for rate, other in zip(rates, others, strict=True)]
+        middle, count = statistics.fmean(logs), len(logs)
+        if count == 1:
+            return cls(math.exp(middle), 0.0, math.inf)
+        student = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96 + 2.6 / (count - 1)
+        reach = student * statistics.stdev(logs) * math.sqrt(1 + 1 / count) + LEAST_SPREAD
+        return cls(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
+
+    def __str__(self) -> str:
+        return self.text("")
+
+    def text(self, whose: str) -> str:
+        """Return the ratio and its interval in words; ``whose`` names the other rate."""
+        if not math.isfinite(self.high):
+            return f"{_times(self.times)} times{whose} (measured once)"
+        return f"{_times(self.times)} times{whose} ({_times(self.low)} to {_times(self.high)})"
+
+
+def _times(value: float) -> str:
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}" if value >= 0.01 else f"{value:.1g}"

@@ -1,0 +1,59 @@
+"""The commands and lines of Python that a recommendation consists of; they run as they are printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h5chunk.tools.model.settings import LOADER, Setting
+from h5chunk.tools.report import python_text, shell_command
+from h5chunk.tools.tune.study import Study
+
+
+def tuned_path(study: Study) -> Path:
+    """Return the path of the file that the recommended command writes."""
+    return study.reader.path.with_name(f"{study.reader.path.stem}-tuned.h5")
+
+
+def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bool = False) -> str:
+    """Return the command that rewrites a file, for a setting or by default; AnnData's are converted to be shuffled."""
+    source, target = str(study.reader.path), str(tuned_path(study))
+    if study.anndata and shuffle:
+        return shell_command(["h5chunk", "convert", source, target])
+    parts = ["h5chunk", "repack", source, target]
+    if setting is not None and not study.matrix:
+        parts += ["--chunk-samples", str(setting.chunk_samples)]
+    if setting is not None and not study.anndata:
+        parts += ["--window-chunks", str(setting.window_chunks)]
+    parts += ["--shuffle"] if shuffle else []
+    if not {"images", "X"} & {each.strip("/") for each in study.fields.values()}:
+        parts += ["--fields", study.reader.main.dataset]
+    return shell_command(parts)
+
+
+def code_for(study: Study, setting: Setting, device: str) -> list[str]:
+    """Return the lines of Python that feed training by a setting."""
+    anew = setting.repack
+    is_converted = study.anndata and setting.shuffle  # which names the fields anew
+    stored = not study.anndata if anew else setting.window_chunks == study.facts.window_chunks
+    path = python_text(str(tuned_path(study) if anew else study.reader.path))
+    fields = study.fields if (study.asked or anew) and not is_converted else {}
+    shown = list(fields) if all(key == fields[key] for key in fields) else fields
+    named = f", fields={shown!r}" if fields else ""
+    trusted = ", trusted=True" if study.reader.trusted and not anew else ""
+    window = "" if stored else f", window_chunks={setting.window_chunks}"
+    data = f"data = h5chunk.ChunkDataset({path}{named}{trusted})"
+    sampler = f"h5chunk.ChunkSampler(data, {study.facts.batch_size}{window})"
+    if setting.way == LOADER:
+        target = "" if device == "cpu" else f", device={device!r}"
+        if stored:
+            opened = "data" if named or trusted else path
+            made = f"loader = h5chunk.ChunkLoader({opened}, {study.facts.batch_size}{target})"
+        else:
+            made = f"loader = h5chunk.ChunkLoader(data, sampler={sampler}{target})"
+        return ["import h5chunk", *([data] if named or trusted or not stored else []), made]
+    workers = f"num_workers={setting.num_workers}" + (", persistent_workers=True" if setting.num_workers else "")
+    return [
+        "import h5chunk, torch",
+        data,
+        f"loader = torch.utils.data.DataLoader(data, batch_sampler={sampler}, {workers})",
+    ]
