@@ -15,12 +15,12 @@ badly      images in the chunks that h5py guesses
 tiny       images of 64 x 64 in chunks of 1 x 8 x 8 x 3
 sparse     a sparse matrix, as convert writes it
 
-For each file, `h5chunk.tune` runs ``--runs`` times (5) with ``--budget`` seconds (60). After each run, the settings that
-it compares are used as it says: files are repacked, and the lines of Python and a plain loop over h5py are measured in
-``--rounds`` turns (15), in whole epochs after one that does not count, for at least ``--seconds``. A claim fails if the
-middle of these turns lies outside of its interval. With ``--load N``, N processes meanwhile keep cores busy for one
-second in two. Prints each claim beside what was measured, and the number of claims that failed; ends with 1 if any did.
-``--json FILE`` writes it all.
+For each file, `h5chunk.tune` runs ``--runs`` times (5) with ``--budget`` seconds (60). After each run, the settings
+that it compares are used as it says: files are repacked, and the lines of Python and a plain loop over h5py are
+measured in ``--rounds`` turns (15), in whole epochs after one that does not count, for at least ``--seconds``. A
+claim fails if the middle of these turns lies outside of its interval. With ``--load N``, N processes meanwhile keep
+cores busy for one second in two. Prints each claim beside what was measured, and the number of claims that failed;
+ends with 1 if any did. ``--json FILE`` writes it all.
 """
 
 from __future__ import annotations
