@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +38,7 @@ DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # outcomes of a ticket
 _abandoned: list[Any] = []  # memory that hanging threads may still write to
 
 
-class Result(NamedTuple):
+class Result(ctypes.Structure):
     """The result of a ticket."""
 
     ticket: int
@@ -46,9 +46,6 @@ class Result(NamedTuple):
     error: int  # the errno for SYSTEM; the bits of the checksum for CHECKSUM
     job: int  # the number of the failed job
     offset: int  # where the job failed in its file
-
-
-class _Result(ctypes.Structure):
     _fields_ = (
         ("ticket", ctypes.c_uint64),
         ("status", ctypes.c_int32),
@@ -100,8 +97,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("open", pool, (ctypes.c_int, number)),
         ("num_threads", ctypes.c_int, (pool,)),
         ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number)),
-        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(_Result))),
-        ("run", None, (address, number, ctypes.POINTER(_Result))),
+        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(Result))),
+        ("run", None, (address, number, ctypes.POINTER(Result))),
         ("plan", number, (address, address, address, number, number, address, address, address)),
         ("progress", number, (pool,)),
         ("num_open", number, (pool,)),
@@ -162,7 +159,7 @@ class NativePool:
 
         Raises EOFError if the pool is closed, and all tickets were returned.
         """
-        found = _Result()
+        found = Result()
         with self._inside() as pool:
             state = self._library.h5chunk_wait(pool, timeout_s, found) if pool else -1
         if state < 0:
@@ -170,7 +167,7 @@ class NativePool:
         if not state:
             return None
         self._kept.pop(found.ticket, None)
-        return Result(found.ticket, found.status, found.error, found.job, found.offset)
+        return found
 
     def close(self, timeout_s: float) -> bool:
         """Drop waiting jobs, and wait for the threads; return whether all have ended. May be called again."""
@@ -204,9 +201,9 @@ class NativePool:
 
 def run(jobs: np.ndarray) -> Result:
     """Run jobs, (n,) JOB, C-contiguous, in the calling thread, and return their result."""
-    found = _Result()
+    found = Result()
     _library().h5chunk_run(jobs.ctypes.data, len(jobs), found)
-    return Result(found.ticket, found.status, found.error, found.job, found.offset)
+    return found
 
 
 def plan_reads(

@@ -19,7 +19,7 @@ import numpy as np
 from h5chunk.errors import SourceError, printable
 from h5chunk.sources.container import DAMAGES, BoundedFile
 from h5chunk.sources.recognise import MAX_ZIP_DIRECTORY_BYTES
-from h5chunk.store.hdf5.claims import MAX_RATIO
+from h5chunk.store.hdf5.guard import MAX_RATIO
 
 MAX_HEADER_BYTES = MAX_SMALL_BYTES = 1 << 16
 PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)

@@ -196,9 +196,11 @@ def test_closing_cancels_what_waits(data_file: tuple[int, bytes], fault: Callabl
         made.submit(ticket, job(kind=VERIFY, descriptor=descriptor, num_bytes=100, expected=1))
     time.sleep(0.05)
     assert not made.close(0.05)
-    assert sorted(made.wait(WAIT_S)[:2] for _ in range(2)) == [(1, CANCELLED), (2, CANCELLED)]
+    results = [made.wait(WAIT_S) for _ in range(2)]
+    assert sorted((each.ticket, each.status) for each in results) == [(1, CANCELLED), (2, CANCELLED)]
     fault(NONE)
-    assert made.wait(WAIT_S)[:2] == (0, CHECKSUM)
+    result = made.wait(WAIT_S)
+    assert (result.ticket, result.status) == (0, CHECKSUM)
     assert made.close(WAIT_S)
     made.free()
 

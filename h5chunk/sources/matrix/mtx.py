@@ -16,7 +16,7 @@ from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
 from h5chunk.sources.matrix.text import TextSource, read_columns, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
-from h5chunk.store.hdf5.claims import MAX_RATIO
+from h5chunk.store.hdf5.guard import MAX_RATIO
 
 REAL, INTEGER = "float64", "int64"
 FIELDS = {"real": REAL, "integer": INTEGER, "pattern": None}

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import H5ChunkError
-from h5chunk.store.hdf5.claims import small_attribute
+from h5chunk.store.hdf5.guard import small_attribute
 from h5chunk.store.hdf5.open import address_of
 
 MAX_STRING_BYTES = 256

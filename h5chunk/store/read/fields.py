@@ -20,8 +20,7 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP
-from h5chunk.store.hdf5.claims import MAX_RATIO, small_attribute
-from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.guard import MAX_RATIO, Guard, small_attribute
 from h5chunk.store.hdf5.open import damages_are
 from h5chunk.store.hdf5.strings import read_words
 

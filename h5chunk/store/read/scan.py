@@ -29,8 +29,8 @@ from h5chunk.store.hdf5.chunk_table import (
     stored_item_bytes,
     unwritten_value,
 )
-from h5chunk.store.hdf5.claims import SLACK_CHUNKS
 from h5chunk.store.hdf5.codecs import crc32, scratch
+from h5chunk.store.hdf5.guard import SLACK_CHUNKS
 from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 
@@ -50,14 +50,6 @@ class Damage:
     what: str
     expected: int | None = None
     found: int | None = None
-
-
-@dataclass(frozen=True)
-class Parted:
-    """The result of a task: the bytes read, and the damage."""
-
-    num_bytes: int
-    damages: tuple[Damage, ...] = ()
 
 
 class CheckedDataset:
@@ -119,8 +111,8 @@ class CheckedDataset:
         num_threads: int = MAX_THREADS,
         memory_bytes: int = MEMORY_BYTES,
         then: Callable[[np.ndarray], None] = lambda chunks: None,
-    ) -> Generator[Parted]:
-        """Check the given chunks, ascending, part by part in threads; yield the result of each part, in order.
+    ) -> Generator[tuple[int, list[Damage]]]:
+        """Check the given chunks, ascending, part by part in threads; yield each part's bytes and damages.
 
         The threads also call ``then`` with each undamaged part.
         """
@@ -147,16 +139,18 @@ class CheckedDataset:
         Raises FileError if a chunk is damaged; the message says what remains ``undone``, and a ``remedy``.
         """
         with closing(self.check(chunks, descriptor, **how)) as parts:  # no thread goes on after an error
-            for came in parts:
-                for damage in came.damages:
+            for num_bytes, damages in parts:
+                for damage in damages:
                     raise FileError(
                         f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
                         f"names all that is damaged, and repairs it with --repair{remedy}"
                     )
-                told(came.num_bytes)
+                told(num_bytes)
 
-    def _check_part(self, chunks: np.ndarray, descriptor: int, then: Callable[[np.ndarray], None]) -> Parted:
-        num_bytes, damages = 0, []
+    def _check_part(
+        self, chunks: np.ndarray, descriptor: int, then: Callable[[np.ndarray], None]
+    ) -> tuple[int, list[Damage]]:
+        num_bytes, damages = 0, list[Damage]()
         for chunk in chunks.tolist():
             offset, size = self.place(chunk)
             try:
@@ -168,7 +162,7 @@ class CheckedDataset:
                 damages.append(damage)
         if not damages:
             then(chunks)
-        return Parted(num_bytes, tuple(damages))
+        return num_bytes, damages
 
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
         """Check a chunk; a plain chunk is read in pieces. Raises FileError if it cannot be read."""

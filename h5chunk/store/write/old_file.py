@@ -18,8 +18,7 @@ from h5chunk.errors import FieldError, FileError, OutputError, printable
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
-from h5chunk.store.hdf5.claims import check_attributes
-from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.guard import Guard, check_attributes
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.hdf5.ranges import Where, open_descriptor, read_bytes
 from h5chunk.store.read.scan import CheckedDataset

@@ -15,8 +15,8 @@ from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
-from h5chunk.store.hdf5.claims import check_claims, check_filters
 from h5chunk.store.hdf5.codecs import SHUFFLE
+from h5chunk.store.hdf5.guard import check_claims, check_filters
 from h5chunk.store.rewrite.replica import CHECKSUMS, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
 from h5chunk.tools.repack.compression import parse_compression

@@ -291,9 +291,9 @@ class _FileCheck:
             for checked, chunks in self._datasets:
                 say(("verify", done, total))
                 damages: list[Damage] = []
-                for came in checked.check(chunks, descriptor):
-                    done += came.num_bytes
-                    damages += came.damages
+                for num_bytes, damaged in checked.check(chunks, descriptor):
+                    done += num_bytes
+                    damages += damaged
                     say(("verify", done, total))
                 bad += [self._describe(checked, damage) for damage in sorted(damages, key=lambda each: each.chunk)]
         finally:
