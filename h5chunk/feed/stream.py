@@ -66,15 +66,6 @@ class EpochReport:
         self.seconds = time.perf_counter() - self.started
 
 
-@dataclass(eq=False)
-class _OpenWindow:
-    """A window whose batches are being taken."""
-
-    read: WindowRead
-    epoch: int
-    left: int  # batches
-
-
 class _Planner:
     """A thread that plans windows ahead. It touches nothing but numbers."""
 
@@ -142,8 +133,8 @@ class WindowStream:
     ) -> None:
         self._lends_slot, self._echo, self._once = lends_slot, echo, once
         self._process = os.getpid()
-        self._open: dict[_OpenWindow, None] = {}  # in the order in which they are read
-        self._batches: dict[tuple[int, int], _OpenWindow] = {}  # by epoch and number
+        self._open: dict[WindowRead, None] = {}  # in the order in which they are read
+        self._batches: dict[tuple[int, int], WindowRead] = {}  # by epoch and number
         self._free: deque[Any] = deque()  # slots
         self._unmade: Iterator[Any] = iter(())  # slots
         self._planner: _Planner | None = None
@@ -217,9 +208,9 @@ class WindowStream:
         self._end_planner()
         self._pool.cancel()
         self._batches.clear()
-        for opened in list(self._open):
-            opened.read.settle(self._pool.timeout_s)
-            self._put_back(opened)
+        for read in list(self._open):
+            read.settle(self._pool.timeout_s)
+            self._put_back(read)
         self._begin(order, start)
 
     def _fill(self) -> None:
@@ -234,9 +225,9 @@ class WindowStream:
             self._load(*planned)
 
     def _load(self, epoch: int, window: Window) -> None:
-        opened = _OpenWindow(self._pool.load(window, self._free.popleft()), epoch, len(window.batches))
-        self._open[opened] = None
-        self._batches.update(((epoch, batch), opened) for batch in window.batches)
+        read = self._pool.load(window, self._free.popleft())
+        self._open[read] = None
+        self._batches.update(((epoch, batch), read) for batch in window.batches)
 
     def _load_next(self) -> None:
         """Start reading the next window, once it is planned. Raises WorkerError if that takes too long."""
@@ -255,11 +246,11 @@ class WindowStream:
         while left:
             if not self._open:
                 self._load_next()
-            opened = next(iter(self._open))
-            self._wait_for(opened.read)
-            left -= opened.left
-            yield opened.read.slot.window
-            self._release(opened)
+            read = next(iter(self._open))
+            self._wait_for(read)
+            left -= len(read.window.batches)
+            yield read.slot.window
+            self._release(read)
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch from ``start`` on. Data that was read ahead is used if it belongs to them."""
@@ -267,33 +258,32 @@ class WindowStream:
             self._begin_again(order, start)
         self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
-        windows: dict[_OpenWindow, Iterator[Tensors]] = {}  # the batches of those that were read
+        windows: dict[WindowRead, Iterator[Tensors]] = {}  # the batches of those that were read
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch was used
         for number in range(start, order.num_batches):
             while (order.epoch, number) not in self._batches:
                 self._load_next()
-            opened = self._batches.pop((order.epoch, number))
-            if opened not in windows:
-                self._wait_for(opened.read)
-                windows[opened] = maker.open(opened.read.slot.window, order.batch_size)
+            read = self._batches.pop((order.epoch, number))
+            if read not in windows:
+                self._wait_for(read)
+                windows[read] = maker.open(read.slot.window, order.batch_size)
                 self._fill()
-            batch = next(windows[opened])
-            opened.left -= 1
-            if last := opened.left == 0:
-                del windows[opened]
+            batch = next(windows[read])
+            if last := number == read.window.batches[-1]:
+                del windows[read]
             if not stays and number + 1 == order.num_batches:
                 self._next = order.epoch + 1, 0  # whoever counts batches stops here, and that is an end, too
             if not stays and last:
-                self._release(opened)
+                self._release(read)
             report.add(len(batch[0]), fresh=True)
             yield maker.finish(batch)
             if stays and last:
-                fresh = len(opened.read.window.batches)
+                fresh = len(read.window.batches)
                 due, before = (num_echoed(self._echo, n) for n in (number + 1, number + 1 - fresh))
-                for batch in islice(self._echoes(opened, order, maker), due - before):
+                for batch in islice(self._echoes(read, order, maker), due - before):
                     report.add(len(batch[0]), fresh=False)
                     yield maker.finish(batch)
-                self._release(opened)
+                self._release(read)
         self._next = order.epoch + 1, 0
 
     def _wait_for(self, read: WindowRead) -> None:
@@ -306,20 +296,20 @@ class WindowStream:
         read.wait()
         read.slot.receive()
 
-    def _echoes(self, opened: _OpenWindow, order: Order, maker: Any) -> Iterator[Tensors]:
+    def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
         """Shuffle a window again, repeatedly, and yield its batches."""
-        window, size = opened.read.window, order.batch_size
+        window, size = read.window, order.batch_size
         for number in count():
-            samples = echo_pass(len(window.samples), order.seed, opened.epoch, window.batches[0], number)
+            samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)
             for first in range(0, max(1, len(samples)), size):  # one without samples, where other ranks have some
-                yield from maker.make(opened.read.slot.gather(samples[first : first + size]), size)
+                yield from maker.make(read.slot.gather(samples[first : first + size]), size)
 
-    def _release(self, opened: _OpenWindow) -> None:
+    def _release(self, read: WindowRead) -> None:
         """Release the slot of a window, for the next window."""
-        self._put_back(opened)
+        self._put_back(read)
         self._fill()
 
-    def _put_back(self, opened: _OpenWindow) -> None:
-        del self._open[opened]
-        opened.read.slot.release()
-        self._free.append(opened.read.slot)
+    def _put_back(self, read: WindowRead) -> None:
+        del self._open[read]
+        read.slot.release()
+        self._free.append(read.slot)
