@@ -108,7 +108,7 @@ def test_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
 
 def test_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
-    with pytest.raises(OutputError, match=r"x\.h5: appeared meanwhile"), NewFile(path) as new:
+    with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"), NewFile(path) as new:
         new.allocate(spec())
         path.write_bytes(b"theirs")
         new.commit()
@@ -313,7 +313,7 @@ def test_header_of_fewer_samples(tmp_path: Path, num_samples: int, height: int) 
         write_values(new, 40, height)
         images = values["images"].tobytes()
         new.write_bytes("images", 0, images)
-        new.shrink(fewer, ["images"])
+        new.reallocate(fewer, ["images"])
         new.write_bytes("images", len(images), bytes(-len(images) % (chunk * 8 * height)))
         for name in ("n", "h5chunk/source_index"):
             new.write(name, values[name])

@@ -36,18 +36,8 @@ class NewFile(Output):
         self._header.unlink(missing_ok=True)  # of a writer that was killed
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self._header.unlink(missing_ok=True)
-        finally:
-            super().__exit__(kind, error, trace)
-
     def _check(self) -> None:
         check_output(self.path, self._overwrite)
-
-    def _check_place(self) -> None:
-        if not self._overwrite and self.path.exists():
-            raise OutputError(f"{printable(self.path)}: appeared meanwhile: it was not changed")
 
     def _open_part(self) -> int:
         shown = printable(self.path)
@@ -79,12 +69,18 @@ class NewFile(Output):
         return self._regions
 
     def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
-        """Like `allocate`, for an existing part file: keep the data of the fields ``kept``, recreate all other data."""
-        taken = os.fstat(self.descriptor).st_blocks * 512
-        check_room(self.path, spec.num_bytes - taken)
+        """Like `allocate`, for an existing part file: keep the first samples of the fields ``kept``, and no other data.
+
+        The new header is written to a separate file and copied over the old one.
+        """
+        check_room(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
         with writing(self.path):
-            self._regions = create_file(self._header, spec)
-            self._copy_header(kept)
+            try:
+                old, self._regions = self._regions, create_file(self._header, spec)
+                _move_data(self.descriptor, [(old[name], self._regions[name]) for name in kept if old])
+                self._copy_header(kept)
+            finally:
+                self._header.unlink(missing_ok=True)
         self._take_room()
         return self._regions
 
@@ -99,30 +95,16 @@ class NewFile(Output):
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
-    def shrink(self, spec: FileSpec, kept: Iterable[str]) -> None:
-        """Turn the file into the file of ``spec``, with fewer samples; the fields ``kept`` keep their first samples.
-
-        The new header is written to a separate file and copied over the old one. Other fields and tables must be
-        written after this.
-        """
-        with writing(self.path):
-            old, self._regions = self._regions, create_file(self._header, spec)
-            _move_data(self.descriptor, [(old[name], self._regions[name]) for name in kept])
-            self._copy_header(kept)
-
     def _copy_header(self, kept: Iterable[str]) -> None:
         """Copy all bytes of the header file except the data of the fields ``kept``."""
-        try:
-            with self._header.open("rb") as file:
-                for region in sorted((self._regions[name] for name in kept), key=lambda region: region.offset):
-                    start = file.tell()
-                    write_at(self.descriptor, file.read(region.offset - start), start)
-                    file.seek(region.offset + region.num_bytes)
+        with self._header.open("rb") as file:
+            for region in sorted((self._regions[name] for name in kept), key=lambda region: region.offset):
                 start = file.tell()
-                write_at(self.descriptor, file.read(), start)
-                os.ftruncate(self.descriptor, file.tell())
-        finally:
-            self._header.unlink(missing_ok=True)
+                write_at(self.descriptor, file.read(region.offset - start), start)
+                file.seek(region.offset + region.num_bytes)
+            start = file.tell()
+            write_at(self.descriptor, file.read(), start)
+            os.ftruncate(self.descriptor, file.tell())
 
     def offset(self, name: str) -> int:
         """Return the file offset of a dataset."""

@@ -48,10 +48,6 @@ class Output(ABC):
     def _check(self) -> None:
         """Raise OutputError unless the output can be made."""
 
-    def _check_place(self) -> None:
-        """Raise OutputError unless the output can still take its place."""
-        self._check()
-
     @abstractmethod
     def _open_part(self) -> int | None:
         """Open or create the part; None if another writer just moved it."""
@@ -93,7 +89,7 @@ class Output(ABC):
     def commit(self) -> None:
         """Put the output on disk and rename it."""
         try:
-            self._check_place()
+            self._check()
         except OutputError:
             self._remove()  # the same command would not continue it
             raise

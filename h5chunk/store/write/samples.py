@@ -266,7 +266,7 @@ def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
         for gap, mover in zip(gaps, movers, strict=True):
             new.write_bytes(name, (first + gap) * size, new.read(name, (first + mover) * size, size))
     job = job.with_order(order[:num_kept])
-    new.shrink(job.spec(), job.fields)
+    new.reallocate(job.spec(), job.fields)
     size, num_chunks = job.layout.chunk_samples, job.layout.num_chunks
     changed = {*((first + gap) // size for gap in gaps), num_chunks - 1}
     for name, each in job.fields.items():
