@@ -29,7 +29,7 @@ from support.orders import ordered
 import h5chunk
 from h5chunk.errors import FileError, StateError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.format.recommendation import write_recommendation
+from h5chunk.store.write.new_file import write_recommendation
 from h5chunk.tools.convert.append import append
 from h5chunk.tools.repack.repack import repack
 

@@ -9,7 +9,8 @@ import pytest
 from h5chunk import ChunkDataset, ChunkLoader
 from h5chunk.errors import FileError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.format.recommendation import sidecar_of, write_recommendation
+from h5chunk.store.format.recommendation import sidecar_of
+from h5chunk.store.write.new_file import write_recommendation
 
 
 def test_readers_take_what_lies_beside_a_file(tmp_path):

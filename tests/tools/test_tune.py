@@ -30,8 +30,9 @@ from h5chunk import ChunkLoader
 from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
-from h5chunk.store.format.recommendation import read_recommendation, sidecar_of, write_recommendation
+from h5chunk.store.format.recommendation import read_recommendation, sidecar_of
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.write.new_file import write_recommendation
 from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.model.accesses import find_reads
 from h5chunk.tools.model.ratio import Ratio
@@ -505,7 +506,7 @@ def test_newer_and_missing_sidecars(tmp_path):
 KILLED = """
 import sys, itertools
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.format.recommendation import write_recommendation
+from h5chunk.store.write.new_file import write_recommendation
 print("ready", flush=True)
 for i in itertools.count(1):
     write_recommendation(sys.argv[1], i, CacheSettings(i, i, 0.5), dataset="x", num_samples=1, chunk_samples=1)

@@ -14,7 +14,7 @@ import json
 import os
 from pathlib import Path
 
-from h5chunk.errors import FileError, OptionError, OutputError, printable
+from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
 
 VERSION = 1
@@ -59,30 +59,3 @@ def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> 
         raise FileError(
             f"{printable(sidecar)}: damaged: {error}: delete it; h5chunk tune --apply makes a new one"
         ) from None
-
-
-def write_recommendation(
-    path: str | os.PathLike[str], window_chunks: int, cache: CacheSettings, **made_for: str | int
-) -> Path:
-    """Write the recommendation for a file, and return its path. Raises OutputError if it cannot be written."""
-    sidecar = sidecar_of(path)
-    settings = {"window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
-    content = {"version": VERSION, **settings, **made_for}
-    part = sidecar.with_name(f".{sidecar.name}.part-{os.getpid()}")
-    try:
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(content) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(sidecar)
-        finally:
-            part.unlink(missing_ok=True)
-        folder = os.open(sidecar.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise OutputError(f"{printable(sidecar)}: cannot be written: {error.strerror}") from None
-    return sidecar

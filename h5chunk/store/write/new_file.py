@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import zlib
@@ -13,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.format.recommendation import VERSION, sidecar_of
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, create_file, field_spec
 from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.write.journal import Journal
@@ -194,3 +197,16 @@ def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples
         data += bytes(-len(data) % chunk_bytes)
         checksums = [zlib.crc32(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)]
         new.write(f"{GROUP}/checksums/{name}", np.array(checksums, np.uint32))
+
+
+def write_recommendation(
+    path: str | os.PathLike[str], window_chunks: int, cache: CacheSettings, **made_for: str | int
+) -> Path:
+    """Write the recommendation for a file, and return its path. Raises OutputError if it cannot be written."""
+    about = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
+    with NewFile(sidecar_of(path), overwrite=True) as new:
+        with writing(new.path):
+            os.ftruncate(new.descriptor, 0)
+            write_at(new.descriptor, (json.dumps(about | made_for) + "\n").encode(), 0)
+        new.commit()
+    return sidecar_of(path)

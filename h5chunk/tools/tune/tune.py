@@ -11,8 +11,8 @@ from typing import Any
 from h5chunk.errors import OptionError, check_whole, human_bytes, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.format.recommendation import write_recommendation
 from h5chunk.store.hdf5.child import in_child
+from h5chunk.store.write.new_file import write_recommendation
 from h5chunk.tools.measure.checks import check_budget, worker_counts
 from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.measure.machine import available_bytes, default_cache, describe_device, library_versions
