@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,16 +44,23 @@ class NewOrder:
         self.places[order] = np.arange(len(order), dtype=order.dtype)
 
 
-class EvenRows:
+class Rows:
     """Rows of equal length as runs of bytes: their offsets, and how to regroup them.
 
     Buckets are whole chunks of ``unit_rows`` rows if possible.
     """
 
+    _starts: Any  # an array or range: of rows, in elements of the source: here rows, too
+    _new_starts: Any  # in the new order
+
     def __init__(self, source: RawRows, unit_rows: int = 1) -> None:
-        self.source, self._unit_rows = source, unit_rows
-        self._width = source.row_bytes
-        self.num_bytes = source.num_rows * self._width
+        self.source, self._unit_rows, self._width = source, unit_rows, source.row_bytes
+        self._starts = self._new_starts = range(source.num_rows + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.old_offset(len(self._starts) - 1)
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
         """Cut the old order into spans of rows, about ``step_bytes`` each, that are read together."""
@@ -67,15 +74,17 @@ class EvenRows:
 
     def old_offset(self, row: int) -> int:
         """Return the number of bytes before a row in the old order."""
-        return row * self._width
+        return int(self._starts[row]) * self._width
 
     def new_offset(self, place: int) -> int:
         """Return the number of bytes before a place in the new order."""
-        return place * self._width
+        return int(self._new_starts[place]) * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
         """Read the bytes of rows into a buffer of the same size."""
-        self.source.read(rows.start, rows.stop, out.reshape(len(rows), self._width))
+        first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
+        if last > first:
+            self.source.read(first, last, out.reshape(last - first, self._width))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Return the bytes of each of these rows."""
@@ -88,44 +97,31 @@ class EvenRows:
         np.take(table, picks, axis=0, out=target, mode="clip")
 
 
-class UnevenRows:
-    """Rows of different lengths, of a sparse matrix or concatenated names; with the methods of `EvenRows`.
+class UnevenRows(Rows):
+    """Rows of different lengths, of a sparse matrix or concatenated names.
 
     Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded, which the caller has checked: (num_rows +
     1,) int64. No row may take more than ``part_bytes`` of memory.
     """
 
     def __init__(self, source: RawRows, starts: np.ndarray, order: np.ndarray, part_bytes: int, where: str) -> None:
-        self.source, self._starts = source, starts
-        self._item = source.row_bytes
-        self._counts = np.diff(starts)
+        super().__init__(source)
+        self._starts, self._counts = starts, np.diff(starts)
         self._new_starts = np.concatenate(([0], np.cumsum(self._counts[order])))
-        self.num_bytes = int(starts[-1]) * self._item
-        longest = int(self._counts.max(initial=0)) * (self._item + INDEX_BYTES)
+        longest = int(self._counts.max(initial=0)) * (self._width + INDEX_BYTES)
         if longest > part_bytes:
             row = int(self._counts.argmax())
             raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, too much for the memory: allow more")
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
-        borders = plan_uneven(self._starts, step_bytes, self._item + INDEX_BYTES).tolist()
+        borders = plan_uneven(self._starts, step_bytes, self._width + INDEX_BYTES).tolist()
         return (range(first, last) for first, last in pairwise(borders))
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        return plan_uneven(self._new_starts, part_bytes, self._item + INDEX_BYTES)
-
-    def old_offset(self, row: int) -> int:
-        return int(self._starts[row]) * self._item
-
-    def new_offset(self, place: int) -> int:
-        return int(self._new_starts[place]) * self._item
-
-    def read(self, rows: range, out: np.ndarray) -> None:
-        first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
-        if last > first:
-            self.source.read(first, last, out.reshape(last - first, self._item))
+        return plan_uneven(self._new_starts, part_bytes, self._width + INDEX_BYTES)
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        return self._counts[rows] * self._item
+        return self._counts[rows] * self._width
 
     def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
         if lying is None:
@@ -136,11 +132,8 @@ class UnevenRows:
         before = np.cumsum(counts) - counts
         index = np.repeat(firsts - before, counts)
         index += np.arange(len(index))
-        wide = f"V{self._item}"
+        wide = f"V{self._width}"
         np.take(data.view(wide), index, out=out.view(wide), mode="clip")
-
-
-Rows = EvenRows | UnevenRows
 
 
 def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, told: Told) -> None:
@@ -238,7 +231,7 @@ def _settle(
         data, wanted = buffer[: stop - start], new.order[first:last]
         by_row = np.argsort(wanted, kind="stable")  # the rows lie in their old order
         width = rows.source.row_bytes
-        if isinstance(rows, EvenRows) and width >= LEAST_VECTOR_BYTES:
+        if not isinstance(rows, UnevenRows) and width >= LEAST_VECTOR_BYTES:
             offsets = waiting.offset + (first + np.arange(len(wanted))) * width
             where = "a file that is being written"
             for part in vector_parts(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):

@@ -26,7 +26,7 @@ from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
-from h5chunk.store.rewrite.shuffle import EvenRows, NewOrder, UnevenRows, copy_rows, shuffle_rows
+from h5chunk.store.rewrite.shuffle import NewOrder, Rows, UnevenRows, copy_rows, shuffle_rows
 from h5chunk.store.rewrite.survey import DatasetFacts, look_at_dataset
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
@@ -162,7 +162,7 @@ class Run:
             if move.kind == "copy" or order is None:
                 copy_rows(rows, target, shares, unit_rows=move.unit_rows, told=self._told)
                 return
-            permuted: EvenRows | UnevenRows = EvenRows(rows, move.unit_rows)
+            permuted = Rows(rows, move.unit_rows)
             if move.kind == "runs":
                 starts = self._starts(move.pointers, facts.num_rows)
                 where = f"{self._source.shown}: {facts.name!r}"
