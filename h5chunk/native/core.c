@@ -418,14 +418,6 @@ EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
     return pool;
 }
 
-/* Number of threads of the pool: fewer than requested if the system refused more. */
-EXPORT int h5chunk_num_threads(Pool *pool) {
-    pthread_mutex_lock(&pool->lock);
-    int num_threads = pool->num_threads;
-    pthread_mutex_unlock(&pool->lock);
-    return num_threads;
-}
-
 /* Queue jobs after earlier ones: 0, or -1 if memory is short or the pool is closing. */
 EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs) {
     Ticket *ticket = calloc(1, sizeof *ticket);
@@ -461,21 +453,19 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
     return found;
 }
 
-/* A number that grows whenever a part of a job ends. */
-EXPORT int64_t h5chunk_progress(Pool *pool) {
-    pthread_mutex_lock(&pool->lock);
-    int64_t progress = pool->progress;
-    pthread_mutex_unlock(&pool->lock);
-    return progress;
-}
+/* Number of threads of the pool, fewer than requested if the system refused more; number of tickets that were submitted
+ * and not returned; and a number that grows whenever a part of a job ends. */
+#define COUNT(type, name)                    \
+    EXPORT type h5chunk_##name(Pool *pool) { \
+        pthread_mutex_lock(&pool->lock);     \
+        type name = pool->name;              \
+        pthread_mutex_unlock(&pool->lock);   \
+        return name;                         \
+    }
 
-/* Number of tickets that were submitted and not returned. */
-EXPORT int64_t h5chunk_num_open(Pool *pool) {
-    pthread_mutex_lock(&pool->lock);
-    int64_t num_open = pool->num_open;
-    pthread_mutex_unlock(&pool->lock);
-    return num_open;
-}
+COUNT(int, num_threads)
+COUNT(int64_t, num_open)
+COUNT(int64_t, progress)
 
 /* Drop waiting jobs, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */
 EXPORT int h5chunk_close(Pool *pool, double timeout_s) {
