@@ -13,6 +13,7 @@ from h5chunk.plan.layout import Layout
 from h5chunk.store.format.header import CSR, DENSE, MATRIX, header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, field_spec
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs
+from h5chunk.store.write.targets import PlainTarget
 
 
 def csr_spec(layout: CsrLayout, *, scale: float, **parts: Any) -> FileSpec:
@@ -72,11 +73,14 @@ class CsrWriter:
     """Write the entries of a matrix, in row order, in parts of any size."""
 
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
-        self._new = new
-        self._layout = layout
-        size, dtype = layout.chunk_entries, layout.value_dtype
-        self._indices = _RunWriter(new, f"{MATRIX}/indices", size * layout.index_dtype.itemsize)
-        self._data = None if dtype is None else _RunWriter(new, f"{MATRIX}/data", size * dtype.itemsize)
+        self._new, self._layout, self._num_done = new, layout, 0
+        self._targets: dict[str, PlainTarget] = {}
+        dtypes = {"indices": layout.index_dtype, "data": layout.value_dtype}
+        for name, dtype in dtypes.items() if layout.num_entries else ():
+            if dtype is not None:
+                sizes = {"num_bytes": layout.num_entries, "chunk_bytes": layout.chunk_entries}
+                sizes = {what: size * dtype.itemsize for what, size in sizes.items()}
+                self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", **sizes, checked=True)
 
     def append(self, indices: np.ndarray, values: np.ndarray | None) -> None:
         """Write the next entries."""
@@ -85,49 +89,20 @@ class CsrWriter:
             raise TypeError(f"indices are {indices.dtype}, values {dtype}")
         if values is not None and len(values) != len(indices):
             raise TypeError(f"{len(values)} values for {len(indices)} indices")
-        self._indices.append(indices)
-        if self._data is not None and values is not None:
-            self._data.append(values)
+        for target, part in zip(self._targets.values(), (indices, values), strict=False):
+            if part is not None and len(part):
+                target.put(self._num_done * part.itemsize, np.ascontiguousarray(part).view(np.uint8))
+        self._num_done += len(indices)
 
     def finish(self, row_entries: np.ndarray) -> None:
         """Write ``indptr`` and the checksums."""
         indptr = np.zeros(self._layout.num_rows + 1, np.int64)
         np.cumsum(row_entries, out=indptr[1:])
-        if indptr[-1] != self._layout.num_entries:
-            raise ValueError(f"{indptr[-1]} entries in the rows, {self._layout.num_entries} in the matrix")
+        if not indptr[-1] == self._num_done == self._layout.num_entries:
+            raise ValueError(
+                f"{indptr[-1]} entries in the rows, {self._num_done} written, {self._layout.num_entries} in the matrix"
+            )
         self._new.write(f"{MATRIX}/indptr", indptr)
-        checksum = zlib.crc32(indptr.tobytes())
-        self._new.write(f"{GROUP}/checksums/{MATRIX}/indptr", np.array([checksum], np.uint32))
-        self._indices.finish(self._layout.num_entries * self._layout.index_dtype.itemsize)
-        if self._data is not None and self._layout.value_dtype is not None:
-            self._data.finish(self._layout.num_entries * self._layout.value_dtype.itemsize)
-
-
-class _RunWriter:
-    """Write the bytes of a dataset in order, and compute the checksum of each chunk."""
-
-    def __init__(self, new: NewFile, name: str, chunk_bytes: int) -> None:
-        self._new, self._name, self._chunk_bytes = new, name, chunk_bytes
-        self._done = 0
-        self._checksum = 0
-        self._checksums: list[int] = []
-
-    def append(self, values: np.ndarray) -> None:
-        view = np.ascontiguousarray(values).data.cast("B")
-        if len(view):
-            self._new.write_bytes(self._name, self._done, view)
-        while len(view):
-            part = view[: self._chunk_bytes - self._done % self._chunk_bytes]
-            self._checksum = zlib.crc32(part, self._checksum)
-            self._done += len(part)
-            if self._done % self._chunk_bytes == 0:
-                self._checksums.append(self._checksum)
-                self._checksum = 0
-            view = view[len(part) :]
-
-    def finish(self, num_bytes: int) -> None:
-        if self._done != num_bytes:
-            raise ValueError(f"{self._done} bytes of {self._name} were written, not {num_bytes}")
-        rest = -self._done % self._chunk_bytes
-        self.append(np.zeros(rest, np.uint8))
-        self._new.write(f"{GROUP}/checksums/{self._name}", np.array(self._checksums, np.uint32))
+        checksums = {"indptr": np.array([zlib.crc32(indptr.tobytes())], np.uint32)}
+        for name, found in (checksums | {name: target.finish() for name, target in self._targets.items()}).items():
+            self._new.write(f"{GROUP}/checksums/{MATRIX}/{name}", found)
