@@ -106,8 +106,7 @@ class SampleReader:
     def __init__(self, reader: H5Reader, convert: RowConverter | None, order: Order | None) -> None:
         self._reader, self._convert, self._order = reader, convert, order
         self._first = next(iter(reader.fields))
-        self._memory: BatchMemory | None = None
-        self._shared: SharedMemory | None = None
+        self._memory, self._shared = BatchMemory(), SharedMemory()
         self._assemble: Assemble | None = None  # makes the fields of a batch of its tensors, if they are not those
         if convert is not None and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns)
@@ -126,11 +125,9 @@ class SampleReader:
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         if shared:
-            self._shared = self._shared or SharedMemory()
             fields: tuple[torch.Tensor, ...] = (sent := self._shared.empty(shapes, self._assemble))
             tensors = sent.tensors
         else:
-            self._memory = self._memory or BatchMemory()
             tensors = tuple(self._memory.empty(*shape) for shape in shapes)
             fields = tensors if self._assemble is None else self._assemble(tensors)
         left = iter(tensors)
