@@ -19,7 +19,7 @@ from h5chunk import errors as _errors
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BenchReport": "h5chunk.tools.bench.report",
+    "BenchReport": "h5chunk.tools.bench.bench",
     "CacheSettings": "h5chunk.plan.cache",
     "ChunkDataset": "h5chunk.feed.dataset",
     "ChunkLoader": "h5chunk.feed.loader",

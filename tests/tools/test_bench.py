@@ -19,7 +19,7 @@ from support.leftovers import nothing_is_left
 import h5chunk
 from h5chunk.errors import FieldError, FileError, OptionError, TrustError
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.tools.bench.report import verdict
+from h5chunk.tools.bench.bench import verdict
 from h5chunk.tools.measure.disk import ByteRange, FileReads, locate, merge
 from h5chunk.tools.measure.machine import thread_counts
 from h5chunk.tools.measure.stages import (

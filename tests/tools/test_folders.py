@@ -18,7 +18,7 @@ from support.matrix_sets import make_set as make_matrices
 import h5chunk
 from h5chunk.errors import FieldError, FileError
 from h5chunk.store.read.files import open_reader
-from h5chunk.tools.bench.report import DISK
+from h5chunk.tools.bench.bench import DISK
 from h5chunk.tools.info.report import SHOWN, FileInfo, FolderInfo
 from h5chunk.tools.measure.disk import FileReads, large, merge
 from h5chunk.tools.measure.machine import NotMeasured

@@ -35,8 +35,8 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import Shares
 from h5chunk.store.format.header import read_header
 from h5chunk.store.rewrite.raw_rows import SpilledChunks
-from h5chunk.tools.repack.compression import COMPRESSIONS
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
+from h5chunk.tools.repack.plan import COMPRESSIONS
 from h5chunk.tools.repack.repack import repack
 from h5chunk.tools.repack.report import LaidOut
 

@@ -232,7 +232,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_file(tmp_path / "a.h5")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
-    monkeypatch.setattr("h5chunk.tools.repack.run.create_replica", None)
+    monkeypatch.setattr("h5chunk.tools.repack.repack.create_replica", None)
     for options in ({}, {"shuffle": True, "compression": "gzip", "chunk_samples": 30}):
         check_refused(source, OutputError, "of disk but 19.5 KiB are free: free some, or write elsewhere", **options)
 
@@ -323,7 +323,7 @@ def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         faulthandler.disable()  # pytest's
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    for where in ("h5chunk.tools.repack.run.create_replica", "h5chunk.tools.repack.repack.survey_file"):
+    for where in ("h5chunk.tools.repack.repack.create_replica", "h5chunk.tools.repack.repack.survey_file"):
         monkeypatch.setattr(where, crash)
         check_refused(source, FileError, "this file crashes HDF5 (SIGSEGV): it is damaged")
 

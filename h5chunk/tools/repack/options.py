@@ -55,7 +55,7 @@ class RepackOptions(WriteOptions):
     def __post_init__(self) -> None:
         from h5chunk.plan.cache import CacheSettings
         from h5chunk.plan.repack import check_memory
-        from h5chunk.tools.repack.compression import parse_compression
+        from h5chunk.tools.repack.plan import parse_compression
 
         super().__post_init__()
         if self.cache is not None:

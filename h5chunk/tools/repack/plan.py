@@ -15,15 +15,16 @@ from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
-from h5chunk.store.hdf5.codecs import SHUFFLE
+from h5chunk.store.hdf5.codecs import GZIP, LZF, SHUFFLE
 from h5chunk.store.hdf5.guard import check_claims, check_filters
-from h5chunk.store.rewrite.replica import CHECKSUMS, NewLayout
+from h5chunk.store.rewrite.replica import CHECKSUMS, Filter, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
-from h5chunk.tools.repack.compression import parse_compression
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
 
 LEAST_FILTERED_BYTES = 4 << 10  # chunks below this are not compressed: their index would take more than is saved
+COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
+_LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
 SOURCE_INDEX = f"{GROUP}/source_index"
 TABLES = (
     ("source_index", "rows"),
@@ -280,3 +281,38 @@ def plan_header(
     if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
         new.datasets[SOURCE_INDEX] = ArraySpec((samples.num_samples,), np.dtype(np.int64))
     return new
+
+
+# ---- compressions
+
+
+def parse_compression(text: str | None) -> tuple[Filter, ...]:
+    """Parse the name of a compression, such as ``gzip`` or ``gzip:9``."""
+    name, _, level = (text or "none").partition(":")
+    if name not in COMPRESSIONS or (level and name not in _LEVELS):
+        raise OptionError(
+            f"compression is {text!r}: give one of {', '.join(COMPRESSIONS)}, gzip:0 to 9 or zstd:1 to 22"
+        )
+    if name == "none":
+        return ()
+    if name == "lzf":
+        return (Filter(LZF),)
+    number = 0
+    if name in _LEVELS:
+        least, most, number = _LEVELS[name]
+        number = int(level) if level.isdecimal() else -1 if level else number
+        if not least <= number <= most:
+            raise OptionError(f"compression is {text!r}: levels of {name} are {least} to {most}")
+    return (Filter(GZIP, (number,)),) if name == "gzip" else _of_plugin(name, number)
+
+
+def _of_plugin(name: str, level: int) -> tuple[Filter, ...]:
+    try:
+        import hdf5plugin
+    except ImportError:
+        raise OptionError(f'compression is {name!r} but hdf5plugin is missing: pip install "h5chunk[codecs]"') from None
+    made = {"zstd": lambda: hdf5plugin.Zstd(clevel=level), "lz4": hdf5plugin.LZ4, "blosc": hdf5plugin.Blosc}[name]()
+    code = int(made["compression"])
+    if not h5py.h5z.filter_avail(code):
+        raise OptionError(f"compression is {name!r} but this hdf5plugin lacks it: install one that has it")
+    return (Filter(code, tuple(made["compression_opts"])),)
