@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,9 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
     called ``source`` in messages, does not agree with it.
     """
     _check_file(old)
-    _check_fields(old, job.source, source)
+    _check_fields(old, job.source, job.columns, source)
     types = {name: old.datasets[name].dtype for name in old.fields if name not in job.fields}
-    columns = _fit_columns(types, job.columns, shown=old.shown, source=source)
+    columns = {name: _fit(name, job.columns[name], dtype, old.shown, source) for name, dtype in types.items()}
     old_categories = _old_categories(old)
     categories, added = {}, []
     for name in sorted({*job.categories, *old_categories}):
@@ -105,11 +105,20 @@ def _check_file(old: OldFile) -> None:
             )
 
 
-def _check_fields(old: OldFile, source: SampleSource, shown: str) -> None:
-    """Raise SourceError unless the fields that a source reads sample by sample are the fields of the file."""
+def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], shown: str) -> None:
+    """Raise SourceError unless a source with these columns has the fields of the file."""
+    names = [*source.fields, *columns]
+    more = next((name for name in names if name not in old.fields), None)
+    lacking = next((name for name in old.fields if name not in names), None)
+    if more is not None or lacking is not None:
+        which = f"lacks the field {lacking!r} that" if lacking is not None else f"has the field {more!r}, which"
+        does = "has" if lacking is not None else "does not have"
+        listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
+        raise SourceError(
+            f"{shown}: {which} {old.shown} {does}: fields must be equal: give a source like the first one, or a "
+            f"manifest (--manifest) with the columns {listed}"
+        )
     for name, field in source.fields.items():
-        if name not in old.fields:
-            raise SourceError(f"{shown}: has the field {name!r}, which {old.shown} does not have: fields must be equal")
         dataset = old.datasets[name]
         if (dataset.shape[1:], dataset.dtype) != (field.shape, field.dtype):
             raise SourceError(
@@ -164,27 +173,12 @@ def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None
     )
 
 
-def _fit_columns(
-    old: Mapping[str, np.dtype], new: Mapping[str, np.ndarray], *, shown: str, source: str
-) -> dict[str, np.ndarray]:
-    """Convert the columns of a source to the types and the order of the file, or raise SourceError.
+def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str) -> np.ndarray:
+    """Convert a column of a source to the file's type, or raise SourceError.
 
     The type of a column follows from its values, and the new values may all be small: they are converted to the file's
     type if that holds them exactly.
     """
-    lacking = [name for name in old if name not in new]
-    more = [name for name in new if name not in old]
-    if lacking or more:
-        which = f"lacks the field {lacking[0]!r} that" if lacking else f"has the field {more[0]!r}, which"
-        does = "has" if lacking else "does not have"
-        raise SourceError(
-            f"{source}: {which} {shown} {does}: fields must be equal: give a manifest (--manifest) with the columns "
-            f"{', '.join(old) or 'none'}, or a source like the first one"
-        )
-    return {name: _fit(name, new[name], dtype, shown, source) for name, dtype in old.items()}
-
-
-def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str) -> np.ndarray:
     if values.dtype == dtype:
         return values
     strings = values.dtype.kind == "S", dtype.kind == "S"
