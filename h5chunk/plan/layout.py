@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, count_text
 from h5chunk.errors import human_bytes as human_bytes
 from h5chunk.plan.cache import DIRECT_BYTES, CacheSettings, cache_for
 from h5chunk.plan.order import INTERLEAVE
@@ -59,7 +59,8 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
     elif chunk_samples < 1:
         raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or leave it out")
     else:
-        reasons = [f"{chunk_samples} samples per chunk, as given: {human_bytes(chunk_samples * sample_bytes)}"]
+        size = human_bytes(chunk_samples * sample_bytes)
+        reasons = [f"{count_text(chunk_samples, 'sample')} per chunk, as given: {size}"]
         chunk_samples = min(chunk_samples, num_samples)
     chunk_bytes = chunk_samples * sample_bytes
     if chunk_bytes > MAX_CHUNK_BYTES:
@@ -88,7 +89,8 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
     by_count = max(power_of_two_below(num_samples / MIN_CHUNKS), power_of_two_below(MIN_CHUNK_BYTES / sample_bytes))
     chosen = min(by_bytes, by_count)
     if chosen >= num_samples:
-        return num_samples, [f"{num_samples} samples per chunk: all of them, {human_bytes(num_samples * sample_bytes)}"]
+        size = human_bytes(num_samples * sample_bytes)
+        return num_samples, [f"{count_text(num_samples, 'sample')} per chunk: all of them, {size}"]
     size = human_bytes(chosen * sample_bytes)
     if chosen == 1 and sample_bytes > TARGET_CHUNK_BYTES:
         why = f"one sample is {size}, more than the target of {human_bytes(TARGET_CHUNK_BYTES)}"
@@ -97,7 +99,7 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
     else:
         why = f"{size}, small enough to make {math.ceil(num_samples / chosen)} chunks to shuffle"
     return chosen, [
-        f"{chosen} samples per chunk: {why}",
+        f"{count_text(chosen, 'sample')} per chunk: {why}",
         "a power of two, so that batches of 32, 64, 128, ... have whole chunks and no chunk is read twice",
     ]
 

@@ -144,7 +144,7 @@ def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
     for name, length in lengths.items():
         if length != lengths[first]:
             raise SourceError(
-                f"{shown}: {printable(first)!r} has {lengths[first]} samples but {printable(name)!r} has {length}: "
+                f"{shown}: {printable(first)!r} has {lengths[first]:,} but {printable(name)!r} {length:,} samples: "
                 "give arrays of one length, or save each to a .npy file and convert that"
             )
     if not lengths:

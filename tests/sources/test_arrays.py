@@ -127,7 +127,7 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
         ({"a": np.ones((0, 3))}, r"'a' of shape \(0, 3\) holds no values: give at least one sample"),
         ({"a": np.ones((5, 0))}, r"'a' of shape \(5, 0\) holds no values: give at least one element in each sample"),
         ({"a": np.ones((3, 0))}, r"'a' of shape \(3, 0\) holds no values"),
-        ({"a": np.ones(3), "b": np.ones(4)}, "'a' has 3 samples but 'b' has 4: give arrays of one length"),
+        ({"a": np.ones(3), "b": np.ones(4)}, "'a' has 3 but 'b' 4 samples: give arrays of one length"),
         ({"a": np.ones(3, complex)}, "a has the dtype complex128, which a field cannot have: split real and imaginary"),
         ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: convert it to int64"),
         ({"a": np.array([{}, 1], object)}, "Python objects.* are never unpickled"),

@@ -159,7 +159,7 @@ def test_forms_of_the_file(read: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: 1 columns but the header has 2"),
+        ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: 1 column but the header has 2"),
         ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: 3 columns but the header has 2"),
         ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it or drop the column"),
         ("path,n\n ,1\n", "line 2: column 'path' is empty"),

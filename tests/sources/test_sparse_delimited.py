@@ -225,7 +225,7 @@ def test_columns_may_be_told(tmp_path, columns, expected):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("a",), "names 1 columns"),
+        (("a",), "names 1 column"),
         (("a", "a"), "names a column twice"),
         (("a", "z"), "column 'z' is not in .*which has a, b"),
         (("a", "9"), "column 9 is missing"),
@@ -252,7 +252,7 @@ BROKEN = {
     '1,"2,3': "a quote is not closed",
     "1,2\r,3": "holds a carriage return",
     "1,2,3\r4,5,6": "holds a carriage return",
-    "   ": "1 columns where",
+    "   ": "1 column where",
 }
 
 

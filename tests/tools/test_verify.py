@@ -225,7 +225,7 @@ def replace(name: str, value: np.ndarray):
         (replace("h5chunk/checksums/images", np.zeros(7, "f4")), "float32 (7,), not a list of uint32"),
         (put("h5chunk/source_index", 3, -1), "source_index has the negative number -1"),
         (lambda f: f["h5chunk/source_index"].__setitem__(3, f["h5chunk/source_index"][4]), "of the source twice"),
-        (replace("h5chunk/source_index", np.arange(3)), "source_index has the shape (3,) but there are 20"),
+        (replace("h5chunk/source_index", np.arange(3)), "source_index has the shape (3,) for 20 samples"),
         (put("h5chunk/source_name_ends", 19, 5), "source_name_ends does not lead through the names"),
         (put("labels", 4, 3), "sample 4 has the label 3 but there are 3 classes"),
         (lambda f: f["h5chunk"].attrs.modify("chunk_samples", np.int64(5)), "samples in chunks of 5"),

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, WorkerError, check_whole, printable
+from h5chunk.errors import (
+    FieldError,
+    FileError,
+    H5ChunkError,
+    OptionError,
+    WorkerError,
+    check_whole,
+    count_text,
+    printable,
+)
 from h5chunk.machine import available_cores
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths, open_reader
@@ -177,9 +186,10 @@ class BenchReport(Report):
         return next(each for each in self.figures if (each.group, each.name) == (group, name))
 
     def lines(self) -> list[str]:
+        samples, cores = count_text(self.num_samples, "sample"), count_text(self.num_cores, "core")
         lines = [
-            f"{self.path}: {self.num_samples:,} samples of {human_bytes(self.sample_bytes)} ({', '.join(self.fields)})",
-            f"batches of {self.batch_size} to {self.device}; {self.num_cores} cores; measured in {self.seconds:.1f} s",
+            f"{self.path}: {samples} of {human_bytes(self.sample_bytes)} ({', '.join(self.fields)})",
+            f"batches of {self.batch_size} to {self.device}; {cores}; measured in {self.seconds:.1f} s",
             "",
             f"{'':26s}{'samples/s':>13s}{'GB/s':>9s}{'of limit':>10s}",
         ]

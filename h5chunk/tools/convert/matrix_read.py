@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import SourceError, count_text, printable
 from h5chunk.plan.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
@@ -46,7 +46,7 @@ def check_shape(
     """
     column_bytes = COLUMN_BYTES if options.min_column_count or source.has_ids else 0
     MemoryLimit(source.path, options.memory_bytes).check(
-        f"{num_rows:,} rows and {num_columns:,} columns",
+        f"{count_text(num_rows, 'row')} and {count_text(num_columns, 'column')}",
         num_rows * ROW_BYTES + num_columns * column_bytes + id_bytes,
         part_read,
     )

@@ -145,7 +145,17 @@ class MatrixReport(Report):
 
 
 def _counts_text(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    """List counts, such as that of "entries read", which has its plural first.
+
+    >>> _counts_text({"entries read": 1, "rows left out": 2, "RGB": 1})
+    '1 entry read, 2 rows left out, 1 RGB'
+    """
+    alone = {f"{count_text(0, noun)[2:]}": noun for noun in ("entry", "row", "column", "value", "duplicate")}
+    parts = []
+    for what, count in counts.items():
+        first, _, rest = what.partition(" ")
+        parts.append(f"{count:,} {f'{alone.get(first, first)} {rest}'.rstrip() if count == 1 else what}")
+    return ", ".join(parts)
 
 
 def _axes_text(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:

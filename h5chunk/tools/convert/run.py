@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import OutputError, printable
+from h5chunk.errors import OutputError, count_text, printable
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.fill import Done, Filled, parse_record
@@ -197,7 +197,7 @@ class _TaskLog:
             notify("the unfinished conversion was of other options or sources: starting over")
         if journal.records:
             there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
-            notify(f"continuing: {there:,} of {num_samples:,} samples are there")
+            notify(f"continuing: {there:,} of {count_text(num_samples, 'sample')} are there")
 
     def _samples(self, number: int, done: Done) -> int:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
@@ -218,7 +218,7 @@ class _TaskLog:
     def finish(self) -> None:
         """Report how many samples had to be written again."""
         if self._num_again:
-            self._notify(f"{self._num_again:,} samples were not as they had been, and were done again")
+            self._notify(f"{count_text(self._num_again, 'sample')} had changed, and had to be done again")
 
 
 # ---- the list of skipped samples

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, human_bytes
+from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, count_text, human_bytes
 from h5chunk.machine import available_cores
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
@@ -107,14 +107,15 @@ def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
     layout, shards = job.layout, how.shards
     if shards is not None and how.chunk_samples is None and layout.num_chunks < shards <= layout.num_samples:
         smaller = plan_layout(layout.num_samples, layout.sample_bytes, layout.num_samples // shards)
-        layout = replace(smaller, reasons=(f"{smaller.chunk_samples} samples a chunk, so that each shard has one",))
+        samples = count_text(smaller.chunk_samples, "sample")
+        layout = replace(smaller, reasons=(f"{samples} a chunk, so that each shard has one",))
     if how.shard_bytes is not None:
         shards = _num_shards(job, layout, how.shard_bytes)
     assert shards is not None
     if layout.num_chunks < shards:
         raise OptionError(
-            f"shards is {shards} but there are {layout.num_chunks} chunks of {layout.chunk_samples} samples: give "
-            "fewer shards, or fewer samples a chunk"
+            f"shards is {shards} for {count_text(layout.num_chunks, 'chunk')} of "
+            f"{count_text(layout.chunk_samples, 'sample')}: give fewer shards, or fewer samples a chunk"
         )
     least, more = divmod(layout.num_chunks, shards)
     jobs, first = [], 0
@@ -132,7 +133,8 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
     """Return the layout of all shards together, with the plan as its last reason."""
     first, num_samples = jobs[0], sum(len(job.order) for job in jobs)
     size = human_bytes(first.spec().num_bytes)
-    reason = f"{len(jobs)} shards of up to {len(first.order):,} samples, {size}, such as {first.path.name}"
+    samples = count_text(len(first.order), "sample")
+    reason = f"{count_text(len(jobs), 'shard')} of up to {samples}, {size}, such as {first.path.name}"
     return replace(first.layout, num_samples=num_samples, reasons=(*first.layout.reasons, reason))
 
 
@@ -142,8 +144,9 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
     if per_shard < 1:
+        samples = count_text(layout.chunk_samples, "sample")
         raise OptionError(
-            f"shard_bytes is {shard_bytes} but a file of one chunk of {layout.chunk_samples} samples takes "
+            f"shard_bytes is {shard_bytes} but a file of one chunk of {samples} takes "
             f"{chunk_bytes + HEADER_BYTES}: give more, or fewer samples a chunk"
         )
     shards = -(-layout.num_chunks // per_shard)

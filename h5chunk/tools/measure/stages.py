@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from h5chunk.errors import count_text
 from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.reader import H5Reader
@@ -177,14 +178,13 @@ def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, floa
     found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
     best = max(found, key=lambda count: found[count])
     subject.budget.report()
-    note = f"{best} thread{'s' if best > 1 else ''}"
-    return replace(stage, rate=partial(rate, best), note=note, first_rate=found[best])
+    return replace(stage, rate=partial(rate, best), note=count_text(best, "thread"), first_rate=found[best])
 
 
 def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
     """Open all stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
     cached, loader = subject.limits, partial(_open, subject)
-    loaders = [loader(DATALOADER, f"{n} worker{'' if n == 1 else 's'}", cached, num_workers=n) for n in workers]
+    loaders = [loader(DATALOADER, count_text(n, "worker"), cached, num_workers=n) for n in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
     bound = (*cached, TO_DEVICE) if subject.on_gpu else cached

@@ -18,7 +18,7 @@ import numpy as np
 from h5py import h5d
 
 import h5chunk
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, count_text, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import Shares
@@ -173,7 +173,9 @@ def _plan(
         part_bytes = Shares(options.memory_bytes, num_threads).part_bytes
         samples = find_samples(source.file, survey, old, options, part_bytes)
         if num_tuned not in (None, samples.num_samples):
-            notes.append(f"it was tuned for {num_tuned:,} samples, but there are {samples.num_samples:,} here")
+            notes.append(
+                f"it was tuned for {count_text(num_tuned, 'sample')}, but there are {samples.num_samples:,} here"
+            )
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
         return source, plan_moves(source.file, survey, samples, header, options, num_threads, notes)
@@ -236,10 +238,9 @@ class Run:
             expected = self._source.file[f"{CHECKSUMS}/{name}"][()]
             checked = CheckedDataset(self._source.path, self._source.open(move.facts.path), expected)
             if checked.num_chunks != len(expected):
-                raise FileError(
-                    f"{shown}: {name!r} has {checked.num_chunks} chunks but {len(expected)} checksums: it is damaged: "
-                    "h5chunk verify says what is wrong"
-                )
+                chunks = count_text(checked.num_chunks, "chunk")
+                wrong = f"{name!r} has {chunks} but {len(expected)} checksums: it is damaged"
+                raise FileError(f"{shown}: {wrong}: h5chunk verify says what is wrong")
             checked.require_whole(
                 np.arange(checked.num_chunks),
                 self._source.descriptor,

@@ -84,7 +84,7 @@ class RepackReport(Report):
         window, copied = "", ""
         if self.has_header:
             chunks = count_text(self.window_chunks or 0, "chunk")
-            window = f"of {chunks} of {self.chunk_samples} samples are recommended"
+            window = f"of {chunks} of {count_text(self.chunk_samples or 0, 'sample')} are recommended"
         if self.num_copied:
             copied = f"unchanged: {count_text(self.num_copied, 'other dataset')}"
         return [

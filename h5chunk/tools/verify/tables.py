@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.store.format.header import Header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.guard import Guard
@@ -25,7 +25,7 @@ def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterato
     tables = {name: file[f"{GROUP}/{name}"] for name in TABLES if f"{GROUP}/{name}" in names}
     for name, table in tables.items():
         if name != "source_names" and table.shape != (num_samples,):
-            yield f"/{GROUP}/{name} has the shape {table.shape} but there are {num_samples} samples"
+            yield f"/{GROUP}/{name} has the shape {table.shape} for {count_text(num_samples, 'sample')}"
             return
     if "source_index" in tables:
         index = np.sort(tables["source_index"][()])

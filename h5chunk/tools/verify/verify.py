@@ -16,7 +16,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, count_text, printable
 from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
@@ -243,7 +243,8 @@ class _FileCheck:
                 if not checked.num_unwritten:
                     return
             if expected is not None and len(expected) != checked.num_chunks:
-                self._problems.append(f"{name!r} has {checked.num_chunks} chunks but {len(expected)} checksums")
+                counted = count_text(checked.num_chunks, "chunk")
+                self._problems.append(f"{name!r} has {counted} but {len(expected)} checksums")
                 checked = CheckedDataset(self._path, dataset, None, look)
         except DAMAGES as error:
             self._problems.append(without_path(error, self._path))
