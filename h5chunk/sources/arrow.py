@@ -57,5 +57,18 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
     return wide.view(f"S{wide.shape[1]}")[:, 0]
 
 
+def number_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number values, int64 or bytes of a fixed length, by their places among ``known``, new ones behind; return both.
+
+    >>> number_values(np.array([7, 5]), np.array([5, 9, 5]))
+    (array([1, 2, 1]), array([9]))
+    """
+    kind = pyarrow.large_binary() if values.dtype.kind == "S" else None
+    together = pyarrow.concat_arrays([pyarrow.array(each, kind) for each in (known, values)]).dictionary_encode()
+    new = together.dictionary.slice(len(known))
+    numbers = together.indices.slice(len(known)).to_numpy().astype(np.int64)
+    return numbers, new.to_numpy() if kind is None else to_fixed_bytes(new.cast(pyarrow.binary()))
+
+
 def _offsets(column: Any) -> np.ndarray:
     return np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]

@@ -12,6 +12,7 @@ import numpy as np
 from h5chunk.errors import SourceError, count_text, printable
 from h5chunk.plan.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.plan.permutation import permutation
+from h5chunk.sources.arrow import number_values
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries
@@ -229,22 +230,23 @@ def place_text(row: object, column: object) -> str:
 class Ids:
     """Ids that are numbered as they appear.
 
-    Integers below ``table_ids`` are looked up in a table, which is many times faster than a search.
+    Integers below ``table_ids`` are looked up in a table, which is many times faster than Arrow's hash table.
     """
 
     def __init__(self, table_ids: int) -> None:
         self._table_ids = table_ids
         self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
-        self._parts: list[np.ndarray] = []  # ids in the order of their numbers
-        self._sorted = np.empty(0, np.int64)
-        self._numbers = np.empty(0, np.int64)
-        self._width = 8
-        self.size = 0
+        self._known: np.ndarray | None = None  # the ids in the order of their numbers
+
+    @property
+    def size(self) -> int:
+        return 0 if self._known is None else len(self._known)
 
     @property
     def num_bytes(self) -> int:
         """Upper limit on the bytes of memory that the ids take until they are in the file."""
-        return self.size * (NUMBERS_BYTES + ID_COPIES * self._width)
+        width = 8 if self._known is None else max(8, self._known.itemsize)
+        return self.size * (NUMBERS_BYTES + ID_COPIES * width)
 
     def number(self, ids: np.ndarray) -> np.ndarray:
         """Return the numbers of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
@@ -254,10 +256,10 @@ class Ids:
             if ids.dtype.kind == "i" and ids.min() >= 0 and (largest := int(ids.max())) < self._table_ids:
                 return self._look_up(self._table, ids, largest)
             self._table = None
-            known = self._in_order_of_numbers()
-            order = np.argsort(known, kind="stable")
-            self._sorted, self._numbers = known[order], order.astype(np.int64)
-        return self._search(ids)
+        numbers, new = number_values(ids[:0] if self._known is None else self._known, ids)
+        if len(new):
+            self._add(new)
+        return numbers
 
     def _look_up(self, table: np.ndarray, ids: np.ndarray, largest: int) -> np.ndarray:
         if largest >= len(table):
@@ -271,37 +273,14 @@ class Ids:
             numbers = table[ids]
         return numbers
 
-    def _search(self, ids: np.ndarray) -> np.ndarray:
-        is_text = ids.dtype.kind == "S"
-        distinct, inverse = _unique_bytes(ids) if is_text else np.unique(ids, return_inverse=True)
-        if not len(self._sorted):
-            self._sorted = self._sorted.astype(distinct.dtype)
-        places = np.searchsorted(self._sorted, distinct)
-        known = np.zeros(len(distinct), bool)
-        inside = places < len(self._sorted)
-        known[inside] = self._sorted[places[inside]] == distinct[inside]
-        numbers = np.empty(len(distinct), np.int64)
-        numbers[known] = self._numbers[places[known]]
-        new = distinct[~known]
-        if len(new):
-            numbers[~known] = self._add(new)
-            width = max(self._sorted.dtype, new.dtype, key=lambda dtype: dtype.itemsize)
-            self._sorted = np.insert(self._sorted.astype(width, copy=False), places[~known], new)
-            self._numbers = np.insert(self._numbers, places[~known], numbers[~known])
-        return numbers[inverse]
-
     def _add(self, new: np.ndarray) -> np.ndarray:
-        self._parts.append(new)
-        self._width = max(self._width, new.dtype.itemsize)
-        self.size += len(new)
-        return np.arange(self.size - len(new), self.size, dtype=np.int64)
-
-    def _in_order_of_numbers(self) -> np.ndarray:
-        return np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
+        first = self.size
+        self._known = new if self._known is None else np.concatenate([self._known, new])
+        return np.arange(first, self.size, dtype=np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids in ascending order, and the rank of every number."""
-        ids = self._in_order_of_numbers()
+        ids = np.empty(0, np.int64) if self._known is None else self._known
         order = np.argsort(ids, kind="stable")
         return ids[order], inverse_of(order)
 
@@ -311,19 +290,3 @@ def inverse_of(order: np.ndarray) -> np.ndarray:
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order), dtype=np.int64)
     return places
-
-
-def _unique_bytes(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Like `numpy.unique` for bytes: sorting their hashes first is ten times as fast as comparing the bytes."""
-    width = -(-ids.dtype.itemsize // 8) * 8
-    words = ids.astype(f"S{width}").view(np.uint64).reshape(len(ids), -1)
-    mixed = np.zeros(len(ids), np.uint64)
-    for column in words.T:
-        mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    _, first, inverse = np.unique(mixed, return_index=True, return_inverse=True)
-    distinct = ids[first]
-    if not np.array_equal(distinct[inverse], ids):  # two ids with one hash: somebody chose them so
-        return np.unique(ids, return_inverse=True)
-    order = np.argsort(distinct, kind="stable")
-    return distinct[order], inverse_of(order)[inverse]
