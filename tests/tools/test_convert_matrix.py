@@ -612,7 +612,7 @@ def test_convert_knows_a_sparse_source(ratings: Path, tmp_path: Path) -> None:
 def test_the_command_line(ratings: Path, tmp_path: Path) -> None:
     result = cli("convert", ratings, tmp_path / "x.h5", "--binarize", 3, "--min-row-count", 2, "--memory-bytes", "64M")
     assert result.exit_code == 0, result.output
-    assert "entries (csv), a pattern of ones" in result.stdout and "80 entries read" in result.stdout
+    assert "entries (csv), a pattern of ones" in result.stdout and "  entries read: 80, " in result.stdout
     result = cli("convert", ratings, tmp_path / "x.h5", "--overwrite", "--columns", "movieId,userId", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_rows"] == 7

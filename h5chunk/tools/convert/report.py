@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,7 +57,7 @@ class ConvertReport(Report):
             *rows("fields", ", ".join(fields) + ("" if "labels" in self.fields else "; no labels")),
             *rows("chunks", f"{layout.num_chunks:,} of {shape_text((layout.chunk_samples, *self.sample_shape))}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
-            *rows("came as", _counts_text(self.counts)),
+            *rows("came as", ", ".join(f"{count:,} {what}" for what, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),
             *rows("ignored", self.ignored),
@@ -124,7 +123,7 @@ class MatrixReport(Report):
             self._head(),
             *rows("samples:", _axes_text(self.num_rows, self.num_columns, self.axes)),
             *rows("duplicates", self.duplicates if self.free_bytes is not None else ""),
-            *rows("counts:", _counts_text(self.counts)),
+            *rows("", ", ".join(f"{what}: {count:,}" for what, count in self.counts.items())),
             *rows("fields", ", ".join(f"{name} ({kind})" for name, kind in self.fields.items())),
             *rows("memory", memory),
             *rows("sorted", ranges if self.num_ranges > 1 else ""),
@@ -142,20 +141,6 @@ class MatrixReport(Report):
         if self.free_bytes is not None:
             size, rate = f"about {size} needed, {human_bytes(self.free_bytes)} free", f"about {self.seconds:.0f} s"
         return f"{self.path}: {', '.join([*parts, size, COMPLETE if self.already_complete else rate])}"
-
-
-def _counts_text(counts: Mapping[str, int]) -> str:
-    """List counts, such as that of "entries read", which has its plural first.
-
-    >>> _counts_text({"entries read": 1, "rows left out": 2, "RGB": 1})
-    '1 entry read, 2 rows left out, 1 RGB'
-    """
-    alone = {f"{count_text(0, noun)[2:]}": noun for noun in ("entry", "row", "column", "value", "duplicate")}
-    parts = []
-    for what, count in counts.items():
-        first, _, rest = what.partition(" ")
-        parts.append(f"{count:,} {f'{alone.get(first, first)} {rest}'.rstrip() if count == 1 else what}")
-    return ", ".join(parts)
 
 
 def _axes_text(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
