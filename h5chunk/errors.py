@@ -91,12 +91,16 @@ class WorkerError(H5ChunkError, RuntimeError):
     """A worker process died, or a reading thread hangs."""
 
 
+MAX_NUMBER = (1 << 63) - 1  # that a file can keep
+
+
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Convert a whole number of Python or NumPy to int. Raises OptionError if it is not one, or out of these bounds."""
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
-    if is_whole and least <= value and (most is None or value <= most):
+    if is_whole and least <= value <= (MAX_NUMBER if most is None else most):
         return int(value)
-    limits = f", at least {least}" if most is None else f" from {least} to {most}"
+    is_huge = is_whole and value > MAX_NUMBER
+    limits = f", at least {least}" if most is None and not is_huge else f" from {least} to {most or MAX_NUMBER}"
     raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from h5chunk.errors import FieldError, OptionError, printable
+from h5chunk.errors import FieldError, OptionError, count_text, printable
 from h5chunk.feed.collate import (
     Batch,
     Numbering,
@@ -408,7 +408,7 @@ class ChunkDataset(Dataset[Any]):
         fields = ", ".join(f"{x.name} {x.dtype}{list(x.sample_shape)}" for x in self._reader.fields.values())
         times = self.read_amplification
         beside = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
+        samples, chunks = (count_text(number, "sample") for number in (len(self), self.chunk_samples))
         return printable(
-            f"ChunkDataset({self.path!r}: {len(self)} samples of {fields}; chunks of {self.chunk_samples} samples; "
-            f"{beside}{self.cache})"
+            f"ChunkDataset({self.path!r}: {samples} of {fields}; chunks of {chunks}; {beside}{self.cache})"
         )

@@ -30,7 +30,7 @@ from typing import TextIO
 
 import numpy as np
 
-from h5chunk.errors import SourceError, as_text, printable
+from h5chunk.errors import SourceError, as_text, count_text, printable
 from h5chunk.source import ENDS_IN_NULL, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.listing import EXTENSIONS, Found, Listing, check_source
@@ -161,7 +161,7 @@ class _Table:
                 if not row:
                     continue
                 if len(row) != len(self.columns):
-                    raise self.error(number, f"{len(row)} columns but the header has {len(self.columns)}")
+                    raise self.error(number, f"{count_text(len(row), 'column')} but the header has {len(self.columns)}")
                 yield number, row
         except csv.Error as error:
             raise self.error(number + 1, str(error)) from None

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import MAX_NUMBER, OptionError
 
 ANYTHING: tuple[Any, str] = (object, "")
-MAX_NUMBER = (1 << 63) - 1  # that a file can keep
 KINDS: dict[Any, tuple[Any, str]] = {
     int: (Integral, "a whole number"),
     bool: (bool, "True or False"),

@@ -250,6 +250,10 @@ def test_memory_is_by_chunks_not_samples():
         ({"batch_size": True}, "batch_size is True"),
         ({"window_chunks": 0}, "window_chunks is 0"),
         ({"interleave": -1}, "interleave is -1"),
+        (
+            {"batch_size": 2**70},
+            "batch_size is 1180591620717411303424: give a whole number from 1 to 9223372036854775807",
+        ),
         ({"epoch": -1}, "epoch is -1: give a whole number from 0 to 9223372036854775807"),
         ({"epoch": 2**63}, "epoch is 9223372036854775808: give a whole number from 0"),
         ({"rank": 0, "world_size": 0, "lanes": 0}, "world_size is 0"),

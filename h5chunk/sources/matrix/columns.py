@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from h5chunk.errors import OptionError, printable
+from h5chunk.errors import OptionError, count_text, printable
 
 ROWS = re.compile(
     "user|userid|uid|reviewerid|customer|customerid|row|rowid|cell|cellid|barcode|query|doc|document|from|fromnodeid|"
@@ -59,7 +59,7 @@ def choose_columns(
     if given is not None:
         if not 2 <= len(given) <= len(PARTS):
             raise OptionError(
-                f"columns names {len(given)} columns: name row, column and, if they exist, value and time"
+                f"columns names {count_text(len(given), 'column')}: name row, column and, if they exist, value and time"
             )
         chosen = [_number(name, header, width, path) for name in given]
         if len(set(chosen)) < len(chosen):

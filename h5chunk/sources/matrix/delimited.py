@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from h5chunk.errors import count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
 from h5chunk.sources.kinds import NAMED_SEPARATORS, DelimitedOptions
@@ -237,7 +238,9 @@ class DelimitedSource(TextSource):
         if self._dialect.has_quotes and text.count(b'"') % 2:
             self._text.fail(f"a quote is not closed in {shown(text)}", line)
         if len(cells) != self._width:
-            self._text.fail(f"{len(cells)} columns where the lines above have {self._width}: {shown(text)}", line)
+            self._text.fail(
+                f"{count_text(len(cells), 'column')} where the lines above have {self._width}: {shown(text)}", line
+            )
         for part, number in self._columns.items():
             self._refuse_cell(line, text, part, number, cells)
         self._text.fail(f"cannot be read: {shown(text)}", line)

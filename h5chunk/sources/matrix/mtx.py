@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from h5chunk.errors import count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
@@ -98,8 +99,8 @@ class MtxSource(TextSource):
             yield Block(rows, columns, values), piece.consumed_bytes
         if num_entries < self._num_entries:
             self._text.fail(
-                f"cut short: {num_entries} entries but line {self.num_skipped} claims {self._num_entries}: copy it "
-                "again"
+                f"cut short: {count_text(num_entries, 'entry')} but line {self.num_skipped} claims "
+                f"{self._num_entries}: copy it again"
             )
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -111,12 +111,8 @@ class MatrixReport(Report):
     already_complete: bool = False  # the same command had made the file before: nothing was done
 
     def lines(self) -> list[str]:
-        memory, ranges = (
-            "",
-            f"in {self.num_ranges} parts, through temporary data on disk" if self.num_ranges > 1 else "",
-        )
-        if self.memory_bytes is not None:
-            memory = f"at most {human_bytes(self.memory_bytes)}"
+        ranges = f"in {self.num_ranges} parts, through temporary data on disk"
+        memory = "" if self.memory_bytes is None else f"at most {human_bytes(self.memory_bytes)}"
         if self.temporary_bytes:
             memory += f", about {human_bytes(self.temporary_bytes)} of temporary data on disk"
         return [

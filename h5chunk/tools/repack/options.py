@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import OptionError, check_whole, printable
+from h5chunk.errors import MAX_NUMBER, OptionError, check_whole, printable
 from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
-from h5chunk.sources.options import MAX_NUMBER, option
+from h5chunk.sources.options import option
 from h5chunk.tools.convert.options import WriteOptions
 
 TUNED = ("chunk_samples", "window_chunks", "cache", "compression")  # options that a tuner may recommend
