@@ -44,12 +44,24 @@ Look = Callable[[int, np.ndarray], None]  # (number of the first element, bytes)
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged chunk; ``expected`` and ``found`` are checksums, None if missing or unreadable."""
+    """A damaged chunk."""
 
-    chunk: int
+    field: str  # path of its dataset in the file
+    chunk: int  # chunks are counted in the order of their places in the dataset
+    first_sample: int
+    last_sample: int  # included
+    offset: int  # in the file
+    num_bytes: int
     what: str
-    expected: int | None = None
-    found: int | None = None
+    expected: int | None = None  # CRC-32 that the file records, if any
+    found: int | None = None  # that of the chunk, if it can be read
+
+    def __str__(self) -> str:
+        sums = ""
+        if self.expected is not None and self.found is not None and self.expected != self.found:
+            sums = f": expected {self.expected:08x}, found {self.found:08x}"
+        samples = f"samples {self.first_sample} to {self.last_sample}"
+        return printable(f"{self.field}, chunk {self.chunk}, {samples}: {self.what}{sums}")
 
 
 class CheckedDataset:
@@ -157,7 +169,7 @@ class CheckedDataset:
                 damage = self._check_chunk(chunk, offset, size, descriptor)
                 num_bytes += size
             except FileError as error:
-                damage = Damage(chunk, self._reason(chunk, error))
+                damage = self._damage(chunk, self._reason(chunk, error))
             if damage is not None:
                 damages.append(damage)
         if not damages:
@@ -167,7 +179,9 @@ class CheckedDataset:
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
         """Check a chunk; a plain chunk is read in pieces. Raises FileError if it cannot be read."""
         if offset < 0:
-            return None if self._expected is None else Damage(chunk, "was never written, though it has a checksum")
+            return (
+                None if self._expected is None else self._damage(chunk, "was never written, though it has a checksum")
+            )
         room = size
         if not self.filtered:
             room = min(size, PART_BYTES // self._item_bytes * self._item_bytes or self._item_bytes)
@@ -181,7 +195,7 @@ class CheckedDataset:
                 self._look(first + start // self._item_bytes, piece)
         expected = None if self._expected is None else int(self._expected[chunk])
         if expected not in (None, found):
-            return Damage(chunk, "does not match its checksum", expected, found)
+            return self._damage(chunk, "does not match its checksum", expected, found)
         values = memory
         if self._raw is not None:
             values = scratch(self._local, "decoded", self.chunk_bytes)
@@ -191,10 +205,13 @@ class CheckedDataset:
                 else:
                     self._raw.decode_stored(chunk, memory, values)
             except FileError as error:
-                return Damage(chunk, f"does not decode: {self._reason(chunk, error)}", expected, found)
+                return self._damage(chunk, f"does not decode: {self._reason(chunk, error)}", expected, found)
         if self._look is not None and room == size and (self._raw is not None or not self.filtered):
             self._look(first, values)
         return None
+
+    def _damage(self, chunk: int, what: str, expected: int | None = None, found: int | None = None) -> Damage:
+        return Damage(self.name, chunk, *self.table.rows(chunk), *self.place(chunk), what, expected, found)
 
     def _reason(self, chunk: int, error: FileError) -> str:
         text = str(error).removeprefix(f"{self._where}, chunk {chunk}: ")

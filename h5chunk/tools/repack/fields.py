@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import FieldError, FileError, as_text, printable
 from h5chunk.plan.csr import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
 from h5chunk.store.format.header import Header
@@ -199,6 +199,4 @@ def _sparse_groups(
 
 def _word(group: h5py.Group, name: str) -> str:
     value = group.attrs.get(name, "")
-    return (
-        value if isinstance(value, str) else bytes(value).decode("utf-8", "replace") if isinstance(value, bytes) else ""
-    )
+    return as_text(value) if isinstance(value, (str, bytes)) else ""

@@ -25,15 +25,15 @@ from h5chunk.sources.manifest import list_manifest
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import open_file
+from h5chunk.store.read.scan import Damage
 from h5chunk.store.write.part_file import write_at, writing
-from h5chunk.tools.verify.report import BadChunk
 
 IMAGES = "images"
 
 
 def repair_chunks(
-    path: Path, bad: list[BadChunk], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
-) -> tuple[list[BadChunk], list[BadChunk]]:
+    path: Path, bad: list[Damage], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
+) -> tuple[list[Damage], list[Damage]]:
     """Rewrite bad chunks; return the repaired chunks, and the remaining bad chunks with reasons."""
     repaired, left = [], []
     with open_file(path) as file, writing(path):
@@ -90,7 +90,7 @@ class _ChunkMaker:
             raise FileError(f"{shown}: does not say where its samples came from: {error}") from None
         self._by_name: dict[bytes, int] | None = None
 
-    def make(self, each: BadChunk) -> bytes:
+    def make(self, each: Damage) -> bytes:
         """Make the bytes of a chunk. Raises SampleError, with the reason, if they cannot be reproduced exactly."""
         dataset = self._file[each.field]
         if each.expected is None:

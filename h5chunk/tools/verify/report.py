@@ -6,31 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5chunk.errors import count_text, human_bytes, printable
+from h5chunk.store.read.scan import Damage
 from h5chunk.tools.report import Report, rows
 
 SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
-
-
-@dataclass(frozen=True)
-class BadChunk:
-    """A damaged chunk."""
-
-    field: str  # path of its dataset in the file
-    chunk: int  # chunks are counted in the order of their places in the dataset
-    first_sample: int
-    last_sample: int  # included
-    offset: int  # in the file
-    num_bytes: int
-    what: str
-    expected: int | None = None  # CRC-32 that the file records, if any
-    found: int | None = None  # that of the chunk, if it can be read
-
-    def __str__(self) -> str:
-        sums = ""
-        if self.expected is not None and self.found is not None and self.expected != self.found:
-            sums = f": expected {self.expected:08x}, found {self.found:08x}"
-        samples = f"samples {self.first_sample} to {self.last_sample}"
-        return printable(f"{self.field}, chunk {self.chunk}, {samples}: {self.what}{sums}")
 
 
 @dataclass(frozen=True)
@@ -66,12 +45,12 @@ class VerifyReport(Report):
     by_h5chunk: bool
     quick: bool
     fields: tuple[Checked, ...]
-    bad: tuple[BadChunk, ...]
+    bad: tuple[Damage, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
     read_bytes: int
-    repaired: tuple[BadChunk, ...] = ()
+    repaired: tuple[Damage, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -36,7 +36,7 @@ from h5chunk.store.read.files import (
 )
 from h5chunk.store.read.scan import CHECKSUM, CheckedDataset, Damage, Look
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.verify.report import BadChunk, Checked, FolderReport, VerifyReport
+from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
 from h5chunk.tools.verify.tables import MatrixCheck, look_at_tables, without_path
 
 QUICK_CHUNKS = 32  # of each dataset
@@ -296,7 +296,7 @@ class _FileCheck:
                     done += num_bytes
                     damages += damaged
                     say(("verify", done, total))
-                bad += [self._describe(checked, damage) for damage in sorted(damages, key=lambda each: each.chunk)]
+                bad += [self._with_rows(damage) for damage in sorted(damages, key=lambda each: each.chunk)]
         finally:
             os.close(descriptor)
         fields = []
@@ -323,11 +323,9 @@ class _FileCheck:
             read_bytes=done,
         )
 
-    def _describe(self, checked: CheckedDataset, damage: Damage) -> BadChunk:
-        prefix, _, part = checked.name.rpartition("/")
-        matrix = self._matrices.get(prefix)
-        first, last = checked.table.rows(damage.chunk)
-        if matrix is not None and part in MATRIX_PARTS:
-            first, last = matrix.rows(part, first, last + 1) or (first, last)
-        place = checked.place(damage.chunk)
-        return BadChunk(checked.name, damage.chunk, first, last, *place, damage.what, damage.expected, damage.found)
+    def _with_rows(self, damage: Damage) -> Damage:
+        """Return damage with the rows that it is in, if it is in a part of a matrix."""
+        prefix, _, part = damage.field.rpartition("/")
+        matrix, entries = self._matrices.get(prefix), (damage.first_sample, damage.last_sample + 1)
+        rows = matrix.rows(part, *entries) if matrix is not None and part in MATRIX_PARTS else None
+        return damage if rows is None else replace(damage, first_sample=rows[0], last_sample=rows[1])
