@@ -141,7 +141,9 @@ def human_bytes(num_bytes: float) -> str:
     """
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            return count_text(round(num_bytes), "byte") if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+            return (
+                f"{num_bytes:.0f} byte{'' if num_bytes == 1 else 's'}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+            )
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
 

@@ -641,7 +641,7 @@ def test_a_tuner_that_found_that_samples_have_to_be_shuffled(tmp_path: Path) -> 
     with h5py.File(tmp_path / "b.h5") as file:
         assert read_header(file).shuffled and len(file["h5chunk/source_index"]) == report.num_samples
     assert report.shuffled and "shuffled with seed 0" in str(report)
-    assert f"tuned for 7 samples, but there are {report.num_samples} here" in report.notes
+    assert f"it was tuned for 7 samples, but there are {report.num_samples} here" in report.notes
 
 
 def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
