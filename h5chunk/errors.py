@@ -139,13 +139,13 @@ def human_bytes(num_bytes: float) -> str:
     >>> human_bytes(1204224)
     '1.1 MiB'
     """
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return (
-                f"{num_bytes:.0f} byte{'' if num_bytes == 1 else 's'}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-            )
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} {'byte' if num_bytes == 1 else 'bytes'}"
+    for unit in ("KiB", "MiB", "GiB"):
         num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} TiB"
 
 
 def count_text(count: int, noun: str) -> str:
