@@ -277,9 +277,7 @@ def test_rows_take_no_more_than_is_said(tmp_path: Path, ids: bool, memory_bytes:
 
 def test_what_a_part_of_the_source_takes_is_taken_for_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_bytes(b"".join(b"%d,1,1\n" % i for i in range(1_000_000, 1_600_000)))
-    with pytest.raises(
-        SourceError, match=r"claims \d+,\d+ rows and 1 column in the first \d+% of the file"
-    ) as refusal:
+    with pytest.raises(SourceError, match=r"claims \d+,\d+ rows and 1 column in the first \d+% of the file") as refusal:
         h5chunk.convert(tmp_path / "r.csv", tmp_path / "x.h5", memory_bytes=32 << 20)
     enough = int(str(refusal.value).rpartition("--memory-bytes ")[2].removesuffix("M)"))
     assert 60 <= enough <= 68
