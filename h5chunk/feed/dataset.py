@@ -25,12 +25,11 @@ from h5chunk.feed.collate import (
 )
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import Fields, SampleReader, SampleTransforms, field_mapping, plain_fields
-from h5chunk.feed.stored_tables import SOURCE_NAMES, StoredTables, decoded
+from h5chunk.feed.stored_tables import StoredNames, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
-from h5chunk.store.format.header import Header
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import Paths, open_other, open_reader
@@ -40,7 +39,7 @@ from h5chunk.store.read.several import NOTABLE, read_amplification
 SAMPLE_NUMBER = "sample_number"
 
 
-class ChunkDataset(Dataset[Any]):
+class ChunkDataset(StoredNames, Dataset[Any]):
     """Samples of one or several HDF5 files, converted by h5chunk or not, as a map-style data set of torch.
 
     ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these three
@@ -105,6 +104,7 @@ class ChunkDataset(Dataset[Any]):
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
         self._samples: np.ndarray | None = None  # of a subset
         self._order: Order | None = None  # of a sampler
+        self._tables = {}
 
     @property
     def transform(self) -> Any:
@@ -269,70 +269,6 @@ class ChunkDataset(Dataset[Any]):
     def fields(self) -> tuple[str, ...]:
         """Names of the fields, in the order of a sample's tuple."""
         return self._names
-
-    @property
-    def header(self) -> Header | None:
-        """The header of an h5chunk file; None for other HDF5 files."""
-        return self._reader.header
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, such that ``classes[label]`` is the name of a label; empty if the file has none.
-
-        Labels are the field ``labels``, or else the only field with categories, such as ``obs/cell_type``.
-        """
-        if self.header and self.header.class_names:
-            return self.header.class_names
-        coded = [name for name, field in self._reader.fields.items() if field.categories]
-        coded = [name for name in coded if name == "labels"] or coded
-        return tuple(map(str, self.categories(coded[0]).tolist())) if len(coded) == 1 else ()
-
-    @property
-    def source_names(self) -> np.ndarray:
-        """Path of each sample below the source that it was converted from: (n,) of str.
-
-        Raise `FieldError` if the file does not keep them. So do `row_ids`, `column_ids` and `categories`.
-        """
-        return self._of_samples(self._tables.of_samples(SOURCE_NAMES))
-
-    @property
-    def row_ids(self) -> np.ndarray:
-        """Identifier of each sample in the source, such as a barcode or the number of a user: (n,), int or str."""
-        return self._of_samples(self._tables.of_samples("row_ids"))
-
-    @property
-    def column_ids(self) -> np.ndarray:
-        """Identifier of each column of a matrix, such as the name of a gene: (num_columns,), int or str."""
-        return self._tables.common("column_ids")
-
-    @property
-    def obs_names(self) -> np.ndarray:
-        """The `row_ids`, as AnnData calls them."""
-        return self.row_ids
-
-    @property
-    def var_names(self) -> np.ndarray:
-        """The `column_ids`, as AnnData calls them."""
-        return self.column_ids
-
-    def categories(self, field: str) -> np.ndarray:
-        """Meaning of a field's codes, such that ``categories(field)[code]`` is a category: (num_categories,) of str.
-
-        The code -1 stands for a missing value. For the labels of images, these are the `classes`.
-        """
-        stored = self._reader.fields.get(field) or open_other(self._reader, {field: field}).fields[field]
-        if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
-            return np.array(self.header.class_names)
-        if not stored.categories:
-            raise FieldError(f"{printable(self.path)}: field {field!r} has no categories")
-        return self._tables.common(stored.categories)
-
-    @cached_property
-    def _tables(self) -> StoredTables:
-        return StoredTables(self._reader)
-
-    def _of_samples(self, table: np.ndarray) -> np.ndarray:
-        return table if self._samples is None else table[self._samples]
 
     @property
     def chunk_samples(self) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.store.format.header import Header
+from h5chunk.store.read.files import open_other
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import read_table
 
@@ -19,25 +21,81 @@ def decoded(values: np.ndarray) -> np.ndarray:
     return np.char.decode(values, "utf-8", TEXT_ERRORS) if values.dtype.kind == "S" else values
 
 
-class StoredTables:
-    """The tables of one or several files, each of which is read only once.
+class StoredNames:
+    """Base class of data sets: the tables of one or several files, each of which is read only once."""
 
-    All methods raise `FieldError` if a file does not have the table, and `FileError` if it is damaged.
-    """
+    _reader: H5Reader
+    _samples: np.ndarray | None  # of a subset
+    _tables: dict[str, np.ndarray]  # those that were read, for all subsets
 
-    def __init__(self, reader: H5Reader) -> None:
-        self._files = reader.readers
-        self._tables: dict[str, np.ndarray] = {}
+    @property
+    def header(self) -> Header | None:
+        """The header of an h5chunk file; None for other HDF5 files."""
+        return self._reader.header
 
-    def of_samples(self, name: str) -> np.ndarray:
-        """Read a table of one value per sample, over all files: (num_samples,), numbers or str."""
-        return self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in self._files]))
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, such that ``classes[label]`` is the name of a label; empty if the file has none.
 
-    def common(self, name: str) -> np.ndarray:
+        Labels are the field ``labels``, or else the only field with categories, such as ``obs/cell_type``.
+        """
+        if self.header and self.header.class_names:
+            return self.header.class_names
+        coded = [name for name, field in self._reader.fields.items() if field.categories]
+        coded = [name for name in coded if name == "labels"] or coded
+        return tuple(map(str, self.categories(coded[0]).tolist())) if len(coded) == 1 else ()
+
+    @property
+    def source_names(self) -> np.ndarray:
+        """Path of each sample below the source that it was converted from: (n,) of str.
+
+        Raise `FieldError` if the file does not keep them. So do `row_ids`, `column_ids` and `categories`.
+        """
+        return self._of_samples(SOURCE_NAMES)
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """Identifier of each sample in the source, such as a barcode or the number of a user: (n,), int or str."""
+        return self._of_samples("row_ids")
+
+    @property
+    def column_ids(self) -> np.ndarray:
+        """Identifier of each column of a matrix, such as the name of a gene: (num_columns,), int or str."""
+        return self._common("column_ids")
+
+    @property
+    def obs_names(self) -> np.ndarray:
+        """The `row_ids`, as AnnData calls them."""
+        return self.row_ids
+
+    @property
+    def var_names(self) -> np.ndarray:
+        """The `column_ids`, as AnnData calls them."""
+        return self.column_ids
+
+    def categories(self, field: str) -> np.ndarray:
+        """Meaning of a field's codes, such that ``categories(field)[code]`` is a category: (num_categories,) of str.
+
+        The code -1 stands for a missing value. For the labels of images, these are the `classes`.
+        """
+        stored = self._reader.fields.get(field) or open_other(self._reader, {field: field}).fields[field]
+        if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
+            return np.array(self.header.class_names)
+        if not stored.categories:
+            raise FieldError(f"{printable(self._reader.path)}: field {field!r} has no categories")
+        return self._common(stored.categories)
+
+    def _of_samples(self, name: str) -> np.ndarray:
+        """Read a table of one value per sample: (n,), numbers or str."""
+        files = self._reader.readers
+        table = self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in files]))
+        return table if self._samples is None else table[self._samples]
+
+    def _common(self, name: str) -> np.ndarray:
         """Read a table that all files share, such as the identifiers of columns: numbers or str."""
 
         def read() -> np.ndarray:
-            first, *others = self._files
+            first, *others = self._reader.readers
             table = read_table(first, name)
             for other in others:
                 if not np.array_equal(read_table(other, name), table):
