@@ -707,11 +707,11 @@ def test_a_search_finds_the_fastest_of_neighbours(monkeypatch):
     }
     measured: list[Setting] = []
 
-    def measure(study: object, setting: Setting, *_: object) -> float:
+    def rate(_search: Search, setting: Setting) -> float:
         measured.append(setting)
         return rates[setting]
 
-    monkeypatch.setattr("h5chunk.tools.tune.search.measure", measure)
+    monkeypatch.setattr(Search, "_rate", rate)
     study = SimpleNamespace(facts=facts, num_measured=100, path_of=lambda setting: None)
     search = Search(study, "cpu", TimeBudget("tune", 3600.0), trials, 1)  # type: ignore[arg-type]
     for anew in (False, True):

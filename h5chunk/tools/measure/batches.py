@@ -50,6 +50,10 @@ class BatchRate:
             close()
             raise
 
+    def warm_up(self, seconds: float) -> None:
+        """Fill and use all memory for what is read ahead, for at most about this many seconds."""
+        self._take(seconds, 2 * self._read_ahead)
+
     def rate(self, seconds: float, lead_s: float, most_s: float = 0.0) -> float:
         """Measure samples/s over about this many seconds, and at least one batch.
 

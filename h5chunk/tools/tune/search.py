@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from h5chunk.errors import OutputError
 from h5chunk.tools.model.ratio import Ratio
@@ -22,31 +23,32 @@ from h5chunk.tools.model.settings import (
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.tune.study import Study
 
+if TYPE_CHECKING:
+    from h5chunk.tools.measure.batches import BatchRate
+
 IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
 FIRST_SHARE = 0.2  # of the budget: settings whose first window takes more are not measured
 FINALISTS, HEATS = 2, 3  # of the unchanged file, and of a new one; and how often they are measured before the choice
 LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
-LEAD, ROUND = 1, 3  # times the seconds of a measurement, to use up what was read ahead, and for a round of windows
+WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second
+LEAD, LOOK_LEAD, ROUND = 1, 3, 3  # times a measurement: to use up what was read ahead, twice; for a round of windows
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # surely more than so many times as fast: a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
 
 
-def measure(study: Study, setting: Setting, device: str, seconds: float) -> float:
-    """Measure samples/s of a setting with its actual loader, from the page cache."""
+def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
+    """Open the actual loader of a setting, on the samples to measure."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import open_dataset, open_loader
 
     path, fields = study.path_of(setting)
     order = cut_order(order_of(setting, study.facts), study.num_measured)
     dataset = ChunkDataset(path, fields=fields, trusted=study.reader.trusted)
-    if setting.way == LOADER:
-        is_whole = study.num_measured == study.facts.num_samples
-        batches = open_loader(dataset, order, device=device, resident="auto" if is_whole else False)
-    else:
-        batches = open_dataset(dataset, order, num_workers=setting.num_workers)
-    with closing(batches):
-        return batches.rate(seconds, LEAD * seconds, ROUND * seconds)
+    if setting.way != LOADER:
+        return open_dataset(dataset, order, num_workers=setting.num_workers)
+    is_whole = study.num_measured == study.facts.num_samples
+    return open_loader(dataset, order, device=device, resident="auto" if is_whole else False)
 
 
 @dataclass
@@ -74,11 +76,9 @@ class Search:
             in_place = self._climb([each for each in self.trials if not each.repack], IN_PLACE_SHARE)
             anew = self._climb([each for each in self.trials if each.repack], NEW_SHARE)
             self._choose_finalists([self.today, *in_place], anew)
-        race: dict[str, Callable[[], float | None]] = {
-            name: partial(self._rate, each) for name, each in self.finalists.items()
-        }
-        race[PLAIN] = self._plain_rate
-        self.turns = self._race(race, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
+        with self._opened(self.finalists) as runners:
+            runners[PLAIN] = self._plain_rate
+            self.turns = self._race(runners, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
         for name, setting in self.finalists.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
@@ -139,7 +139,8 @@ class Search:
     def _choose_finalists(self, in_place: Iterable[Setting], anew: Iterable[Setting]) -> None:
         """Choose by a few turns: the fastest of many single measurements is so by chance."""
         names = list(dict.fromkeys([*in_place, *anew]))
-        heats = self._race({each: partial(self._rate, each) for each in names}, HEATS, HEATS_SHARE)
+        with self._opened({each: each for each in names}) as runners:
+            heats = self._race(runners, HEATS, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates))
         for name, settings in ((IN_PLACE, in_place), (NEW, anew)):
@@ -162,8 +163,28 @@ class Search:
                 self.budget.report()
         return turns
 
+    @contextmanager
+    def _opened(self, settings: Mapping[Any, Setting]) -> Iterator[dict[Any, Callable[[], float]]]:
+        """Yield a function for each setting that measures its rate; all loaders stay open, and are warm."""
+        from h5chunk.tools.measure.batches import settle
+
+        def rate(batches: BatchRate) -> float:
+            settle()  # what the last one still reads ahead takes no time of this one
+            return batches.rate(self.budget.slice_s, LEAD * self.budget.slice_s, ROUND * self.budget.slice_s)
+
+        with ExitStack() as stack:
+            runners: dict[Any, Callable[[], float]] = {}
+            for name, setting in sorted(settings.items(), key=lambda item: item[1].way == LOADER):  # workers fork first
+                batches = stack.enter_context(closing(open_batches(self.study, setting, self.device)))
+                batches.warm_up(WARM_SHARE * self.budget.seconds)
+                runners[name] = partial(rate, batches)
+            yield {name: runners[name] for name in settings}
+
     def _rate(self, setting: Setting) -> float:
-        return measure(self.study, setting, self.device, self.budget.slice_s)
+        seconds = self.budget.slice_s
+        with closing(open_batches(self.study, setting, self.device)) as batches:
+            batches.warm_up(LOOK_LEAD * seconds)
+            return batches.rate(seconds, 0.0, ROUND * seconds)
 
     def _plain_rate(self) -> float:
         from h5chunk.tools.measure.batches import plain_rate
