@@ -9,6 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main
+from h5chunk.cli.options import OUTPUT, option
 
 
 @main.command(
@@ -20,6 +21,7 @@ from h5chunk.cli.group import main
 )
 @click.argument("file", type=click.Path(), required=False)
 @shared.trusted
+@option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every data set of FILE, with its chunks.")
 @shared.as_json
 def info(file: str | None, as_json: bool, **options: Any) -> None:
     """Describe any HDF5 FILE, and whether its samples lie well for training.

@@ -27,8 +27,9 @@ from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, find_matrix_groups, look_at_matrix
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, MachineInfo, MatrixInfo
+from h5chunk.tools.info.summary import BATCH, training_code, training_fields, usual_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
-from h5chunk.tools.report import shell_command
+from h5chunk.tools.report import python_text, shell_command
 
 PART_ROWS = 1 << 20  # of a matrix' values, read at a time
 LOOK_BYTES = 256 << 20  # values of more than this are not read
@@ -40,7 +41,9 @@ LAYOUTS = {
 }
 
 
-def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | FolderInfo | MachineInfo:
+def info(
+    path: Paths | None = None, *, trusted: bool = False, show_all: bool = False
+) -> FileInfo | FolderInfo | MachineInfo:
     """Describe all datasets of a file, without reading their data; or describe the machine.
 
     Row lengths and values are read only for the sparse matrix of an h5chunk file.
@@ -52,6 +55,9 @@ def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | Fold
         what this process may use of its machine.
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
+    show_all : bool
+        Whether the text lists every data set of a file. Default: what fits on a screen, with data sets together whose
+        names differ only in their numbers.
 
     Returns
     -------
@@ -65,7 +71,7 @@ def info(path: Paths | None = None, *, trusted: bool = False) -> FileInfo | Fold
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
     if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
-        return _info_file(Path(path), trusted)
+        return replace(_info_file(Path(path), trusted), show_all=show_all)
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):
@@ -113,14 +119,17 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
         matrices = [matrix] if matrix is not None else _find_matrices(file, path, names)
         groups = [each.name for each in matrices]
         cache = default_cache()
+        described = [_describe(dataset, cache, groups) for dataset in datasets]
+        fields = training_fields(described, matrices, header)
         return FileInfo(
             path=str(path),
             num_bytes=path.stat().st_size,
             header=header,
             default_cache=cache,
-            datasets=[_describe(dataset, cache, groups) for dataset in datasets],
+            datasets=described,
             matrices=matrices,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
+            code=training_code(str(path), fields, usual_fields(file, header)) if fields else [],
         )
 
 
@@ -219,9 +228,9 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
     except FileError as error:
         reason = str(error).removeprefix(f"{printable(path)}: {name!r} ").partition(": ")[0]
         return replace(about, verdict=f"{reason}: {command} makes one of it" if command else reason)
-    shown = repr(printable(path))
-    shown = shown if name == MATRIX else f"h5chunk.ChunkDataset({shown}, fields=[{name!r}])"
-    verdict = f"its rows are samples as they are: h5chunk.ChunkLoader({shown}, batch_size)"
+    shown = python_text(str(path))
+    shown = shown if name == MATRIX else f"h5chunk.ChunkDataset({shown}, fields=[{python_text(name)}])"
+    verdict = f"its rows are samples as they are: h5chunk.ChunkLoader({shown}, {BATCH})"
     if command:
         verdict += f"; {command} makes a file of it that is shuffled, and smaller where values are counts"
     return replace(about, kind=CSR, num_rows=field.num_rows, num_columns=field.num_columns, verdict=verdict)

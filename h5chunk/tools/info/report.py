@@ -10,9 +10,11 @@ from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
+from h5chunk.tools.info.summary import summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
-SHOWN = 20  # files in what people read; JSON has all
+SHOWN, SHOWN_REFUSED = 20, 5  # files, and refused data sets, in what people read; JSON has all
+NOTABLE = 2.0  # times its bytes that a sample takes to read
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class DatasetInfo(Report):
     verdict: str
     num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one
     reads_as: str = ""  # what those read as
+
+    @property
+    def can_train(self) -> bool:
+        """Whether its rows can be samples."""
+        return self.verdict.startswith(("good", "bad"))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each sample lies in several chunks."""
+        return self.verdict.startswith("bad")
 
     def lines(self) -> list[str]:
         layout = self.layout
@@ -102,6 +114,10 @@ class FileInfo(Report):
     datasets: list[DatasetInfo]  # all but what h5chunk keeps beside the data
     refused: list[str] = field(default_factory=list)  # links, views, sizes out of proportion: what was not read, why
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
+    code: list[str] = field(
+        default_factory=list
+    )  # lines of Python that feed training; none if nothing can be trained on
+    show_all: bool = False  # list every data set; else what fits on a screen
 
     def lines(self) -> list[str]:
         if self.header is None:
@@ -113,10 +129,20 @@ class FileInfo(Report):
             samples = count_text(self.header.num_samples, "sample")
             origin = f"h5chunk format {self.header.format_version}, {samples}, {order}"
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {origin}"]
+        lines += [f"    {line}" for line in self.code]
         if self.header and self.header.class_names:
             lines.append(f"  classes {list_some(self.header.class_names)}")
-        lines += [f"  {line}" for part in (*self.matrices, *self.datasets) for line in part.lines()]
-        lines += [f"  not looked at: {reason}" for reason in self.refused]
+        lines += [
+            f"  {line}" for matrix in self.matrices[: None if self.show_all else SHOWN] for line in matrix.lines()
+        ]
+        listed = (
+            [line for each in self.datasets for line in each.lines()] if self.show_all else summarise(self.datasets)
+        )
+        lines += [f"  {line}" for line in listed]
+        shown = self.refused if self.show_all else self.refused[:SHOWN_REFUSED]
+        lines += [f"  not looked at: {reason}" for reason in shown]
+        if len(shown) < len(self.refused):
+            lines.append(f"  {len(self.refused) - len(shown):,} more not looked at (--all)")
         lines += [f"  {line}" for line in self._advice()]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
@@ -125,14 +151,14 @@ class FileInfo(Report):
     def _advice(self) -> list[str]:
         """Return the advice that applies to the datasets together."""
         lines = []
-        fields = [each for each in self.datasets if each.verdict.startswith(("good", "bad"))]
+        fields = [each for each in self.datasets if each.can_train]
         worst = max(fields, key=lambda each: each.amplification, default=None)
-        if worst is not None and worst.amplification > 1:
+        if self.header is None and worst is not None and worst.amplification > NOTABLE:
             lines.append(
-                f"h5chunk's loaders read each chunk once; a single random sample through h5py, with its default cache, "
-                f"reads up to {worst.amplification:,.1f} x its bytes ({worst.name})"
+                f"plain h5py reads up to {worst.amplification:,.0f} x the bytes of a random sample of {worst.name}; "
+                "h5chunk's loaders read each chunk once"
             )
-        cut = [each for each in fields if each.verdict.startswith("bad")]
+        cut = [each for each in fields if each.is_cut]
         if cut and not self.refused:
             largest = max(cut, key=lambda each: each.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
+UNKNOWN = 100.0  # times the lower end: such an interval says nothing
 LEAST_SPREAD = 0.03  # two runs of the same loop differ by so much, however steady each is
 
 
@@ -19,7 +20,7 @@ LEAST_SPREAD = 0.03  # two runs of the same loop differ by so much, however stea
 class Ratio:
     """How many times as fast one setting is as another: the middle of all turns, and where 95 % of the turns lie.
 
-    One pair of measurements says nothing about the spread: its interval is unbounded.
+    Two turns say next to nothing about the spread, and one nothing: its interval is unbounded.
     """
 
     times: float
@@ -42,8 +43,8 @@ class Ratio:
 
     def text(self, whose: str) -> str:
         """Return the ratio and its interval in words; ``whose`` names the other rate."""
-        if not math.isfinite(self.high):
-            return f"{_times(self.times)} times{whose} (measured once)"
+        if self.high > UNKNOWN * self.low:
+            return f"{_times(self.times)} times{whose} (not certain)"
         return f"{_times(self.times)} times{whose} ({_times(self.low)} to {_times(self.high)})"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
 FIRST_SHARE = 0.2  # of the budget: settings whose first window takes more are not measured
-FINALISTS, HEATS = 2, 3  # of the unchanged file, and of a new one; and how often they are measured before the choice
+FINALISTS, HEATS = 2, 2  # of the unchanged file, and of a new one; and how often they are measured before the choice
 LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
 WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second
 LEAD, LOOK_LEAD, ROUND = 1, 3, 3  # times a measurement: to use up what was read ahead, twice; for a round of windows
@@ -71,14 +71,17 @@ class Search:
 
     def run(self, *, only_today: bool) -> None:
         """Look for the fastest settings, unless the data is too small, and measure the finalists in turns."""
-        self.finalists = {TODAY: self.today}
+        in_place: list[Setting] = []
+        anew: list[Setting] = []
         if not only_today:
             in_place = self._climb([each for each in self.trials if not each.repack], IN_PLACE_SHARE)
             anew = self._climb([each for each in self.trials if each.repack], NEW_SHARE)
-            self._choose_finalists([self.today, *in_place], anew)
-        with self._opened(self.finalists) as runners:
-            runners[PLAIN] = self._plain_rate
-            self.turns = self._race(runners, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
+        in_place = list(dict.fromkeys([self.today, *in_place]))
+        with self._opened([*in_place, *anew, *self._mixes_best()]) as runners:
+            self._choose_finalists(runners, in_place, anew)
+            race: dict[Any, Callable[[], float]] = {name: runners[each] for name, each in self.finalists.items()}
+            race[PLAIN] = self._plain_rate
+            self.turns = self._race(race, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
         for name, setting in self.finalists.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
@@ -136,25 +139,30 @@ class Search:
             return
         self.trials[setting] = replace(self.trials[setting], rate=self._rate(setting))
 
-    def _choose_finalists(self, in_place: Iterable[Setting], anew: Iterable[Setting]) -> None:
+    def _mixes_best(self) -> list[Setting]:
+        """Return the setting that mixes best within memory, if none is allowed."""
+        if any(each.allowed for each in self.trials.values()):
+            return []
+        fitting = [each for each in self.trials.values() if each.memory_bytes <= self.memory_bytes]
+        return [min(fitting, key=lambda each: (-(each.effective_batch or 0.0), each.memory_bytes)).setting]
+
+    def _choose_finalists(
+        self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], anew: Sequence[Setting]
+    ) -> None:
         """Choose by a few turns: the fastest of many single measurements is so by chance."""
-        names = list(dict.fromkeys([*in_place, *anew]))
-        with self._opened({each: each for each in names}) as runners:
-            heats = self._race(runners, HEATS, HEATS_SHARE)
+        heats = self._race(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
-            self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates))
+            self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
+        self.finalists = {TODAY: self.today}
         for name, settings in ((IN_PLACE, in_place), (NEW, anew)):
             best = choose(self.trials[each] for each in settings)
             if best is not None and best.setting != self.today:
                 self.finalists[name] = best.setting
-        if not any(each.allowed for each in self.trials.values()):
-            fitting = [each for each in self.trials.values() if each.memory_bytes <= self.memory_bytes]
-            best = min(fitting, key=lambda each: (-(each.effective_batch or 0.0), each.memory_bytes))
-            self.finalists[NEW if best.setting.repack else IN_PLACE] = best.setting
+        self.finalists |= {NEW if each.repack else IN_PLACE: each for each in self._mixes_best()}
 
-    def _race(self, runners: dict, most: int, share: float) -> dict:
+    def _race(self, runners: Mapping[Any, Callable[[], float]], most: int, share: float) -> dict[Any, list[float]]:
         """Measure all runners in turns, forwards and backwards; at least twice."""
-        turns: dict = {name: [] for name in runners}
+        turns: dict[Any, list[float]] = {name: [] for name in runners}
         for number in range(most):
             if number >= LEAST_TURNS and not self.budget.has(share):
                 break
@@ -164,7 +172,7 @@ class Search:
         return turns
 
     @contextmanager
-    def _opened(self, settings: Mapping[Any, Setting]) -> Iterator[dict[Any, Callable[[], float]]]:
+    def _opened(self, settings: Iterable[Setting]) -> Iterator[dict[Setting, Callable[[], float]]]:
         """Yield a function for each setting that measures its rate; all loaders stay open, and are warm."""
         from h5chunk.tools.measure.batches import settle
 
@@ -173,12 +181,12 @@ class Search:
             return batches.rate(self.budget.slice_s, LEAD * self.budget.slice_s, ROUND * self.budget.slice_s)
 
         with ExitStack() as stack:
-            runners: dict[Any, Callable[[], float]] = {}
-            for name, setting in sorted(settings.items(), key=lambda item: item[1].way == LOADER):  # workers fork first
+            runners: dict[Setting, Callable[[], float]] = {}
+            for setting in sorted(set(settings), key=lambda each: each.way == LOADER):  # workers fork without threads
                 batches = stack.enter_context(closing(open_batches(self.study, setting, self.device)))
                 batches.warm_up(WARM_SHARE * self.budget.seconds)
-                runners[name] = partial(rate, batches)
-            yield {name: runners[name] for name in settings}
+                runners[setting] = partial(rate, batches)
+            yield runners
 
     def _rate(self, setting: Setting) -> float:
         seconds = self.budget.slice_s

@@ -1,0 +1,113 @@
+"""Summarise the data sets of a file in one screen: what can be trained on first, alike ones together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from h5chunk.errors import count_text, human_bytes
+from h5chunk.source import shape_text
+from h5chunk.store.format.header import Header
+from h5chunk.tools.report import list_some, python_text
+
+if TYPE_CHECKING:
+    from h5chunk.tools.info.report import DatasetInfo, MatrixInfo
+
+ALIKE = 3  # data sets whose names differ only in their numbers share a line if there are so many
+MOST_LINES = 12  # of data sets that can be trained on; and half as many of reasons why others cannot
+MOST_FIELDS = 8  # of a line of Python
+NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
+BATCH = 256
+
+
+def training_fields(
+    datasets: Sequence[DatasetInfo], matrices: Sequence[MatrixInfo], header: Header | None
+) -> list[str]:
+    """Choose the fields for a `ChunkLoader`: the largest, or the usual ones, and those that belong to it.
+
+    Empty if none can be trained on.
+    """
+    numeric = {each.name: each for each in datasets if each.can_train and not each.dtype.startswith(NO_TENSORS)}
+    rows = {each.name: each.num_rows for each in matrices if each.num_rows}
+    lengths = {name: each.shape[0] for name, each in numeric.items()} | rows
+    usual = [name for name in (header.fields if header else ()) if name in lengths]
+    main = next((name for name in (*usual, "images", "X") if name in lengths), None)
+    if main is None:
+        sizes = {name: each.stored_bytes for name, each in numeric.items()}
+        sizes |= {each.name: each.stored_bytes for each in matrices if each.num_rows}
+        main = max(sizes, key=lambda name: sizes[name], default=None)
+    if main is None:
+        return []
+    others = [*usual, "labels"]
+    if not usual and main not in ("images", "X"):  # what lies beside it, or above
+        others = [name for name in numeric if f"{_folder(main)}/".startswith(f"{_folder(name)}/".lstrip("/"))]
+    others = [name for name in dict.fromkeys(others) if name != main and lengths.get(name) == lengths[main]]
+    return [main, *others][:MOST_FIELDS]
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def training_code(path: str, fields: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Return lines of Python that feed training with these fields; ``usual`` fields need not be named."""
+    shown = python_text(path)
+    if list(fields) == list(usual):
+        return ["import h5chunk", f"loader = h5chunk.ChunkLoader({shown}, {BATCH})"]
+    names = ", ".join(map(python_text, fields))
+    data = f"data = h5chunk.ChunkDataset({shown}, fields=[{names}])"
+    return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
+
+
+def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
+    """Return the fields that readers choose among these members of a file, in their order; empty if they need names."""
+    there = set(names)
+    recorded = [name for name in (header.fields if header else ()) if name in there]
+    main = next((name for name in ("images", "X") if name in there), None)
+    return recorded or ([main, *({"labels"} & there)] if main else [])
+
+
+def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
+    """Return lines on the data sets that can be trained on, the largest first, and on the others by reason."""
+    lines: list[str] = []
+    good = [each for each in datasets if each.can_train]
+    groups = _grouped(good)
+    for alike in groups[:MOST_LINES]:
+        lines.append(_alike_line(alike))
+    hidden = sum(len(alike) for alike in groups[MOST_LINES:])
+    others: dict[str, list[str]] = {}
+    for each in datasets:
+        if not each.can_train:
+            others.setdefault(each.verdict, []).append(each.name)
+    for why, names in list(others.items())[: MOST_LINES // 2]:
+        lines.append(f"not for training, {why}: {list_some(names) if len(names) > 1 else names[0]}")
+    hidden += sum(map(len, list(others.values())[MOST_LINES // 2 :]))
+    return [*lines, f"{count_text(hidden, 'more data set')} (--all)"] if hidden else lines
+
+
+def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
+    """Put data sets together whose names differ only in numbers, and whose samples are alike; the largest first."""
+    found: dict[tuple[object, ...], list[DatasetInfo]] = {}
+    for each in datasets:
+        pattern = re.sub(r"\d+", "*", each.name)
+        found.setdefault((pattern, each.dtype, each.shape[1:], each.is_cut), []).append(each)
+    groups = []
+    for alike in found.values():
+        groups += [alike] if len(alike) >= ALIKE else [[each] for each in alike]
+    return sorted(groups, key=lambda alike: -sum(each.stored_bytes for each in alike))
+
+
+def _alike_line(alike: Sequence[DatasetInfo]) -> str:
+    """Describe a data set, or several that are alike, in a line."""
+    first, counts = alike[0], sorted(each.shape[0] for each in alike)
+    samples = count_text(counts[0], "sample") if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,} samples"
+    shape = f" of {shape_text(first.shape[1:])}" if first.shape[1:] else ""
+    name = first.name
+    if len(alike) > 1:
+        name = f"{first.name} to {alike[-1].name} ({len(alike):,} alike)"
+        samples = f"{samples} each"
+    size = human_bytes(sum(each.stored_bytes for each in alike))
+    filters = f", {'+'.join(first.filters)}" if first.filters else ""
+    cut = f"; a sample is cut into {first.chunks_per_sample:,} chunks" if first.is_cut else ""
+    return f"{name}  {first.dtype}, {samples}{shape}, {size}{filters}{cut}"

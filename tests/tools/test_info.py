@@ -1,0 +1,90 @@
+"""Info: one screen that says what can be trained on, how, and why the rest cannot."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from support.commands import run
+from support.foreign import make_file, values
+from support.matrices import random_matrix, write
+from support.matrix_files import write_h5ad
+
+import h5chunk
+
+
+def samples_of(path: Path) -> int:
+    """The samples of an epoch of the lines that info prints, run as they are."""
+    lines = [line.strip() for line in run("info", path).stdout.splitlines() if re.match(" {4}[^ ]", line)]
+    scope: dict[str, Any] = {}
+    exec("\n".join(lines), scope)
+    return sum(len(fields[0]) for fields in scope["loader"])
+
+
+def write_fields(path: Path, **fields: Any) -> Path:
+    return make_file(path, **{name: (data, {}) for name, data in fields.items()})
+
+
+TEXT = np.array([b"a", b"bc"])
+MAKERS = {
+    "images": lambda path: write_fields(path, images=values((30, 3, 8, 8), "u1"), labels=np.arange(30)),
+    "labels of text": lambda path: write_fields(path, images=values((30, 8), "u1"), labels=TEXT[np.arange(30) % 2]),
+    "labels of another length": lambda path: write_fields(path, images=values((30, 8), "u1"), labels=np.arange(9)),
+    "columns": lambda path: write_fields(path, b=np.arange(30.0), a=np.arange(30), c=TEXT[np.arange(30) % 2]),
+    "groups": lambda path: write_fields(path, train__x=values((30, 5), "f4"), test__x=values((20, 5), "f4")),
+    "large numbers": lambda path: write_fields(path, z=values((40, 5), "f16"), x=values((30, 5), ">f4")),
+    "complex": lambda path: write_fields(path, z=np.zeros((40, 5), complex), x=np.arange(30)),
+    'a quote"': lambda path: write_fields(path, **{"x\"'y": np.arange(30)}),
+    "anndata": lambda path: write_h5ad(path, random_matrix(30, 20, 3).astype(np.float32)),
+    "matrix": lambda path: write(path, random_matrix(30, 20, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:field 'x' is read through h5py")  # in another byte order
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_lines_run_as_they_are(tmp_path: Path, kind: str) -> None:
+    path = MAKERS[kind](tmp_path / f"{kind}.h5")
+    assert samples_of(path) == 30
+
+
+def test_what_convert_made_is_ready_and_not_scolded(tmp_path: Path, class_folder) -> None:
+    h5chunk.convert(class_folder(count=40), tmp_path / "a.h5", workers=0, chunk_samples=16)
+    text = run("info", tmp_path / "a.h5").stdout
+    assert samples_of(tmp_path / "a.h5") == 40 and "  classes 3: class0, class1, class2\n" in text
+    assert " x " in text and "plain h5py" not in text and "repack" not in text
+
+
+def test_many_alike_share_a_line(tmp_path: Path) -> None:
+    """And everything fits on a screen, unless all is asked for."""
+    path = tmp_path / "demos.h5"
+    with h5py.File(path, "w") as file:
+        for demo in range(120):
+            length = 50 + demo % 7
+            file[f"data/demo_{demo}/obs/pos"] = np.zeros((length, 3 + (demo == 60)))
+            file[f"data/demo_{demo}/actions"] = np.zeros((length, 2), np.float32)
+            file[f"meta/{demo}"] = 1.0
+        file.create_dataset("names", data=["a"], dtype=h5py.string_dtype())
+    text = run("info", path).stdout
+    assert len(text.splitlines()) < 24 and len(run("info", path, "--all").stdout.splitlines()) > 700
+    assert "data/demo_0/obs/pos to data/demo_99/obs/pos (119 alike)  float64, 50 to 56 samples each of 3," in text
+    assert "data/demo_60/obs/pos  float64, 54 samples of 4," in text
+    assert "not for training, a single value: no samples along a first axis: 120: meta/0, " in text
+    assert "not for training, of type object: cannot be a field for training" in text
+    assert "data/demo_60/obs/pos" in str(h5chunk.info(path, show_all=True)).partition("classes")[0]
+    assert 'fields=["data/demo_60/obs/pos", "data/demo_60/actions"]' in text and samples_of(path) == 54
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    path = write_fields(tmp_path / "a.h5", **{f"{chr(97 + n)}{chr(98 + n)}": np.arange(n + 1) for n in range(20)})
+    assert "  8 more data sets (--all)" in run("info", path).stdout
+    assert "more" not in run("info", path, "--all").stdout
+
+
+def test_nothing_to_train_on(tmp_path: Path) -> None:
+    path = write_fields(tmp_path / "a.h5", one=1.0, none=np.zeros((0, 3)))
+    text = run("info", path).stdout
+    assert "import h5chunk" not in text and text.count("not for training, ") == 2
