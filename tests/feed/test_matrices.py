@@ -219,7 +219,7 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
         ({"transforms": [Dense(torch.uint8)]}, r"may not hold the values of field 'X' \(uint8 over 2\)"),
         ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X' is a matrix: give Dense, Csr, L2 or Log1p"),
         ({"transforms": [ToDtype(torch.float16)]}, "field 'X' is a matrix"),
-        ({"transforms": [Binarize(1), L2(), Dense(torch.int32)]}, r"L2\(\) gives fractions but Dense"),
+        ({"transforms": [Binarize(1), L2(), Dense(torch.int32)]}, r"L2\(\) gives fractions, but Dense"),
         ({"transforms": {"labels": [Csr()]}}, "field 'labels' is not a matrix: use ToDtype"),
         ({"transforms": {"labels": [Log1p()]}}, r"field 'labels' is torch.int64: put ToDtype\(torch.float32\) first"),
         ({"transforms": {"genes": []}}, "transforms has the field 'genes', but the fields are 'X', 'labels'"),

@@ -15,7 +15,7 @@ from support.odd_files import set_fill_undefined
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import FileError, UnsupportedError
-from h5chunk.store.hdf5 import claims
+from h5chunk.store.hdf5 import guard
 from h5chunk.store.read import scan
 
 UNDEFINED = "0, as there is no fill value"
@@ -134,7 +134,7 @@ def test_what_readers_refuse_is_not_damaged(tmp_path: Path, name: str) -> None:
 
 
 def test_more_chunks_than_a_table_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scan, claims):
+    for module in (scan, guard):
         monkeypatch.setattr(module, "SLACK_CHUNKS", 50)
     path = make(tmp_path / "a.h5", (100,), dtype="u1", chunks=(1,), rows=2)
     found = report(path)
