@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -146,6 +147,26 @@ def human_bytes(num_bytes: float) -> str:
         if num_bytes < 1024:
             return f"{num_bytes:.1f} {unit}"
     return f"{num_bytes / 1024:.1f} TiB"
+
+
+def difference_text(here: Sequence[Any], there: Sequence[Any], path: str, other: str) -> str:
+    """Say which names only one of two files has, or else where their order differs.
+
+    >>> difference_text([b"A", b"C"], [b"A", b"B"], "x.h5", "y.h5")
+    "1 only in x.h5, such as 'C'; 1 only in y.h5, such as 'B'"
+    """
+    only = {path: sorted({*here} - {*there}, key=str), other: sorted({*there} - {*here}, key=str)}
+    found = [
+        f"{len(names):,} only in {where}, such as {', '.join(map(_quoted, names[:3]))}"
+        for where, names in only.items()
+        if names
+    ]
+    place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+    return "; ".join(found) or f"they have another order or number, from number {place} on"
+
+
+def _quoted(name: Any) -> str:
+    return repr(as_text(name)) if isinstance(name, (str, bytes)) else str(name)
 
 
 def count_text(count: int, noun: str) -> str:

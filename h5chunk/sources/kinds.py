@@ -115,6 +115,18 @@ class LayerOptions(MatrixSourceOptions):
 
 
 @dataclass(frozen=True)
+class JoinOptions(LayerOptions):
+    """Options of several matrices that are joined."""
+
+    join: str | None = option(
+        None,
+        "Columns of several files, by their names: those that all have, or all (zeros where a file lacks them).",
+        choices=("inner", "outer"),
+        shown_default="all files must have the same",
+    )
+
+
+@dataclass(frozen=True)
 class EntryOptions(MatrixSourceOptions):
     """Options of a table of entries."""
 
@@ -171,6 +183,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("10x", "matrix.tenx", "TenxSource", LayerOptions, "matrix.h5 or a folder with matrix.mtx.gz, of Cell Ranger"),
     Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),
+    Kind("joined", "matrix.joined", "JoinedSource", JoinOptions, "cells/ or 'cells/*.h5ad': several matrices as one"),
     Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions, "matrix.npz, of scipy.sparse.save_npz"),
     Kind("arrays", "arrays", "ArraySource", Options, "images.npy or data.npz"),
     Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy, as a matrix with --format npy"),

@@ -33,6 +33,8 @@ def example(kind: str, folder: Path) -> Any:
         return folder / "photos"
     if kind == "mapping":
         return [{"x": np.ones(3) * number, "name": "a" * number} for number in range(5)]
+    if kind == "joined":
+        return [write_h5ad(folder / f"{name}.h5ad", MATRIX) for name in "ab"]
     if kind == "ratings":
         pa, coo = pytest.importorskip("pyarrow"), MATRIX.tocoo()
         table = pa.table({"user_id": coo.row, "item_id": [f"i{column}" for column in coo.col], "rating": coo.data})

@@ -34,7 +34,7 @@ def convert(source: str, output: str, **options: Any) -> None:
 
     SOURCE is a folder of images with one folder per class, a flat folder, or either in a .zip or .tar; arrays in .npy
     or .npz; a table or a folder of tables in .parquet; or a sparse matrix: ratings.csv and other (row, column[, value])
-    lines, .npz of scipy, .mtx, libsvm, .h5ad, 10x .h5 or folder.
+    lines, .npz of scipy, .mtx, libsvm, .h5ad, 10x .h5 or folder, or a folder or quoted pattern of .h5ad files.
 
     If it is stopped, by Ctrl-C, a full disk, a bad sample or a signal, the same command continues. If OUTPUT is already
     complete, the same command says so and does nothing.

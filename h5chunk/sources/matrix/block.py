@@ -67,6 +67,7 @@ class SparseSource:
     row_names: np.ndarray | None = None
     column_names: np.ndarray | None = None
     time_name: str | None = None
+    ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         raise NotImplementedError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, printable
+from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, difference_text, printable
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.guard import Guard
@@ -16,7 +16,6 @@ from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
 from h5chunk.store.read.reader import H5Reader
 
 ROW_IDS, COLUMN_IDS = "row_ids", "column_ids"
-MAX_SHOWN = 3  # names in a message
 
 
 def read_table(reader: H5Reader, name: str) -> np.ndarray:
@@ -102,24 +101,5 @@ def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -
     for here, names in named[1:]:
         there, first = named[0]
         if not np.array_equal(names, first):
-            difference = _difference(names, first, here, there)
+            difference = difference_text(names.tolist(), first.tolist(), here, there)
             raise FieldError(f"{here}: its {noun} differ from those of {there}: {difference}: {remedy}")
-
-
-def _difference(here: np.ndarray, there: np.ndarray, path: str, other: str) -> str:
-    """Say which names only one of two files has, or where their order differs."""
-    only = {path: np.setdiff1d(here, there), other: np.setdiff1d(there, here)}
-    found = [f"{len(names):,} only in {where}{_such_as(names)}" for where, names in only.items() if len(names)]
-    if found:
-        return "; ".join(found)
-    size = min(len(here), len(there))
-    place = int(np.append(here[:size] != there[:size], True).argmax())
-    return f"they have another order or number, from number {place} on"
-
-
-def _such_as(names: np.ndarray) -> str:
-    return f", such as {', '.join(map(_text, names[:MAX_SHOWN]))}"
-
-
-def _text(name: object) -> str:
-    return repr(name.decode("utf-8", "backslashreplace")) if isinstance(name, bytes) else str(name)

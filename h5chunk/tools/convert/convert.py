@@ -47,9 +47,10 @@ def convert(
     source : path or object
         Images: a folder with one folder per class, a flat folder, or either in a .zip or .tar. A sparse matrix: a file
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
-        libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Arrays: .npy, .npz, an array, or a dict
-        of arrays. A table: .parquet, or a folder of such files. A data set in Python: any object with a length and
-        samples by number, such as those of torchvision and Hugging Face.
+        libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
+        .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, or a
+        folder of such files. A data set in Python: any object with a length and samples by number, such as those of
+        torchvision and Hugging Face.
     output : path
         The file to make; with ``shards`` or ``shard_bytes``, the folder.
     format : str, optional
@@ -122,4 +123,5 @@ def _open(
         with naming_memory(how.memory_bytes):
             context = OpenContext(how.memory_bytes, with_times=how.duplicates in IN_ORDER)
             opened = open_kind(kind, source, source_options, context)
+        check_not_source(path, *opened.files())
     return opened, path, how, source_options.given()

@@ -91,6 +91,7 @@ def convert_matrix(
         dry_run=dry_run,
         axes=source.axes,
         duplicates=options.duplicates_text(source.time_name),
+        ignored=[f"{name}: {reason}" for name, reason in source.ignored.items()],
         already_complete=complete,
         **facts,
     )

@@ -108,6 +108,7 @@ class MatrixReport(Report):
     free_bytes: int | None = None  # on the disk of the output; this and the next two: None unless it would be written
     memory_bytes: int | None = None  # what was allowed
     temporary_bytes: int | None = None  # about; beside the output while it is made; 0 where all fits in memory
+    ignored: list[str] = field(default_factory=list)  # fields of the source that are left out, with the reason
     already_complete: bool = False  # the same command had made the file before: nothing was done
 
     def lines(self) -> list[str]:
@@ -121,6 +122,7 @@ class MatrixReport(Report):
             *rows("duplicates", self.duplicates if self.free_bytes is not None else ""),
             *rows("", ", ".join(f"{what}: {count:,}" for what, count in self.counts.items())),
             *rows("fields", ", ".join(f"{name} ({kind})" for name, kind in self.fields.items())),
+            *rows("ignored", self.ignored),
             *rows("memory", memory),
             *rows("sorted", ranges if self.num_ranges > 1 else ""),
         ]
