@@ -15,6 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+SPLIT_NAMES = (
+    "train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation",
+)  # fmt: skip
 ENDS_IN_NULL = "ends in a null byte, which strings in a file do not keep: remove it"
 
 
@@ -39,19 +42,33 @@ class Names:
     (2, b'b/2.jpg')
     """
 
-    def __init__(self, names: Iterable[bytes]) -> None:
-        blob, ends = bytearray(), array("q", [0])
+    def __init__(self, names: Iterable[bytes] = ()) -> None:
+        self._blob, self._ends = bytearray(), array("q", [0])
         for name in names:
-            blob += name
-            ends.append(len(blob))
-        self.blob = bytes(blob)
-        self.offsets = np.frombuffer(ends, dtype=np.int64)  # (num_names + 1,)
+            self.append(name)
+
+    def append(self, name: bytes) -> None:
+        """Add a string."""
+        self._blob += name
+        self._ends.append(len(self._blob))
+
+    @property
+    def blob(self) -> bytes:
+        """All strings, end to end."""
+        return bytes(self._blob)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each string starts, and the last one ends: (num_names + 1,) int64."""
+        return np.array(self._ends)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        return self.blob[self.offsets[index] : self.offsets[index + 1]]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"name {index} of {len(self)}")
+        return bytes(self._blob[self._ends[index % len(self)] : self._ends[index % len(self) + 1]])
 
     def __iter__(self) -> Iterator[bytes]:
         return (self[i] for i in range(len(self)))

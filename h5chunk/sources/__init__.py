@@ -2,5 +2,6 @@
 
 ``kinds`` lists the kinds of data and their options, ``open`` finds the kind of a source. The kinds of samples
 (``images``, ``arrays``, ``table``, ``mapping``) share ``samples``; the kinds of matrices are in ``matrix``. For images,
-``listing`` (or ``manifest``) lists the files, ``container`` reads their bytes, and ``decode`` makes pixels.
+``listing`` (with ``pairs`` for masks, or ``manifest``) lists the files, ``container`` reads their bytes, and ``decode``
+makes pixels.
 """

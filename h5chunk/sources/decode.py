@@ -13,6 +13,15 @@
 | truncated, broken, not an image | refused |
 | more pixels than ``max_pixels`` | refused before they are decoded |
 
+A mask (``mask_column``) keeps its numbers, one a pixel, and is scaled by nearest neighbour:
+
+| kind | policy |
+| --- | --- |
+| palette (P) | its indices |
+| grey (L), 1 to 8 bits | its numbers; 1-bit becomes 0 and 1 |
+| 16 bits or more, float | its numbers, if all are whole and at most 255, else refused |
+| colours, alpha | the numbers, if channels are equal and nothing is transparent, else refused |
+
 A refusal is a `SampleError`. Colour, size and frame policies are options; nothing is cut or clipped silently.
 """
 
@@ -23,6 +32,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -36,7 +46,18 @@ DRAFT_GAP = 2  # decode JPEGs at no less than this many times the wanted size
 _TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}
 _KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")
-_FILTER = Image.Resampling.BICUBIC
+_SCALED = {"L;2": 85, "L;4": 17}  # what Pillow multiplies grey numbers of few bits by
+_STRETCHED = "maxval"  # of a PPM whose numbers Pillow scales to its own range
+_NUMBERS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")  # modes of one channel
+
+
+class Decoded(NamedTuple):
+    """A decoded image, of mode L, LA, RGB or RGBA, and what is known of it."""
+
+    image: Image.Image
+    notes: tuple[str, ...]  # to count in the report: its original mode, and the conversions
+    size: tuple[int, int]  # height and width, upright, before it was scaled
+    turn: int  # its EXIF orientation, which was applied; 1 is upright
 
 
 @contextmanager
@@ -53,14 +74,13 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def decode(image: bytes | Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
+def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = False) -> Decoded:
     """Decode an encoded image, or an image that Pillow has opened; apply orientation, colours and size.
 
-    Call it within `pillow_limits`. Returns an image of mode L, LA, RGB or RGBA, and notes to count in the report: its
-    original mode, and the conversions. A SampleError says why an image is refused.
+    Call it within `pillow_limits`. A SampleError says why an image is refused.
     """
     try:
-        return _adapt(_open(image) if isinstance(image, bytes) else image, options)
+        return _adapt(_open(image) if isinstance(image, bytes) else image, options, is_mask)
     except SampleError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -83,16 +103,18 @@ def _open(data: bytes) -> Image.Image:
         ) from None
 
 
-def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tuple[str, ...]]:
-    notes = [image.mode]
-    _refuse_deep(image)
+def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
+    notes = [f"{image.mode} mask" if is_mask else image.mode]
+    raw_modes = _raw_modes(image)
+    if not (is_mask and image.mode in _NUMBERS):
+        _refuse_deep(raw_modes)
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
         if options.animated == "error":
             raise SampleError(f"has {num_frames} frames: use animated='first' (--animated first) for the first one")
         notes.append("first frame")
-    turn = _turn(image)
-    if options.size and options.fit != "error":
+    turn, size = _turn(image), (image.height, image.width)
+    if options.size and options.fit != "error" and not is_mask:
         _draft(image, options, sideways=turn in (5, 6, 7, 8))
     image.load()
     if turn == 1 and image.format == "PNG":  # the EXIF data may come after the pixels
@@ -100,22 +122,30 @@ def _adapt(image: Image.Image, options: ImageOptions) -> tuple[Image.Image, tupl
     if turn in range(2, 9):
         image = ImageOps.exif_transpose(image)
         notes.append("rotated")
-    image = _convert(image, options.color)
+    image = _class_numbers(image, raw_modes) if is_mask else _convert(image, options.color)
     if options.size and (image.height, image.width) != options.size:
-        image = _resize(image, options)
+        image = _resize(image, options, Image.Resampling.NEAREST if is_mask else Image.Resampling.BICUBIC)
         notes.append("resized")
-    return image, tuple(notes)
+    notes = notes[:1] if is_mask else notes  # the rest is counted of its image
+    return Decoded(image, tuple(notes), size[::-1] if turn in (5, 6, 7, 8) else size, turn)
 
 
-def _refuse_deep(image: Image.Image) -> None:
-    """Refuse images of more than 8 bits; Pillow opens some of them as 8-bit modes and drops the lower byte."""
+def _raw_modes(image: Image.Image) -> list[str]:
+    """Return the mode of an image, and those in which its file keeps the pixels."""
     args = [image.mode]
     for tile in getattr(image, "tile", ()):
         more = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
         args += [arg for arg in more if isinstance(arg, str)]
         if tile[0] in ("ppm", "ppm_plain") and isinstance(more[-1], int) and more[-1] > 255:
             args.append("I")
-    deep = next((arg for arg in args if _DEEP.search(arg)), None)
+        if tile[0] in ("ppm", "ppm_plain") and more[-1] not in (255, 65535):
+            args.append(_STRETCHED)
+    return args
+
+
+def _refuse_deep(raw_modes: list[str]) -> None:
+    """Refuse images of more than 8 bits; Pillow opens some of them as 8-bit modes and drops the lower byte."""
+    deep = next((mode for mode in raw_modes if _DEEP.search(mode)), None)
     if deep is not None:
         raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
 
@@ -159,7 +189,34 @@ def _convert(image: Image.Image, color: str) -> Image.Image:
     return image.convert(wanted)
 
 
-def _resize(image: Image.Image, options: ImageOptions) -> Image.Image:
+def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
+    """Return the numbers of a mask, unchanged, as an image of mode L."""
+    if image.mode in ("RGB", "RGBA", "LA"):
+        *bands, last = image.split()
+        if image.mode == "RGB":
+            bands.append(last)
+        elif last.getextrema() != (255, 255):
+            raise SampleError("is a mask with transparent pixels: make these a number of their own")
+        if any(band.tobytes() != bands[0].tobytes() for band in bands):
+            raise SampleError(
+                f"is a mask in colours ({image.mode}): give each colour a number, and save the numbers as a grey PNG"
+            )
+        return bands[0]
+    if image.mode not in _NUMBERS or _STRETCHED in raw_modes:
+        raise SampleError(f"is a mask of mode {image.mode} or range that changes its numbers: save it as a grey PNG")
+    numbers = np.asarray(image)
+    with np.errstate(invalid="ignore"):
+        fitted = (numbers // next((_SCALED[mode] for mode in raw_modes if mode in _SCALED), 1)).astype(np.uint8)
+    if image.mode not in ("1", "L", "P") and not np.array_equal(fitted, numbers):
+        wrong = numbers[fitted != numbers][0]
+        raise SampleError(
+            f"is a mask with the number {wrong}, and only whole numbers from 0 to 255 are kept: number the classes "
+            "anew, with 255 for pixels to ignore"
+        )
+    return Image.fromarray(fitted)
+
+
+def _resize(image: Image.Image, options: ImageOptions, resample: Image.Resampling) -> Image.Image:
     assert options.size is not None
     height, width = options.size
     if options.fit == "error":
@@ -167,14 +224,14 @@ def _resize(image: Image.Image, options: ImageOptions) -> Image.Image:
             f"is {image.height} x {image.width} but size is {height} x {width}: use fit stretch, crop or pad"
         )
     if options.fit == "stretch":
-        return image.resize((width, height), _FILTER)
+        return image.resize((width, height), resample)
     fit = ImageOps.fit if options.fit == "crop" else ImageOps.pad
-    return fit(image, (width, height), _FILTER)
+    return fit(image, (width, height), resample)
 
 
 def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
-    """Copy the pixels of an image into ``out``: (C, H, W) uint8 for layout nchw, (H, W, C) for nhwc."""
-    if layout == "nhwc":
+    """Copy pixels into ``out``, uint8: (C, H, W) for layout nchw, (H, W, C) for nhwc; of a mask (H, W)."""
+    if layout == "nhwc" or out.ndim == 2:
         out[...] = np.frombuffer(image.tobytes(), np.uint8).reshape(out.shape)
     elif image.mode in ("RGB", "RGBA"):
         for channel, band in zip(out, image.mode, strict=True):
@@ -184,8 +241,10 @@ def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
             channel[...] = np.frombuffer(plane.tobytes(), np.uint8).reshape(channel.shape)
 
 
-def sample_shape(image: Image.Image, layout: str) -> tuple[int, int, int]:
+def sample_shape(image: Image.Image, layout: str, is_mask: bool = False) -> tuple[int, ...]:
     """Return the shape of an image as a sample."""
+    if is_mask:
+        return image.height, image.width
     channels = _KEPT[image.mode]
     if layout == "nchw":
         return channels, image.height, image.width

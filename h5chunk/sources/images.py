@@ -6,29 +6,47 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import PIL
 
-from h5chunk.errors import as_text
+from h5chunk.errors import SampleError, SourceError, as_text, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
-from h5chunk.sources.listing import Listing, list_images
-from h5chunk.sources.manifest import list_manifest
+from h5chunk.sources.listing import Found, Listing, list_pairs, read_tree
+from h5chunk.sources.manifest import Choice, list_manifest, list_metadata
+from h5chunk.sources.pairs import LOSSY
 from h5chunk.sources.recognise import is_path, may_be_archive
 from h5chunk.sources.samples import IMAGES, LABELS, Samples
 
 
+def list_source(
+    source: str | os.PathLike[str], options: ImageSourceOptions, report_found: Found = lambda count: None
+) -> Listing:
+    """List the images of a source: by a manifest, by Hugging Face's metadata in the source, or by its folders."""
+    choice = Choice(options.columns, options.mask_column)
+    if options.manifest is not None:
+        return list_manifest(options.manifest, source, report_found, choice)
+    tree = read_tree(source, report_found)
+    listing = list_metadata(tree, options.split_folders, choice) if tree.tables else None
+    if listing is None and options.columns is not None:
+        raise SourceError(f"{tree.shown}: has neither a manifest nor metadata.csv: leave --columns out")
+    return listing or list_pairs(tree, options.split_folders, options.mask_column)
+
+
 class ImageSource(Samples):
-    """Images of one shape, which is known once `settle` was called; ``split_folders`` is for the file's header."""
+    """Images of one shape, which is known once `settle` was called; ``options`` are for the file's header."""
 
     kind = IMAGES
     noun = "images"
     Options = ImageSourceOptions
 
-    def __init__(self, listing: Listing, decoding: ImageOptions, split_folders: str = "auto") -> None:
+    def __init__(self, listing: Listing, decoding: ImageOptions, **options: Any) -> None:
         self.listing, self.decoding = listing, decoding
         self.names, self.columns = listing.names, listing.columns
         self.categories = {LABELS: listing.class_names} if listing.class_names else {}
-        self.options = decoding.recorded() | {"split_folders": split_folders}
+        self.options = decoding.recorded() | {"split_folders": "auto"} | options
+        if listing.others:
+            self.options["fields"] = [IMAGES, *listing.others, *([LABELS] if LABELS in listing.columns else [])]
         self.ignored, self.notes = listing.ignored, listing.notes
 
     @classmethod
@@ -39,16 +57,30 @@ class ImageSource(Samples):
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:
         """List the images, and take the shape of the first one."""
-        splits = options.split_folders
-        if options.manifest is not None:
-            listing = list_manifest(options.manifest, source, context.report_found)
-        else:
-            listing = list_images(source, context.report_found, split_folders=splits)
-            splits = "yes" if "split" in listing.columns else splits
+        listing = list_source(source, options, context.report_found)
+        recorded: dict[str, Any] = {"split_folders": options.split_folders}
+        if options.manifest is None and "split" in listing.columns:
+            recorded["split_folders"] = "yes"
+        if options.columns is not None:
+            recorded["columns"] = options.columns
         decoding = ImageOptions(**{name: getattr(options, name) for name in ImageOptions.names()})
-        images = cls(listing, decoding, splits)
+        images = cls(listing, decoding, **recorded)
+        images.check_parts(context.skips_bad_samples)
         images.settle(context.skips_bad_samples)
         return images
+
+    def check_parts(self, skip_bad: bool) -> None:
+        """Raise SourceError if images lack a mask, unless they shall be left out; note what may be wrong with masks."""
+        for name, paths in self.listing.others.items():
+            missing = np.flatnonzero(np.diff(paths.offsets) == 0)
+            if len(missing) and not skip_bad:
+                raise SourceError(
+                    f"{len(missing):,} of {len(self):,} images have no image in {name!r}, such as "
+                    f"{printable(self.listing.names[missing[0]])}: add them, leave such samples out (--on-error skip), "
+                    "or list the pairs in a manifest (--manifest)"
+                )
+            if name in self.masks and any(path.lower().endswith(LOSSY) for path in paths):
+                self.listing.notes.append(f"{name} are JPEG files, whose numbers are not exact: save masks as PNG")
 
     def __len__(self) -> int:
         return len(self.listing.names)
@@ -56,13 +88,29 @@ class ImageSource(Samples):
     def name(self, index: int) -> str:
         return as_text(self.listing.names[index])
 
+    def part_name(self, index: int, name: str) -> str:
+        return printable(self.listing.others[name][index])
+
     def stamp(self, index: int) -> tuple[int, ...]:
-        return self.listing.container.stamp(index, self.listing.names[index])
+        container = self.listing.container
+        stamp = container.stamp(index, self.listing.names[index])
+        for _, number, path in self.listing.parts(index):
+            stamp += container.stamp(number, path)
+        return stamp
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-        names = self.listing.names
-        facts = {"decoder": PIL.__version__, "options": vars(self.decoding)}
-        return facts, (names.blob, names.offsets.tobytes())
+        lists = {IMAGES: self.listing.names, **self.listing.others}
+        facts = {"decoder": PIL.__version__, "options": vars(self.decoding), "fields": list(lists)}
+        return facts, tuple(blob for names in lists.values() for blob in (names.blob, names.offsets.tobytes()))
 
     def values(self, index: int) -> Mapping[str, bytes]:
-        return {IMAGES: self.listing.container.read(index, self.listing.names[index])}
+        container = self.listing.container
+        values = {IMAGES: container.read(index, self.listing.names[index])}
+        for name, number, path in self.listing.parts(index):
+            if not path:
+                raise SampleError(f"has no image in {name!r}")
+            try:
+                values[name] = container.read(number, path)
+            except SampleError as error:
+                raise SampleError(f"{printable(path)} {error}") from None
+        return values

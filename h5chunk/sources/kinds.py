@@ -42,8 +42,17 @@ class ImageOptions(Options):
     layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
     animated: str = option("error", "Refuse images of several frames, or use the first.", choices=("error", "first"))
     max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels; larger images are refused.", minimum=1)
+    mask_column: tuple[str, ...] | None = option(
+        None,
+        "Columns, or folders beside that of the images, that hold masks: these keep their numbers, and are scaled with "
+        "their images, by nearest neighbour.",
+        metavar="NAME[,NAME]",
+        shown_default="a folder masks beside images",
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.mask_column, str):
+            object.__setattr__(self, "mask_column", (self.mask_column,))
         super().__post_init__()
         is_pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
@@ -53,7 +62,8 @@ class ImageOptions(Options):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that a file records: those that determine the pixels."""
-        return {name: getattr(self, name) for name in RECORDED}
+        names = (*RECORDED, *(["mask_column"] if self.mask_column is not None else []))
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def of_recorded(cls, options: Mapping[str, Any], shape: Sequence[int] = ()) -> ImageOptions:
@@ -62,6 +72,8 @@ class ImageOptions(Options):
         Raises KeyError, TypeError or ValueError if the file does not record them.
         """
         found = {name: options[name] for name in RECORDED}
+        masks = options.get("mask_column")
+        found["mask_column"] = masks if masks is None else tuple(map(str, masks))
         size = (shape[2:] if options["layout"] == "nchw" else shape[1:3]) or found["size"]
         return ImageOptions(**{**found, "size": size and tuple(int(n) for n in size)})
 
@@ -77,6 +89,9 @@ class ImageSourceOptions(ImageOptions):
         "auto",
         "Whether the top folders are splits (train, val, ...), which become a field, with classes one level down.",
         choices=("auto", "yes", "no"),
+    )
+    columns: tuple[str, ...] | None = option(
+        None, "Columns of a manifest to convert.", metavar="A,B[,C[,D]]", shown_default="all columns"
     )
 
     def __post_init__(self) -> None:

@@ -10,24 +10,25 @@ labels made from them would be worthless. The names decide; if they are ambiguou
 from __future__ import annotations
 
 import os
+import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import SourceError, as_text, count_text, printable
-from h5chunk.source import Names
+from h5chunk.source import SPLIT_NAMES, Names
 from h5chunk.sources.container import Container, Folder, open_archive
+from h5chunk.sources.pairs import Directory, at_level, depth_of, find_pairs
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden, and never of interest
-SPLIT_NAMES = (
-    b"train", b"training", b"val", b"valid", b"validation", b"dev", b"test", b"testing", b"eval", b"evaluation",
-)  # fmt: skip
+TABLES = (b"metadata.csv", b"metadata.jsonl")  # of Hugging Face's imagefolder
 
 Found = Callable[[int], None]  # called with the number of images found so far
 
@@ -36,50 +37,110 @@ Found = Callable[[int], None]  # called with the number of images found so far
 class Listing:
     """The samples of a source, without their pixels; ``names`` are paths below it, with slashes.
 
-    Columns are (num_samples,): ``labels`` int64 if there are classes, ``split`` if there are splits, and the columns of
-    a manifest.
+    ``others`` are the paths of further images of each sample, such as masks, by field; a path is empty if there is
+    none. Columns are (num_samples,): ``labels`` int64 if there are classes, ``split`` if there are splits, and the
+    columns of a manifest.
     """
 
     container: Container
     names: Names
+    others: dict[str, Names] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     class_names: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # names of files in the source that are not packed
     notes: list[str] = field(default_factory=list)
 
+    def select(self, *members: Any) -> None:
+        """Set the numbers in the archive of all images: (num_samples,) int64 for ``names``, then for each other."""
+        self.container.select(np.concatenate([np.asarray(each, np.int64) for each in members]))
+
+    def parts(self, index: int) -> Iterator[tuple[str, int, bytes]]:
+        """Yield (field, number in the container, path) of the other images of a sample."""
+        for place, (name, paths) in enumerate(self.others.items(), 1):
+            yield name, place * len(self.names) + index, paths[index]
+
 
 @dataclass
-class _Directory:
-    """The images of one folder: their names, and their numbers in the archive (-1 in a folder on disk)."""
+class Tree:
+    """The images of a folder or an archive, by folder, and its tables of metadata, as (path, number in the archive)."""
 
-    files: list[bytes] = field(default_factory=list)
-    members: array[int] = field(default_factory=lambda: array("q"))
+    shown: str
+    container: Container
+    directories: dict[bytes, Directory]
+    tables: list[tuple[bytes, int]]
+    ignored: list[str]
 
 
-def list_images(source: str | os.PathLike[str], found: Found | None = None, *, split_folders: str = "auto") -> Listing:
-    """List the images of a folder, a .zip or a .tar, with labels if there is one folder per class.
-
-    If the top folders are splits, classes are the folders in them, the same for all splits, and the column ``split``
-    has the name of the top folder. ``auto``: they are splits if all have names of splits, and there are at least two.
-    """
+def read_tree(source: str | os.PathLike[str], found: Found | None = None) -> Tree:
+    """List all files of a folder, a .zip or a .tar."""
     path = Path(source)
     found = found or (lambda count: None)
     check_source(path)
     found(0)
     if path.is_dir():
         container: Container = Folder(path)
-        directories, ignored = _group(_walk(os.fsencode(path)), found)
+        files = _walk(os.fsencode(path))
     else:
         container, members = open_archive(path)
-        directories, ignored = _group(_split(members), found)
-        tops = {name.partition(b"/")[0] for name, directory in directories.items() if directory.files}
-        if len(tops) == 1 and b"" not in tops:  # a folder that wraps all images is removed from their paths
-            top = tops.pop()
-            inside = (name for name in directories if name.partition(b"/")[0] == top)
-            directories = {name[len(top) + 1 :]: directories[name] for name in inside}
-    listing = _arrange(printable(path), directories, container, split_folders)
-    listing.ignored[:0] = ignored
-    found(len(listing.names))
+        files = _split(members)
+    tree = _group(files, Tree(printable(path), container, {}, [], []), found)
+    tops = {name.partition(b"/")[0] for name, directory in tree.directories.items() if directory.files}
+    if not path.is_dir() and len(tops) == 1 and b"" not in tops:  # a folder that wraps all images is left out of paths
+        top, directories = tops.pop() + b"/", tree.directories
+        inside = (name for name in directories if (name + b"/").startswith(top))
+        tree.directories = {name[len(top) :]: directories[name] for name in inside}
+        tree.tables = [(name[len(top) :], number) for name, number in tree.tables if name.startswith(top)]
+    found(sum(len(directory.files) for directory in tree.directories.values()))
+    return tree
+
+
+def list_images(
+    source: str | os.PathLike[str],
+    found: Found | None = None,
+    *,
+    split_folders: str = "auto",
+    masks: Sequence[str] | None = None,
+) -> Listing:
+    """List the images of a folder, a .zip or a .tar, with labels if there is one folder per class.
+
+    If the top folders are splits, classes are the folders in them, the same for all splits, and the column ``split``
+    has the name of the top folder. ``auto``: they are splits if all have names of splits, and there are at least two.
+    ``masks`` are folders beside the one with the images; None: those with a usual name.
+    """
+    return list_pairs(read_tree(source, found), split_folders, masks)
+
+
+def list_pairs(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Listing:
+    """Arrange the images of a tree as samples, with the masks of the same names from the folders beside."""
+    with_images = [name for name, directory in tree.directories.items() if directory.files]
+    pairs = find_pairs(tree.shown, with_images, masks)
+    if pairs is None:
+        listing, members = arrange(tree, split_folders)
+        listing.select(members)
+        return listing
+    directories, parts = tree.directories, []
+    inside = replace(tree, directories=pairs.inside(directories, pairs.images))
+    listing, members = arrange(inside, split_folders)
+    plain = listing.names
+    listing.names = Names(pairs.outside(name, pairs.images) for name in plain)
+    for name, folder in pairs.masks.items():
+        paths, numbers, left = pairs.match(plain, pairs.inside(directories, folder), folder)
+        listing.others[name] = Names(paths)
+        parts.append(numbers)
+        if left:
+            listing.ignored.append(
+                f"{count_text(len(left), 'image')} in {as_text(folder)!r} without an image, such as {left[0]}"
+            )
+    loose = [
+        posixpath.join(name, file)
+        for name in with_images
+        if not pairs.is_inside(name)
+        for file in directories[name].files
+    ]
+    if loose:
+        listing.ignored.append(f"{count_text(len(loose), 'image')} beside these folders, such as {as_text(min(loose))}")
+    listing.notes.append(pairs.note())
+    listing.select(members, *parts)
     return listing
 
 
@@ -144,9 +205,8 @@ def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes,
         yield b"/".join(parts), file, number
 
 
-def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dict[bytes, _Directory], list[str]]:
-    """Group images by folder, and list what else there is."""
-    directories: dict[bytes, _Directory] = {}
+def _group(files: Iterable[tuple[bytes, bytes, int]], tree: Tree, found: Found) -> Tree:
+    """Add files to an empty tree."""
     others = Counter[str]()
     count, other, hidden = 0, b"", b""
     for folder, file, number in files:
@@ -154,54 +214,55 @@ def _group(files: Iterable[tuple[bytes, bytes, int]], found: Found) -> tuple[dic
             if file not in SYSTEM and not file.startswith(b"._"):
                 hidden = min(hidden or file, file)
             continue
-        directory = directories.get(folder)
+        directory = tree.directories.get(folder)
         if directory is None:
-            directory = directories[folder] = _Directory()
+            directory = tree.directories[folder] = Directory()
         if file.lower().endswith(EXTENSIONS):
             directory.files.append(file)
             directory.members.append(number)
             count += 1
             if count % 4096 == 0:
                 found(count)
+        elif file in TABLES:
+            tree.tables.append((posixpath.join(folder, file), number))
         elif file:
             others[as_text(os.path.splitext(file)[1].lower()) or "no ending"] += 1
             other = min(other or file, file)
-    ignored = []
     if others:
         kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5))
-        ignored.append(f"files that are not named like images ({kinds}), such as {as_text(other)}")
+        tree.ignored.append(f"files that are not named like images ({kinds}), such as {as_text(other)}")
     if hidden:
-        ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
-    return directories, ignored
+        tree.ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
+    return tree
 
 
-def _arrange(source: str, directories: dict[bytes, _Directory], container: Container, split_folders: str) -> Listing:
-    """Sort and label images as torchvision's ImageFolder would, split by split."""
+def arrange(tree: Tree, split_folders: str, least_classes: float = 1) -> tuple[Listing, array[int]]:
+    """Sort and label images as torchvision's ImageFolder would, split by split; return their numbers, too."""
+    source, directories, ignored = tree.shown, tree.directories, [*tree.ignored]
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
         wanted = ", ".join(e.decode() for e in EXTENSIONS)
         raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
     level = int(_has_split_folders(source, with_images, split_folders))  # names of class folders
-    ignored = []
-    if level and (empty := sorted(_at(0, directories) - _at(0, with_images))):
+    if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
         ignored.append(f"folders without images, which are not treated as splits: {', '.join(map(as_text, empty))}")
         directories = {name: each for name, each in directories.items() if name.split(b"/")[0] not in empty}
-    classes = sorted(_at(level, with_images))
-    if classes and (empty := sorted(_at(level, directories) - set(classes))):
+    classes = sorted(at_level(level, with_images))
+    classes = classes if len(classes) >= least_classes else []
+    if classes and (empty := sorted(at_level(level, directories) - set(classes))):
         raise SourceError(
             f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
             f"{len(empty) + len(classes)}): remove it, or put images in it"
         )
     depth = level + bool(classes)  # lowest depth of a folder with samples
-    kept = {name: directory for name, directory in with_images.items() if _depth(name) >= depth}
+    kept = {name: directory for name, directory in with_images.items() if depth_of(name) >= depth}
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
         what, count = "class" if classes else "split", sum(len(directory.files) for directory in loose.values())
         example = min(name + b"/" * bool(name) + min(directory.files) for name, directory in loose.items())
         images = count_text(count, "image")
         ignored.append(f"{images} without a {what}, beside the {what} folders, such as {as_text(example)}")
     members = array("q")
-    listing = Listing(container, Names(_names(kept, depth, members)), ignored=ignored)
-    container.select(np.frombuffer(members, dtype=np.int64))
+    listing = Listing(tree.container, Names(_names(kept, depth, members)), ignored=ignored)
     if classes:
         listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]
@@ -209,7 +270,7 @@ def _arrange(source: str, directories: dict[bytes, _Directory], container: Conta
         listing.notes.append(f"all images are of one class, {listing.class_names[0]!r}: check its folders")
     if level:
         _add_splits(listing, kept)
-    return listing
+    return listing, members
 
 
 def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> bool:
@@ -222,7 +283,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
     """
     tops = sorted({folder.partition(b"/")[0] for folder in folders} - {b""})
     nested = {folder.partition(b"/")[0] for folder in folders if b"/" in folder}
-    named = [top for top in tops if top.lower() in SPLIT_NAMES]
+    named = [top for top in tops if as_text(top).lower() in SPLIT_NAMES]
     if choice == "no" or (choice == "auto" and not named):
         return False
     if not tops:
@@ -245,17 +306,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
     return True
 
 
-def _depth(name: bytes) -> int:
-    """Return the number of folders on the path of a folder, including itself."""
-    return name.count(b"/") + 1 if name else 0
-
-
-def _at(level: int, names: Iterable[bytes]) -> set[bytes]:
-    """Return the folder names of these paths at one level, counted from 0."""
-    return {name.split(b"/")[level] for name in names if _depth(name) > level}
-
-
-def _names(directories: dict[bytes, _Directory], depth: int, members: array[int]) -> Iterator[bytes]:
+def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
     """Return the paths of all images, sorted by their first folders, then folder, then name; note their members."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
@@ -271,9 +322,9 @@ def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
     return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
 
 
-def _add_splits(listing: Listing, directories: dict[bytes, _Directory]) -> None:
+def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
     """Add the column ``split``, and notes about it and about classes that some splits lack."""
-    splits = sorted(_at(0, directories))
+    splits = sorted(at_level(0, directories))
     numbers = _numbers(listing.names, 0, splits)
     listing.columns["split"] = np.array([as_text(split).encode() for split in splits])[numbers]
     counts = zip(splits, np.bincount(numbers).tolist(), strict=True)
@@ -282,7 +333,7 @@ def _add_splits(listing: Listing, directories: dict[bytes, _Directory]) -> None:
         "the field 'split' has the split of each sample (to treat them as classes, give --split-folders no)"
     )
     for split in splits:
-        in_split = _at(1, (name for name in directories if name.partition(b"/")[0] == split))
+        in_split = at_level(1, (name for name in directories if name.partition(b"/")[0] == split))
         present = {as_text(name) for name in in_split}
         lacking = [name for name in listing.class_names if name not in present]
         if lacking:

@@ -59,6 +59,11 @@ class MappingSource(Samples):
         if is_path(source):
             raise SourceError(f"{printable(source)}: is a path, not a data set in Python")
         if isinstance(source, Mapping) and source and 0 not in source:
+            if all(hasattr(value, "features") for value in source.values()):  # Hugging Face's DatasetDict
+                names = ", ".join(map(repr, source))
+                raise SourceError(
+                    f"a dict of the data sets {names}: convert each, such as data[{next(iter(source))!r}]"
+                )
             lists = ", ".join(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
             raise SourceError(f"a dict of columns whose values are not all arrays ({lists}): use np.array")
         if hasattr(source, "nnz"):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
-from h5chunk.errors import SampleError, ShapeError, SourceError, printable
+from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, printable
 from h5chunk.source import SampleField, SampleSource, shape_text
-from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.decode import Decoded, decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
+MASK_FIELDS = ("mask", "masks")  # images that are masks, unless told otherwise
 
 
 class Samples(SampleSource):
@@ -32,31 +33,62 @@ class Samples(SampleSource):
     def session(self) -> AbstractContextManager[None]:
         return pillow_limits(self.decoding.max_pixels)
 
+    @property
+    def masks(self) -> Sequence[str]:
+        """The fields that are masks, if they are images."""
+        return MASK_FIELDS if self.decoding.mask_column is None else self.decoding.mask_column
+
+    def part_name(self, index: int, name: str) -> str:
+        """Return where a field of a sample comes from, for messages."""
+        return f"its {printable(name)!r}"
+
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
         values = self.values(index)
+        images = self._decode(index, values)
         notes: tuple[str, ...] = ()
         for name, target in out.items():
-            value = values[name]
-            if not isinstance(value, (bytes, Image.Image)):
-                _check_shape(name, value.shape, target.shape)
-                target[...] = value
+            if name not in images:
+                _check_shape(name, values[name].shape, target.shape)
+                target[...] = values[name]
                 continue
-            image, said = decode(value, self.decoding)
-            _check_shape(name, sample_shape(image, self.decoding.layout), target.shape)
+            image = images[name].image
+            _check_shape(name, self._shape(name, image), target.shape)
             write_pixels(image, self.decoding.layout, target)
-            notes += said
+            notes += images[name].notes
         return notes
+
+    def _decode(self, index: int, values: Mapping[str, Any]) -> dict[str, Decoded]:
+        """Decode the images among the values of a sample; masks must have the size of the first other image."""
+        found: dict[str, Decoded] = {}
+        for name, value in values.items():
+            if isinstance(value, (bytes, Image.Image)):
+                try:
+                    found[name] = decode(value, self.decoding, name in self.masks)
+                except SampleError as error:
+                    if not found:
+                        raise
+                    raise SampleError(f"{self.part_name(index, name)} {error}") from None
+        pictured = next((image for name, image in found.items() if name not in self.masks), None)
+        for name in self.masks:
+            if pictured and name in found:
+                check_pair(self.part_name(index, name), found[name], pictured)
+        return found
+
+    def _shape(self, name: str, image: Image.Image) -> tuple[int, ...]:
+        return sample_shape(image, self.decoding.layout, name in self.masks)
 
     def describe(self, index: int) -> dict[str, SampleField]:
         """Return the fields of one sample."""
-        fields, layout = {}, self.decoding.layout
+        fields, values = {}, self.values(index)
         with self.session():
-            for name, value in self.values(index).items():
-                if isinstance(value, (bytes, Image.Image)):
-                    image, _ = decode(value, self.decoding)
-                    fields[name] = SampleField(sample_shape(image, layout), np.dtype(np.uint8), layout.upper())
-                else:
-                    fields[name] = SampleField(value.shape, field_dtype(name, value.dtype))
+            images = self._decode(index, values)
+        for name, value in values.items():
+            if name in images:
+                shape = self._shape(name, images[name].image)
+                axes = "NHW" if len(shape) == 2 else self.decoding.layout.upper()
+                fields[name] = SampleField(shape, np.dtype(np.uint8), axes)
+            else:
+                fields[name] = SampleField(value.shape, field_dtype(name, value.dtype))
         return fields
 
     def settle(self, skip_bad: bool) -> list[str]:
@@ -67,6 +99,7 @@ class Samples(SampleSource):
         for index in range(len(self)):
             try:
                 fields = self.describe(index)
+                self._check_masks(fields)
                 self.fields = largest_first(fields)
                 return list(fields)
             except SampleError as error:
@@ -74,6 +107,13 @@ class Samples(SampleSource):
                 if not skip_bad:
                     raise SampleError(reason) from None
         raise SourceError(f"none of the {len(self)} samples can be used; the last: {reason}")
+
+    def _check_masks(self, fields: Mapping[str, SampleField]) -> None:
+        images = [name for name, field in fields.items() if field.axes]
+        for name in self.decoding.mask_column or ():
+            if name not in images:
+                names = ", ".join(map(printable, images)) or "none"
+                raise OptionError(f"mask_column is {name!r}, but the fields that are images are {names}: name one")
 
     def disagreement(self) -> str:
         """Name the first two samples of different shapes, and the remedy."""
@@ -98,6 +138,20 @@ class Samples(SampleSource):
                     f"{self.name(index)} is {shape_text(field.shape)}: {remedy}"
                 )
         return "the samples had different shapes, and have changed since"
+
+
+def check_pair(name: str, mask: Decoded, image: Decoded) -> None:
+    """Raise SampleError unless a mask, whose name is given, lies on its image pixel by pixel."""
+    if mask.size != image.size:
+        raise SampleError(
+            f"{name} is {shape_text(mask.size)} but the image is {shape_text(image.size)}: give a mask the size of its "
+            "image" + (" as its EXIF orientation turns it" if image.turn != 1 else "")
+        )
+    if mask.turn != image.turn and (image.turn in (2, 3, 4) or image.size[0] == image.size[1]):
+        raise SampleError(
+            f"EXIF turns the image but not {name}, and their sizes do not show whether the mask is upright: turn the "
+            "pixels of the image, and remove its EXIF orientation"
+        )
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

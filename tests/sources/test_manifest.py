@@ -85,10 +85,10 @@ def test_strings_are_utf8_even_where_the_manifest_is_not(read: Read) -> None:
 
 
 def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert column(read, "x" * 256).dtype == "S256"
+    assert column(read, "x" * 4096).dtype == "S4096"
     monkeypatch.setattr(np, "empty", None)
     check_refused(
-        read, f"path,word\n1.png,{'x' * 257}\n", "column 'word' holds a string of 257 bytes but the limit is 256"
+        read, f"path,word\n1.png,{'x' * 4097}\n", "column 'word' holds a string of 4097 bytes but the limit is 4096"
     )
 
 

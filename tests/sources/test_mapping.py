@@ -156,3 +156,13 @@ def test_a_dict_with_a_list_names_it(tmp_path):
 def test_a_sparse_matrix_in_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"save it with scipy\.sparse\.save_npz"):
         h5chunk.convert(scipy.sparse.eye(5, format="csr"), tmp_path / "a.h5")
+
+
+def test_a_dict_of_data_sets(tmp_path):
+    class Part(list):
+        features = "of Hugging Face"
+
+    with pytest.raises(
+        SourceError, match=r"a dict of the data sets 'train', 'test': convert each, such as data\['train'\]"
+    ):
+        h5chunk.convert({"train": Part([1]), "test": Part([2])}, tmp_path / "x.h5")

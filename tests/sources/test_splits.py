@@ -17,7 +17,7 @@ from support.stopped import Stop, packed, stop_at
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import OptionError, SourceError
+from h5chunk.errors import OptionError, OutputError, SampleError, SourceError
 from h5chunk.sources.listing import list_images
 from h5chunk.tools.convert.append import append
 from h5chunk.tools.convert.convert import convert
@@ -240,3 +240,57 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--split-folders yes" in result.stderr
     result = run("convert", root, path, "--split-folders", "no", "--json")
     assert json.loads(result.stdout)["class_names"] == ["Train", "cat", "val"]
+
+
+def test_a_file_for_each_split(tmp_path: Path) -> None:
+    source, out = make_tree(tmp_path / "data"), tmp_path / "out"
+    plan = convert(source, out, split_files=True, chunk_samples=3, workers=0, dry_run=True)
+    report = convert(source, out, split_files=True, chunk_samples=3, workers=0)
+    assert plan.num_samples == report.num_samples == 24 and "2 files of up to 16 samples" in str(plan)
+    assert sorted(path.name for path in out.iterdir()) == ["Train.h5", "val.h5"]
+    samples, labels = expected()
+    for split, count in (("Train", 16), ("val", 8)):
+        names = [name for name in samples if name.startswith(split)]
+        check_file(out / f"{split}.h5", {n: samples[n] for n in names}, {n: labels[n] for n in names})
+        dataset = h5chunk.ChunkDataset(out / f"{split}.h5")
+        assert dataset.classes == CLASSES and len(dataset) == count and {*dataset.values("split")} == {split}
+        dataset.close()
+    assert len(h5chunk.ChunkDataset(out)) == 24
+    assert convert(source, out, split_files=True, chunk_samples=3, workers=0).already_complete
+    with pytest.raises(OutputError, match="exists: use --overwrite"):
+        convert(source, out, split_files=True, chunk_samples=4, workers=0)
+    convert(source, out, split_files=True, chunk_samples=4, workers=0, overwrite=True)
+    assert h5chunk.ChunkDataset(out / "val.h5").chunk_samples == 4
+
+
+def test_files_of_splits_continue(tmp_path: Path) -> None:
+    source, out = make_tree(tmp_path / "data"), tmp_path / "out"
+    broken = sorted((source / "val").rglob("*.png"))[-1]
+    image = broken.read_bytes()
+    broken.write_bytes(b"broken")
+    with pytest.raises(SampleError):
+        convert(source, out, split_files=True, chunk_samples=3, workers=0)
+    broken.write_bytes(image)
+    told: list[str] = []
+    convert(source, out, split_files=True, chunk_samples=3, workers=0, notify=told.append)
+    assert told[0].startswith("continuing: ")
+    convert(source, tmp_path / "again", split_files=True, chunk_samples=3, workers=0)
+    for name in ("Train.h5", "val.h5"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("splits", "reason"),
+    [
+        (None, "the source has no field 'split', which folders such as train/ and val/"),
+        (np.array([b"a", b"../b"] * 60), r"the field 'split' has a name that no file can have, such as \.\./b"),
+        (np.arange(120), "the field 'split' has more than 100 values, such as 100"),
+    ],
+)
+def test_what_cannot_be_a_file_for_each_split(tmp_path: Path, splits: Any, reason: str) -> None:
+    data = {"data": np.zeros((120, 5), np.uint8)} | ({} if splits is None else {"split": splits})
+    with pytest.raises(OptionError, match=f"split_files is given, but {reason}"):
+        convert(data, tmp_path / "out", split_files=True)
+    with pytest.raises(OptionError, match="shards is 2 and split_files is True: give one of them"):
+        convert(data, tmp_path / "out", split_files=True, shards=2)
+    assert not list(tmp_path.iterdir())

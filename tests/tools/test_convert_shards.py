@@ -166,7 +166,7 @@ def test_manifest(class_folder: Make, tmp_path: Path) -> None:
 
 def test_plan(class_folder: Make, tmp_path: Path) -> None:
     plan = convert(class_folder(40), tmp_path / "out.h5", shards=4, chunk_samples=4, dry_run=True)
-    assert "4 shards of up to 12 samples" in str(plan) and "out-00000-of-00004.h5" in str(plan)
+    assert "4 files of up to 12 samples" in str(plan) and "out-00000-of-00004.h5" in str(plan)
     assert not (tmp_path / "out.h5").exists()
     report = convert(tmp_path / "photos", tmp_path / "out.h5", shards=4, chunk_samples=4)
     assert (tmp_path / "out.h5" / "out-00000-of-00004.h5").is_file()

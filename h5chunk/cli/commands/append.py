@@ -27,7 +27,7 @@ AS_BEFORE = "as when FILE was made"
 @shared.source_format
 @options_of(
     append_options(),
-    left_out=("size", "color", "layout", "animated"),
+    left_out=("size", "color", "layout", "animated", "mask_column"),
     defaults={"fit": AS_BEFORE, "split_folders": AS_BEFORE},
 )
 @shared.dry_run

@@ -12,6 +12,10 @@ has
 
 ``/images``
     uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
+``/masks``, or the name of another column or folder
+    Further images of the samples: as ``/images``; or masks, uint8, (N, H, W), the numbers of the source, ``axes``
+    ``NHW``. ``options`` then has the key ``fields`` (below) and, unless masks were found by their name,
+    ``mask_column``: the names of the fields that are masks.
 ``/labels``
     (N,), int64, if samples have a class or a label; float64 if labels are fractions.
 ``/split``

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
+from h5chunk.source import SPLIT_NAMES
 from h5chunk.store.read.files import NUMBERED
 from h5chunk.store.write.journal import Journal, save_command_id
 from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
+SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # of convert --split-files
 OPENINGS = 1000  # of a part that other writers finish each time before we lock it
 _Output = TypeVar("_Output", bound="Output")
 
@@ -194,7 +197,7 @@ def check_folder(path: Path, overwrite: bool) -> None:
     if os.path.lexists(path) and not path.is_dir():
         raise OutputError(f"{shown}: is a file, and shards make a folder: give another name, or remove it")
     there = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    others = [name for name in there if not NUMBERED.fullmatch(name)]
+    others = [name for name in there if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
     if others:
         raise OutputError(
             f"{shown}: is a folder with more than shards in it, such as {printable(others[0])}: give the name of a "

@@ -18,7 +18,8 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
-SET_BY_FILE = ("size", "color", "layout", "animated")  # options of images that are as when the file was made
+# options of images that are as when the file was made
+SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column")
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
 

@@ -45,20 +45,21 @@ def convert(
     Parameters
     ----------
     source : path or object
-        Images: a folder with one folder per class, a flat folder, or either in a .zip or .tar. A sparse matrix: a file
+        Images: a folder with one folder per class, a flat folder, or either in a .zip or .tar; folders ``images`` and
+        ``masks`` side by side; or a folder with Hugging Face's ``metadata.csv`` or ``.jsonl``. A sparse matrix: a file
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
         .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, or a
         folder of such files. A data set in Python: any object with a length and samples by number, such as those of
         torchvision and Hugging Face.
     output : path
-        The file to make; with ``shards`` or ``shard_bytes``, the folder.
+        The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder.
     format : str, optional
         The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
         Recommendation of `h5chunk.tune`, as JSON: ``chunk_samples`` is taken from it, unless it is given.
     overwrite : bool
-        Whether to replace a file at ``output``, or a folder that holds nothing but shards.
+        Whether to replace a file at ``output``, or a folder that holds nothing but shards or splits.
     dry_run : bool
         Write nothing, and predict the report from the source and a few of its samples.
     progress : callable, optional

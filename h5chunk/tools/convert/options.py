@@ -76,15 +76,25 @@ class SampleOptions(ReadOptions, WriteOptions):
         None, "Split OUTPUT into files of about this size, such as 1GiB.", minimum=1, unit="bytes"
     )
 
+    split_files: bool = option(
+        False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...), with the same classes in all."
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shards is not None and self.shard_bytes is not None:
-            raise OptionError(f"shards is {self.shards} and shard_bytes is {self.shard_bytes}: give one of them")
+        given = [name for name in ("shards", "shard_bytes", "split_files") if getattr(self, name)]
+        if len(given) > 1:
+            shown = " and ".join(f"{name} is {getattr(self, name)}" for name in given)
+            raise OptionError(f"{shown}: give one of them")
 
     @property
     def is_sharded(self) -> bool:
         """Whether the output is a folder of files."""
-        return self.shards is not None or self.shard_bytes is not None
+        return self.shards is not None or self.shard_bytes is not None or self.split_files
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the options that a file records, besides those of its order."""
+        return {"split_files": True} if self.split_files else {}
 
 
 @dataclass(frozen=True)

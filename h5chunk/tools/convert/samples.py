@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Any
 import numpy as np
 
 import h5chunk
-from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, count_text, human_bytes
+from h5chunk.errors import (
+    OptionError,
+    SampleError,
+    ShapeError,
+    SourceError,
+    as_text,
+    count_text,
+    human_bytes,
+    printable,
+)
 from h5chunk.machine import available_cores
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
@@ -26,6 +36,9 @@ from h5chunk.tools.convert.options import MAX_SHARDS, ReadOptions, SampleOptions
 from h5chunk.tools.progress import Progress
 
 PROBES = 24  # samples read to estimate the time
+SPLIT = "split"  # the field that says which split a sample is of
+SPLIT_NAME = re.compile(r"\w[\w .-]*")
+MAX_SPLITS = 100  # more values are no splits
 DTYPE_KINDS = "iufS"  # of fields: integers, floats and fixed-length strings
 
 
@@ -50,7 +63,7 @@ def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
         source=source,
         order=permutation(len(source), how.seed) if how.shuffle else np.arange(len(source), dtype=np.int64),
         layout=plan_layout(len(source), largest, how.chunk_samples),
-        options={**fields, **source.options, "seed": how.seed, "shuffle": how.shuffle},
+        options={**fields, **source.options, "seed": how.seed, "shuffle": how.shuffle, **how.recorded()},
         columns=source.columns,
         categories=source.categories,
         num_workers=available_cores() if how.workers is None else how.workers,
@@ -104,6 +117,8 @@ def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
     """
     if not how.is_sharded:
         return []
+    if how.split_files:
+        return _files_of_splits(job)
     layout, shards = job.layout, how.shards
     if shards is not None and how.chunk_samples is None and layout.num_chunks < shards <= layout.num_samples:
         smaller = plan_layout(layout.num_samples, layout.sample_bytes, layout.num_samples // shards)
@@ -129,12 +144,32 @@ def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
     return jobs
 
 
+def _files_of_splits(job: SampleJob) -> list[SampleJob]:
+    """Divide a job by the field ``split``: one file per value, which is its name."""
+    splits = job.columns.get(SPLIT)
+    if splits is None:
+        raise OptionError(
+            "split_files is given, but the source has no field 'split', which folders such as train/ and val/, or a "
+            "column of that name, make"
+        )
+    jobs: list[SampleJob] = []
+    for split in np.unique(splits):
+        name = as_text(split) if isinstance(split, bytes) else str(split)
+        name = job.categories[SPLIT][int(split)] if SPLIT in job.categories else name
+        if not SPLIT_NAME.fullmatch(name) or len(jobs) == MAX_SPLITS:
+            what = "a name that no file can have" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
+            raise OptionError(f"split_files is given, but the field 'split' has {what}, such as {printable(name)}")
+        of_split = replace(job, path=job.path / f"{name}.h5")
+        jobs.append(of_split.with_order(job.order[splits[job.order] == split]))
+    return jobs
+
+
 def folder_layout(jobs: list[SampleJob]) -> Layout:
     """Return the layout of all shards together, with the plan as its last reason."""
     first, num_samples = jobs[0], sum(len(job.order) for job in jobs)
     size = human_bytes(first.spec().num_bytes)
-    samples = count_text(len(first.order), "sample")
-    reason = f"{count_text(len(jobs), 'shard')} of up to {samples}, {size}, such as {first.path.name}"
+    samples = count_text(max(len(job.order) for job in jobs), "sample")
+    reason = f"{count_text(len(jobs), 'file')} of up to {samples}, such as {first.path.name} of {size}"
     return replace(first.layout, num_samples=num_samples, reasons=(*first.layout.reasons, reason))
 
 
@@ -176,7 +211,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
     facts, blobs = identity
     fields = [(name, each.shape, str(each.dtype)) for name, each in job.fields.items()]
     mine = {"fields": fields, "chunk_samples": job.layout.chunk_samples, "files": num_files}
-    mine |= {name: job.options[name] for name in ("seed", "shuffle")}
+    mine |= {name: job.options[name] for name in ("seed", "shuffle", "split_files") if name in job.options}
     key = key_of({**facts_of_all(), "kind": job.source.kind, **facts, **mine}, blobs)
     if old is None:
         return key

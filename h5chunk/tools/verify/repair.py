@@ -18,10 +18,8 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, SampleError, printable
-from h5chunk.sources.images import ImageSource
-from h5chunk.sources.kinds import ImageOptions
-from h5chunk.sources.listing import list_images
-from h5chunk.sources.manifest import list_manifest
+from h5chunk.sources.images import ImageSource, list_source
+from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import open_file
@@ -66,16 +64,18 @@ class _ChunkMaker:
             raise FileError(f"{shown}: holds a matrix, of which chunks cannot be made one by one: convert it again")
         try:
             options = ImageOptions.of_recorded(header.options)
-            splits = str(header.options.get("split_folders", "auto"))
+            splits = "auto" if manifest is not None else str(header.options.get("split_folders", "auto"))
+            columns = tuple(map(str, header.options.get("columns", ()))) or None
             appended = [(int(each["first_index"]), str(each["fit"])) for each in header.options.get("appended", [])]
         except (ValueError, KeyError, TypeError):
             raise FileError(
                 f"{shown}: does not say how its images were decoded, and only images are repaired: convert its source "
                 "again"
             ) from None
-        self._listing = (
-            list_manifest(manifest, source) if manifest is not None else list_images(source, split_folders=splits)
+        listed = ImageSourceOptions(
+            manifest=manifest, split_folders=splits, columns=columns, mask_column=options.mask_column
         )
+        self._listing = list_source(source, listed)
         self.source = ImageSource(self._listing, options)
         self._parts = [(0, self.source)]  # and those of images that were appended, in the size of the file
         for first, fit in appended:
@@ -99,7 +99,8 @@ class _ChunkMaker:
             raise SampleError("it is compressed: repack the file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
             raise SampleError("it does not hold whole samples")
-        if each.field != IMAGES and each.field not in self._listing.columns:
+        is_image = each.field == IMAGES or each.field in self._listing.others
+        if not is_image and each.field not in self._listing.columns:
             raise SampleError("the source says nothing of it: give the manifest that it was converted with")
         values = np.zeros(dataset.chunks, dataset.dtype)
         for place, row in enumerate(range(each.first_sample, each.last_sample + 1)):
@@ -108,8 +109,8 @@ class _ChunkMaker:
             first, source = max((part for part in self._parts if part[0] <= number), key=lambda part: part[0])
             index = self._find(number - first, name)
             try:
-                if each.field == IMAGES:
-                    source.read_into(index, {IMAGES: values[place]})
+                if is_image:
+                    source.read_into(index, {each.field: values[place]})
                 else:
                     values[place] = self._value(each.field, index)
             except SampleError as error:

@@ -1,0 +1,106 @@
+"""Read the lines of a manifest: .csv, .tsv, JSON lines, or CelebA's own list.
+
+CelebA's list has a line with the count, then a header without the path column, then lines separated by blanks. JSON
+lines are one object a line, all with the same keys.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TextIO
+
+from h5chunk.errors import SourceError, count_text
+
+MAX_LINE = 1 << 20  # characters
+NESTED = "\0"  # in place of a value that is a list or an object
+
+Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
+
+
+class Table:
+    """The columns and the rows of a manifest, which is read once; ``shown`` and ``name`` are its path and its name."""
+
+    def __init__(self, shown: str, name: str, file: TextIO) -> None:
+        self.shown, self._file = shown, file
+        self.declared: int | None = None  # number of lines that CelebA's first line claims
+        self.first_line = 1  # the one with the names of the columns
+        lines = self._read_lines()
+        if name.lower().endswith(".jsonl"):
+            self.columns, self._rows = self._open_json(lines)
+            return
+        first, second = next(lines, ""), next(lines, "")
+        if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # CelebA's own list
+            self.columns, self.declared, self.first_line = ["path", *second.split()], int(first), 2
+            self._rows = ((number, line.split()) for number, line in enumerate(lines, 3))
+            return
+        delimiter = "\t" if name.lower().endswith(".tsv") else ","
+        self.columns = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+        self._rows = self._delimited(chain([second], lines), delimiter)
+
+    def error(self, line: int, what: str) -> SourceError:
+        """Return an error that names the file and a line."""
+        return SourceError(f"{self.shown}, line {line}: {what}")
+
+    def _read_lines(self) -> Iterator[str]:
+        """Yield the lines of the file; no line may take unbounded memory."""
+        number = 0
+        while line := self._file.readline(MAX_LINE + 1):
+            number += 1
+            if len(line) > MAX_LINE:
+                raise self.error(number, f"longer than the limit of {MAX_LINE} characters: is this a table?")
+            yield line
+
+    def _delimited(self, lines: Iterable[str], delimiter: str) -> Rows:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        number = 1
+        try:
+            for row in reader:
+                number = reader.line_num + 1
+                yield number, [cell.strip() for cell in row]
+        except csv.Error as error:
+            raise self.error(number + 1, str(error)) from None
+
+    def _open_json(self, lines: Iterable[str]) -> tuple[list[str], Rows]:
+        objects = self._objects(lines)
+        first = next(objects, (1, {}))
+        columns = list(first[1])
+
+        def rows() -> Rows:
+            for number, values in chain([first] if columns else [], objects):
+                if values.keys() != {*columns}:
+                    differing = sorted(values.keys() ^ {*columns})[0]
+                    raise self.error(number, f"{differing!r} is not in all lines: give all objects the same keys")
+                yield number, [_text(values[name]) for name in columns]
+
+        return columns, rows()
+
+    def _objects(self, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    values = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise self.error(number, f"is not JSON: {error}") from None
+                if not isinstance(values, dict):
+                    raise self.error(number, 'is not an object: give one a line, such as {"file_name": "1.png"}')
+                yield number, values
+
+    def rows(self) -> Rows:
+        """Yield (line number, cells) for each line below the header that is not blank."""
+        for number, row in self._rows:
+            if row and len(row) != len(self.columns):
+                raise self.error(number, f"{count_text(len(row), 'column')} but the header has {len(self.columns)}")
+            if row:
+                yield number, row
+
+
+def _text(value: Any) -> str:
+    """Write a value of JSON as it would stand in a .csv; truth values are 0 and 1."""
+    if value is None or isinstance(value, str):
+        return (value or "").strip().replace("\0", "\ufffd")
+    if isinstance(value, (list, dict)):
+        return NESTED
+    return str(int(value)) if isinstance(value, bool) else json.dumps(value)

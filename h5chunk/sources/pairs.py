@@ -1,0 +1,136 @@
+"""Folders of masks beside a folder of images: ``images/1.jpg`` and ``masks/1.png`` are one sample.
+
+They lie at the top, or in each split: ``train/images``, ``train/masks``. Below them, splits and classes are as without
+masks: ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask is called as its image, whatever its suffix is, or has
+``_mask`` behind that name.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from h5chunk.errors import SourceError, as_text
+
+MASKS = "masks"  # the field of masks in a folder of a usual name
+IMAGE_FOLDERS = (b"images", b"image", b"imgs", b"img", b"jpegimages")
+MASK_FOLDERS = (
+    b"masks", b"mask", b"annotations", b"labels", b"gt", b"ground_truth", b"groundtruth", b"segmentation",
+    b"segmentations", b"segmentationclass",
+)  # fmt: skip
+LOSSY = (b".jpg", b".jpeg")
+
+
+@dataclass
+class Directory:
+    """The images of one folder: their names, and their numbers in the archive (-1 in a folder on disk)."""
+
+    files: list[bytes] = field(default_factory=list)
+    members: array[int] = field(default_factory=lambda: array("q"))
+
+
+def depth_of(name: bytes) -> int:
+    """Return the number of folders on the path of a folder, including itself."""
+    return name.count(b"/") + 1 if name else 0
+
+
+def at_level(level: int, names: Iterable[bytes]) -> set[bytes]:
+    """Return the folder names of these paths at one level, counted from 0."""
+    return {name.split(b"/")[level] for name in names if depth_of(name) > level}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A folder of images, and folders of masks by their fields, on one level of all paths."""
+
+    level: int
+    images: bytes
+    masks: Mapping[str, bytes]
+
+    def is_inside(self, name: bytes) -> bool:
+        """Return whether a folder is one of these, or lies in one."""
+        return bool(at_level(self.level, [name]) & {self.images, *self.masks.values()})
+
+    def inside(self, directories: Mapping[bytes, Directory], folder: bytes) -> dict[bytes, Directory]:
+        """Return the directories in one of these folders, without it in their paths."""
+        paths = ((name.split(b"/"), each) for name, each in directories.items() if at_level(self.level, [name]))
+        return {
+            b"/".join(parts[: self.level] + parts[self.level + 1 :]): each
+            for parts, each in paths
+            if parts[self.level] == folder
+        }
+
+    def outside(self, name: bytes, folder: bytes) -> bytes:
+        """Return the path with one of these folders in it."""
+        parts = name.split(b"/")
+        return b"/".join([*parts[: self.level], folder, *parts[self.level :]])
+
+    def match(
+        self, names: Iterable[bytes], directories: Mapping[bytes, Directory], folder: bytes
+    ) -> tuple[list[bytes], list[int], list[str]]:
+        """Return the path and number of the mask of each image, and the masks that no image has; none: an empty path.
+
+        Raises SourceError if a mask fits two images, or two masks fit an image.
+        """
+        masks: dict[bytes, tuple[bytes, int]] = {}
+        for name, directory in directories.items():
+            for file, number in zip(directory.files, directory.members, strict=True):
+                path = posixpath.join(name, file)
+                first, _ = masks.setdefault(posixpath.splitext(path)[0], (path, number))
+                if first != path:
+                    raise self._twice(folder, first, path)
+        found: dict[bytes, bytes] = {}  # masks to their images
+        paths, numbers = [], []
+        for name in names:
+            stem = posixpath.splitext(name)[0]
+            mask, number = masks.get(stem) or masks.get(stem + b"_mask") or (b"", -1)
+            if mask and found.setdefault(mask, name) != name:
+                raise self._twice(self.images, found[mask], name)
+            paths.append(self.outside(mask, folder) if mask else b"")
+            numbers.append(number)
+        return paths, numbers, sorted(as_text(mask) for mask, _ in masks.values() if mask not in found)
+
+    def _twice(self, folder: bytes, first: bytes, second: bytes) -> SourceError:
+        first, second = (self.outside(path, folder) for path in (first, second))
+        return SourceError(
+            f"{as_text(first)} and {as_text(second)} differ in their suffix alone, so that which mask belongs to which "
+            "image cannot be told: rename one"
+        )
+
+    def note(self) -> str:
+        """Describe the pairs, for the report."""
+        masks = ", ".join(f"the masks in {as_text(folder)!r} (field {name!r})" for name, folder in self.masks.items())
+        return f"images in {as_text(self.images)!r} go with {masks}, by name"
+
+
+def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | None) -> Pairs | None:
+    """Find folders of images and of masks: the ``wanted`` ones, or (None) one of each with a usual name.
+
+    ``folders`` are the paths of all folders with images. Raises SourceError if which folder has what cannot be told.
+    """
+    is_usual = wanted is None or list(wanted) == [MASKS]
+    for level in (0, 1):
+        names = sorted(at_level(level, folders))
+        if is_usual:
+            masks = dict.fromkeys([MASKS], next((name for name in names if name.lower() in MASK_FOLDERS), b""))
+            masks = {name: folder for name, folder in masks.items() if folder}
+            images = [name for name in names if name.lower() in IMAGE_FOLDERS]
+        else:
+            masks = {name: os.fsencode(name) for name in wanted or () if os.fsencode(name) in names}
+            images = [name for name in names if name not in masks.values()]
+        if not masks or not images or not (is_usual or len(masks) == len(wanted or ())):
+            continue
+        if len(images) > 1 or len(names) > 1 + len(masks):
+            shown = ", ".join(repr(as_text(name)) for name in names[:8])
+            raise SourceError(
+                f"{source}: holds the folders {shown}: name those of masks, which leaves one of images (--mask-column "
+                "NAME[,NAME]), or list the pairs in a manifest (--manifest)"
+            )
+        return Pairs(level, images[0], masks)
+    if wanted:
+        shown = ", ".join(repr(as_text(name)) for name in sorted(at_level(0, folders))[:8]) or "none"
+        raise SourceError(f"{source}: has no folder {wanted[0]!r} of masks beside one of images; its folders: {shown}")
+    return None
