@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
@@ -105,28 +105,17 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    bar: tqdm[Any] | None = None
-    current = ""
+    bars: dict[str, tqdm[Any]] = {}
+    with ExitStack() as shown:
 
-    def show(stage: str, done: int, total: int | None) -> None:
-        nonlocal bar, current
-        if stage != current or bar is None:
-            if bar is not None:
-                bar.close()
-            bar = tqdm(
-                desc=WORDS[stage],
-                unit=UNITS.get(stage, " images"),
-                unit_scale=UNITS.get(stage) in ("B", " entries"),
-                total=total,
-                leave=False,
-                mininterval=0.1,
-                dynamic_ncols=True,
-            )
-            current = stage
-        bar.update(done - bar.n)
+        def show(stage: str, done: int, total: int | None) -> None:
+            if stage not in bars:
+                shown.close()  # the bar of the stage before
+                bars.clear()
+                unit = UNITS.get(stage, " images")
+                look = {"unit": unit, "unit_scale": unit in ("B", " entries"), "leave": False, "dynamic_ncols": True}
+                bar = tqdm(desc=WORDS[stage], total=total, mininterval=0.1, **look)
+                bars[stage] = shown.enter_context(bar)
+            bars[stage].update(done - bars[stage].n)
 
-    try:
         yield show
-    finally:
-        if bar is not None:
-            bar.close()
